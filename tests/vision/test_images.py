@@ -1,0 +1,352 @@
+"""Images of every kind that Pillow can write are read back and compared pixel by pixel with what was drawn."""
+
+import io
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from mmspec.errors import UserError
+from vision.images import load_image
+from vision.media import MAX_PIXELS, describe, shown
+
+RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
+
+
+def picture(width: int = 6, height: int = 4) -> np.ndarray:
+    """RGB noise: no two orientations, channels or rows look alike."""
+    return np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def pixels(source: object) -> np.ndarray:
+    image = load_image(source)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def refused(source: object, *expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_image(source)
+    for part in expected:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def png(width: int, height: int, depth: int, colour: int, data: bytes, *extra: tuple[bytes, bytes]) -> bytes:
+    """A PNG written by hand, for what Pillow cannot write."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">2I5B", width, height, depth, colour, 0, 0, 0)
+    parts = [(b"IHDR", header), *extra, (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def test_every_kind_of_source(tmp_path: Path) -> None:
+    expected = picture()
+    path = tmp_path / "a.png"
+    Image.fromarray(expected).save(path)
+    for source in (path, str(path), path.read_bytes(), bytearray(path.read_bytes()), io.BytesIO(path.read_bytes())):
+        assert np.array_equal(pixels(source), expected)
+    with path.open("rb") as file:
+        assert np.array_equal(pixels(file), expected)
+        assert not file.closed
+    given = Image.fromarray(expected)
+    loaded = load_image(given)
+    assert loaded is not given
+    loaded.putpixel((0, 0), BLACK)
+    assert np.array_equal(np.asarray(given), expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation(tmp_path: Path, orientation: int) -> None:
+    upright = picture()
+    stored = {  # how a camera stores the upright picture under each tag (Exif 2.32, 4.6.4)
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: np.rot90(upright, 1),
+        7: upright[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(upright, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for suffix in ("png", "tiff", "webp"):
+        path = tmp_path / f"a.{suffix}"
+        Image.fromarray(np.ascontiguousarray(stored)).save(path, exif=exif, lossless=True)
+        assert np.array_equal(pixels(path), upright)
+
+
+def test_broken_exif_does_not_spoil_the_picture(tmp_path: Path) -> None:
+    Image.fromarray(picture()).save(tmp_path / "a.png", exif=b"Exif\x00\x00not a TIFF header")
+    assert np.array_equal(pixels(tmp_path / "a.png"), picture())
+
+
+def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
+    image = Image.new("P", (3, 1))
+    image.putpalette([*RED, *GREEN, *BLUE])
+    image.putdata([0, 1, 2])
+    image.save(tmp_path / "plain.png")
+    assert pixels(tmp_path / "plain.png").tolist() == [[[*RED], [*GREEN], [*BLUE]]]
+    image.save(tmp_path / "one.png", transparency=1)
+    image.save(tmp_path / "one.gif", transparency=1)
+    for name in ("one.png", "one.gif"):
+        assert pixels(tmp_path / name).tolist() == [[[*RED], [*WHITE], [*BLUE]]]
+    image.save(tmp_path / "many.png", transparency=bytes([0, 255, 128]))
+    assert pixels(tmp_path / "many.png").tolist() == [[[*WHITE], [*GREEN], [127, 127, 255]]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "expected"),
+    [
+        ("RGBA", (255, 0, 0, 0), WHITE),
+        ("RGBA", (255, 0, 0, 255), RED),
+        ("RGBA", (0, 0, 0, 51), (204, 204, 204)),
+        ("LA", (0, 51), (204, 204, 204)),
+        ("La", (0, 51), (204, 204, 204)),
+        ("RGBa", (0, 0, 0, 51), (204, 204, 204)),
+        ("PA", (0, 0), WHITE),
+        ("L", 77, (77, 77, 77)),
+        ("1", 1, WHITE),
+        ("1", 0, BLACK),
+        ("CMYK", (0, 255, 255, 0), RED),
+        ("CMYK", (0, 0, 0, 255), BLACK),
+        ("HSV", (0, 255, 255), RED),
+        ("LAB", (255, 128, 128), (254, 255, 254)),
+        ("YCbCr", (255, 128, 128), WHITE),
+        ("I;16", 65535, WHITE),
+        ("I;16", 128, BLACK),
+        ("I;16", 129, (1, 1, 1)),
+        ("I;16", 257 * 77, (77, 77, 77)),
+        ("I;16B", 257 * 77, (77, 77, 77)),
+        ("I", 257 * 77 + 128, (77, 77, 77)),
+        ("F", 1.0, WHITE),
+        ("F", 0.5, (128, 128, 128)),
+        ("F", 77.4, (77, 77, 77)),
+        ("F", 257.0 * 77, (77, 77, 77)),
+    ],
+)
+def test_modes(mode: str, value: object, expected: tuple[int, int, int]) -> None:
+    image = Image.new(mode, (2, 2))
+    image.paste(value, (0, 0, 2, 2)) if mode not in ("I;16", "I;16B") else None  # type: ignore[arg-type]
+    if mode in ("I;16", "I;16B"):
+        order = "<u2" if mode == "I;16" else ">u2"
+        image = Image.frombytes(mode, (2, 2), np.full((2, 2), value, order).tobytes())
+    assert load_image(image).getpixel((1, 1)) == expected
+
+
+def test_colour_key_transparency(tmp_path: Path) -> None:
+    image = Image.new("RGB", (2, 1), RED)
+    image.putpixel((1, 0), BLUE)
+    image.save(tmp_path / "a.png", transparency=BLUE)
+    assert pixels(tmp_path / "a.png").tolist() == [[[*RED], [*WHITE]]]
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_sixteen_bit_png(colour: int, channels: int) -> None:
+    values = np.array([[0, 0x4D4D, 0xFFFF], [0x0101, 0x8080, 0xFEFE]], dtype=">u2")
+    full = np.repeat(values[:, :, None], channels, axis=2)
+    if channels in (2, 4):
+        full[:, :, -1] = 0xFFFF
+    data = b"".join(b"\x00" + row.tobytes() for row in full)
+    found = pixels(png(3, 2, 16, colour, data))
+    assert found[:, :, 0].tolist() == [[0, 77, 255], [1, 128, 254]]
+    assert (found == found[:, :, :1]).all()
+
+
+def test_sixteen_bit_png_with_a_colour_key_is_read() -> None:
+    data = b"\x00" + struct.pack(">6H", 65535, 0, 0, 0, 0, 65535)
+    keyed = png(2, 1, 16, 2, data, (b"tRNS", struct.pack(">3H", 0, 0, 65535)))
+    assert pixels(keyed)[0, 0].tolist() == [*RED]
+    assert pixels(png(1, 1, 16, 0, b"\x00\xff\xff", (b"tRNS", b"\x00\x00"))).tolist() == [[[*WHITE]]]
+
+
+@pytest.mark.parametrize("suffix", ["gif", "png", "webp", "tiff"])
+def test_first_frame_of_an_animation(tmp_path: Path, suffix: str) -> None:
+    pages = [Image.new("RGB", (8, 8), colour) for colour in (RED, GREEN, BLUE)]
+    pages[0].save(tmp_path / f"a.{suffix}", save_all=True, append_images=pages[1:], lossless=True)
+    assert load_image(tmp_path / f"a.{suffix}").getpixel((4, 4)) == RED
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1), (9, 7)])
+def test_extreme_shapes(tmp_path: Path, size: tuple[int, int]) -> None:
+    Image.fromarray(picture(*size)).save(tmp_path / "a.png")
+    assert np.array_equal(pixels(tmp_path / "a.png"), picture(*size))
+
+
+ARRAYS: list[tuple[np.ndarray, np.ndarray]] = [
+    (picture(), picture()),
+    (picture()[:, :, 0], np.repeat(picture()[:, :, :1], 3, axis=2)),
+    (picture()[:, :, :1], np.repeat(picture()[:, :, :1], 3, axis=2)),
+    (picture()[::-1, ::2], picture()[::-1, ::2]),
+    (picture().astype(np.uint16) * 257, picture()),
+    (picture().astype(np.float64) / 255, picture()),
+    ((picture() / 255).astype(np.float16), picture()),
+    (picture() > 127, (picture() > 127) * np.uint8(255)),
+    (np.dstack([picture(), np.full((4, 6), 255, np.uint8)]), picture()),
+    (np.dstack([picture(), np.zeros((4, 6), np.uint8)]), np.full((4, 6, 3), 255, np.uint8)),
+]
+
+
+@pytest.mark.parametrize("index", range(len(ARRAYS)))
+def test_arrays(index: int) -> None:
+    array, expected = ARRAYS[index]
+    assert np.array_equal(pixels(array), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+def test_tensors(dtype: torch.dtype) -> None:
+    expected = np.where(picture(8, 6) > 127, np.uint8(255), np.uint8(0))
+    tensor = (torch.from_numpy(expected) if dtype == torch.uint8 else torch.from_numpy(expected) / 255).to(dtype)
+    assert np.array_equal(pixels(tensor), expected)
+    assert np.array_equal(pixels(tensor.permute(2, 0, 1)), expected)
+    assert np.array_equal(pixels(tensor[:, :, 0]), np.repeat(expected[:, :, :1], 3, axis=2))
+    if dtype.is_floating_point:
+        assert np.array_equal(pixels(tensor.clone().requires_grad_()), expected)
+
+
+def test_arrays_refused() -> None:
+    refused(np.zeros((2, 2, 2), np.uint8), "(H, W) or (H, W, 1|3|4), received shape (2, 2, 2)")
+    refused(np.zeros((3, 8, 8), np.uint8), "received shape (3, 8, 8)")
+    refused(np.zeros((1, 2, 2, 3), np.uint8), "received shape (1, 2, 2, 3)")
+    refused(np.zeros((0, 4, 3), np.uint8), "expected at least 1x1 pixels, received 4x0")
+    refused(np.zeros((2, 2), np.int64), "uint8, uint16, bool or float, received int64")
+    refused(np.array([[-2.5, 1.0]]), "float pixels must lie in 0..1, received -2.5..1")
+    refused(np.array([[0.0, 255.0]]), "received 0..255")
+    refused(np.array([[0.0, np.nan]]), "received nan")
+    refused(torch.zeros(2, 8, 8), "a tensor must be", "received shape (2, 8, 8)")
+    for shape in ((1, 1, 3), (3, 1, 1), (4, 9, 3)):
+        refused(torch.zeros(shape), f"shape {shape} could be channels first or last")
+    refused(Image.new("RGB", (0, 3)), "received 0x3")
+    refused(Image.fromarray(np.array([[-1, 5]], np.int32)), "0..65535, received -1..5")
+    refused(Image.fromarray(np.array([[np.nan, 5]], np.float32)), "float pixels must lie in")
+    refused(None, "an image must be a path, bytes or a file object: received NoneType")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a.b/c.png", "HTTPS://a.b/c", "s3://b/c", "file:///etc/x", "data:image/png;base64,AA"]
+)
+def test_urls_are_refused(url: str) -> None:
+    refused(url, "expected a local file, received a URL")
+
+
+def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(tmp_path / "none.png", "none.png: expected an image, received no such file")
+    refused(tmp_path, "received a folder")
+    refused("a\x00b", "a\\x00b: expected an image, received a file that cannot be opened")
+    refused("x" * 5000, "cannot be opened")
+    (tmp_path / "empty.png").touch()
+    refused(tmp_path / "empty.png", "empty.png: expected an image, received an empty file")
+    refused(b"", "<bytes>: expected an image, received no bytes")
+    (tmp_path / "text.png").write_text("Grüße\n" * 2000)
+    refused(tmp_path / "text.png", "text.png: expected an image, received text")
+    refused(io.StringIO("text"), "binary mode, received one in text mode")
+    refused(b"\x1aE\xdf\xa3" + bytes(100), "received a Matroska or WebM video; pass it as a video")
+    refused(b"\x00\x00\x01\xb3\x14\x00\xf0" + bytes(100), "received an MPEG video; pass it as a video")
+    refused(b"\x00\x00\x00\x18ftypisom" + bytes(100), "received an MP4 or MOV video; pass it as a video")
+    refused(b"\x00\x00\x00\x18ftypheic" + bytes(100), "received a HEIF image that cannot be decoded")
+    refused(b"%PDF-1.7\n\xff", "received a PDF document")
+    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "made of pixels, received EPS")
+    refused(bytes(range(128, 228)), "received unknown data (first bytes 80 81")
+    os.mkfifo(tmp_path / "pipe.png")
+    refused(tmp_path / "pipe.png", "received a device or pipe")
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    refused(tmp_path / "text.png", "cannot be opened (Permission denied)")
+
+
+def test_names(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^upload 3: expected an image, received text$"):
+        load_image(b"hello", name="upload 3")
+    (tmp_path / "two\nlines.png").write_text("x")
+    refused(tmp_path / "two\nlines.png", "two\\nlines.png: expected an image")
+    assert len(shown("n" * 10_000)) < 300
+
+
+def save(suffix: str) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(picture(64, 48)).save(stream, format=suffix)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpeg", "gif", "bmp", "tiff", "webp"])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9])
+def test_truncated(suffix: str, share: float) -> None:
+    data = save(suffix)
+    refused(data[: max(5, int(len(data) * share))], "expected", "received")
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpeg", "gif", "bmp", "tiff", "webp"])
+def test_damage_is_a_user_error_or_a_picture(suffix: str) -> None:
+    generator = np.random.default_rng(0)
+    whole = save(suffix)
+    for _ in range(60):
+        data = bytearray(whole)
+        for at in generator.integers(0, len(data) if generator.random() < 0.5 else 80, 4):
+            data[at] = generator.integers(256)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                assert load_image(bytes(data)).mode == "RGB"
+            except UserError:
+                continue
+
+
+def bomb(width: int, height: int) -> bytes:
+    return png(width, height, 8, 2, b"")
+
+
+@pytest.mark.parametrize("factor", [1.01, 1.9, 5])
+def test_decompression_bombs(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = int((MAX_PIXELS * factor) ** 0.5)
+    refused(bomb(side, side), f"expected at most {MAX_PIXELS} pixels")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as a program around us may have set it
+    refused(bomb(side, side), f"expected at most {MAX_PIXELS} pixels, received {side}x{side}")
+    refused(np.broadcast_to(np.uint8(0), (side, side)), f"received {side}x{side}")
+
+
+def test_text_chunk_bomb() -> None:
+    body = b"Comment\x00\x00" + zlib.compress(bytes(200 << 20))
+    refused(png(1, 1, 8, 2, b"\x00\x01\x02\x03", (b"zTXt", body)), "received")
+
+
+def test_nothing_leaks(tmp_path: Path) -> None:
+    Image.fromarray(picture()).save(tmp_path / "good.png")
+    (tmp_path / "bad.png").write_bytes(save("png")[:200])
+    before = psutil.Process().num_fds()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            load_image(tmp_path / "good.png")
+            refused(tmp_path / "bad.png", "received a broken one")
+            assert psutil.Process().num_fds() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: save("png"), "a PNG image"),
+        (lambda: save("jpeg"), "a JPEG image"),
+        (lambda: save("webp"), "a WebP image"),
+        (lambda: b"RIFF\x00\x00\x00\x00WAVE", "a WAV audio file"),
+        (lambda: b"#EXTM3U\n\xe9", "text"),
+        (lambda: ("é" * 4096).encode()[:4096], "text"),
+        (lambda: b"", "an empty file"),
+    ],
+)
+def test_describe(make: Callable[[], bytes], what: str) -> None:
+    assert describe(make()) == what

@@ -1,0 +1,458 @@
+"""Every picked frame is checked by the number painted into it, against time stamps that the test itself wrote."""
+
+import gc
+import itertools
+import struct
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from mmspec.errors import UserError
+from vision import video_pyav
+from vision.video import MAX_FRAMES, kind_of, load_video
+
+TICK = Fraction(1, 1000)
+SIDE = 64
+
+
+def paint(number: int, width: int = SIDE, height: int = SIDE) -> np.ndarray:
+    """A frame carrying 12 bits as black and white blocks, 3 rows of 4: survives any codec."""
+    bits = np.array([(number >> bit) & 1 for bit in range(12)], dtype=np.uint8).reshape(3, 4)
+    blocks = np.kron(bits * 255, np.ones((height // 3, width // 4), dtype=np.uint8))
+    page = np.zeros((height, width), dtype=np.uint8)
+    page[: blocks.shape[0], : blocks.shape[1]] = blocks
+    return np.repeat(page[:, :, None], 3, axis=2)
+
+
+def number_of(image: Image.Image) -> int:
+    page = np.asarray(image.convert("L"))
+    rows, columns = page.shape[0] // 3, page.shape[1] // 4
+    return sum(
+        1 << (row * 4 + column)
+        for row in range(3)
+        for column in range(4)
+        if page[row * rows + rows // 2, column * columns + columns // 2] > 127
+    )
+
+
+def encode(
+    path: Path,
+    stamps: Sequence[int],
+    *,
+    codec: str = "libx264",
+    options: dict[str, str] | None = None,
+    mux: dict[str, str] | None = None,
+    gop: int = 12,
+    size: tuple[int, int] = (SIDE, SIDE),
+    tick: Fraction = TICK,
+) -> Path:
+    """One numbered frame per time stamp, in milliseconds; the last one lasts as long as the one before it."""
+    with av.open(str(path), "w", options=mux or {}) as container:
+        lengths = [b - a for a, b in itertools.pairwise(stamps)] or [100]
+        lengths.append(lengths[-1])
+        stream = container.add_stream(
+            codec, rate=Fraction(1000, lengths[-1]), options=options or {"preset": "ultrafast"}
+        )
+        stream.width, stream.height = size
+        stream.pix_fmt, stream.gop_size = "yuv420p", gop
+        stream.codec_context.time_base = tick
+        for number, stamp in enumerate(stamps):
+            frame = av.VideoFrame.from_ndarray(paint(number, *size), format="rgb24")
+            frame.pts, frame.time_base, frame.duration = stamp, TICK, lengths[number]
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def on_screen(stamps: Sequence[int], end: int, count: int) -> list[int]:
+    """The reference: which frame is on screen at the centre of each segment, by counting."""
+    shift = stamps[0]
+    chosen = []
+    for index in range(count):
+        target = Fraction(2 * index + 1, 2 * count) * (end - shift)
+        chosen.append(max((i for i, stamp in enumerate(stamps) if stamp - shift <= target), default=0))
+    return chosen
+
+
+def even(count: int, step: int = 100, start: int = 0) -> list[int]:
+    return [start + step * index for index in range(count)]
+
+
+BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
+IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010, 5300]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 25, 50, 120])
+@pytest.mark.parametrize(
+    ("suffix", "codec", "options"),
+    [
+        ("mp4", "libx264", None),
+        ("mp4", "libx264", BFRAMES),
+        ("mov", "libx264", BFRAMES),
+        ("mkv", "libx264", BFRAMES | {"x264-params": "open-gop=1:keyint=12"}),
+        ("webm", "libvpx", {"deadline": "realtime", "cpu-used": "8"}),
+        ("avi", "mpeg4", {}),
+        ("ts", "libx264", BFRAMES),
+    ],
+)
+def test_picks_the_frame_on_screen(
+    tmp_path: Path, suffix: str, codec: str, options: dict[str, str] | None, count: int
+) -> None:
+    stamps = even(50)
+    video = load_video(encode(tmp_path / f"a.{suffix}", stamps, codec=codec, options=options), frames=count)
+    expected = on_screen(stamps, 5000, count)
+    assert [number_of(frame) for frame in video.frames] == expected
+    assert video.times == pytest.approx([stamps[i] / 1000 for i in expected], abs=1e-3)
+    assert video.duration == pytest.approx(5.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+@pytest.mark.parametrize("count", [2, 7, 30])
+def test_variable_frame_rate(tmp_path: Path, suffix: str, count: int) -> None:
+    path = encode(tmp_path / f"a.{suffix}", IRREGULAR, options=BFRAMES, gop=4)
+    video = load_video(path, frames=count)
+    assert video.duration == pytest.approx(5.59, abs=0.3)
+    expected = on_screen(IRREGULAR, round(video.duration * 1000), count)
+    assert [number_of(frame) for frame in video.frames] == expected
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("mkv", 700), ("ts", 5000), ("mp4", 700)])
+def test_start_that_is_not_zero(tmp_path: Path, suffix: str, start: int) -> None:
+    stamps = even(30, start=start)
+    video = load_video(encode(tmp_path / f"a.{suffix}", stamps, options=BFRAMES), frames=10)
+    assert [number_of(frame) for frame in video.frames] == on_screen(stamps, stamps[-1] + 100, 10)
+    assert video.times[0] == pytest.approx(0.1)
+    assert video.duration == pytest.approx(3.0)
+
+
+def test_edit_list_cuts_the_start(tmp_path: Path) -> None:
+    mux = {"use_editlist": "1", "avoid_negative_ts": "disabled"}
+    path = encode(tmp_path / "a.mp4", even(40, start=-1500), mux=mux)
+    video = load_video(path, frames=25)
+    assert [number_of(frame) for frame in video.frames] == list(range(15, 40))
+    assert video.duration == pytest.approx(2.5)
+
+
+def test_edit_list_cuts_the_end(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", even(50), options=BFRAMES)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"elst") + 12  # duration of the first entry, in the movie's clock of 1000 ticks a second
+    assert struct.unpack_from(">I", data, at) == (5000,)
+    struct.pack_into(">I", data, at, 3000)
+    path.write_bytes(data)
+    video = load_video(path, frames=30)
+    assert video.duration == pytest.approx(3.0)
+    assert [number_of(frame) for frame in video.frames] == list(range(30))
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_seeking_gives_what_decoding_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    stamps = even(600, step=40)
+    options = BFRAMES | {"x264-params": "open-gop=1:keyint=15:min-keyint=15:scenecut=0"}
+    path = encode(tmp_path / f"long.{suffix}", stamps, options=options, gop=15, size=(32, 48))
+    decoded = 0
+    step = video_pyav._Reader._next
+
+    def counted(reader: video_pyav._Reader) -> av.VideoFrame | None:
+        nonlocal decoded
+        decoded += 1
+        return step(reader)
+
+    monkeypatch.setattr(video_pyav._Reader, "_next", counted)
+    sought = load_video(path, frames=9)
+    assert decoded < 300
+    assert [number_of(frame) for frame in sought.frames] == on_screen(stamps, 24000, 9)
+    monkeypatch.setattr(video_pyav, "SEEKABLE", ("no such demuxer",))
+    assert load_video(path, frames=9).times == sought.times
+    assert decoded > 550
+
+
+def test_a_seek_that_lands_late_is_made_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = even(120)
+    path = encode(tmp_path / "a.mkv", stamps, gop=10)
+    seek = av.container.InputContainer.seek
+
+    class Late:
+        """A container whose index is a second and a half off."""
+
+        def __init__(self, container: av.container.InputContainer) -> None:
+            self._container = container
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._container, name)
+
+        def seek(self, offset: int, *, stream: av.VideoStream) -> None:
+            seek(self._container, offset + 1500, stream=stream)
+
+    restart = video_pyav._Reader._restart
+
+    def restarted(reader: video_pyav._Reader) -> None:
+        restart(reader)
+        reader._container = Late(reader._container)  # type: ignore[assignment]
+
+    monkeypatch.setattr(video_pyav._Reader, "_restart", restarted)
+    video = load_video(path, frames=5)
+    assert [number_of(frame) for frame in video.frames] == on_screen(stamps, 12000, 5)
+
+
+def test_raw_stream_without_times_or_duration(tmp_path: Path) -> None:
+    video = load_video(encode(tmp_path / "a.h264", even(30), options=BFRAMES), frames=6)
+    assert [number_of(frame) for frame in video.frames] == on_screen(even(30), 3000, 6)
+
+
+def test_animated_gif_and_png(tmp_path: Path) -> None:
+    pages = [Image.fromarray(paint(number)) for number in range(1, 9)]
+    for suffix in ("gif", "png"):
+        path = tmp_path / f"a.{suffix}"
+        pages[0].save(path, save_all=True, append_images=pages[1:], duration=100)
+        assert kind_of(path) == "video"
+        assert [number_of(frame) for frame in load_video(path, frames=4).frames] == [2, 4, 6, 8]
+
+
+def test_transparency_is_white(tmp_path: Path) -> None:
+    page = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
+    other = page.copy()
+    other.paste((0, 0, 255, 255), (0, 0, 8, 8))
+    page.save(tmp_path / "a.png", save_all=True, append_images=[other], duration=100)
+    assert load_video(tmp_path / "a.png", frames=1).frames[0].getpixel((12, 12)) == (255, 255, 255)
+
+
+ONE = 1 << 16
+MATRICES = {
+    "90": ((0, ONE, -ONE, 0), Image.Transpose.ROTATE_270),  # clockwise, as phones write it
+    "180": ((-ONE, 0, 0, -ONE), Image.Transpose.ROTATE_180),
+    "270": ((0, -ONE, ONE, 0), Image.Transpose.ROTATE_90),
+    "mirror": ((-ONE, 0, 0, ONE), Image.Transpose.FLIP_LEFT_RIGHT),
+    "flip": ((ONE, 0, 0, -ONE), Image.Transpose.FLIP_TOP_BOTTOM),
+    "transpose": ((0, ONE, ONE, 0), Image.Transpose.TRANSPOSE),
+    "transverse": ((0, -ONE, -ONE, 0), Image.Transpose.TRANSVERSE),
+}
+
+
+@pytest.mark.parametrize("turn", MATRICES)
+def test_display_matrix(tmp_path: Path, turn: str) -> None:
+    (a, b, c, d), transposition = MATRICES[turn]
+    path = encode(tmp_path / "a.mp4", even(6), size=(96, 48), options={"preset": "ultrafast", "qp": "0"})
+    plain = load_video(path, frames=1).frames[0]
+    data = bytearray(path.read_bytes())
+    at = data.index(b"tkhd") + 44  # the matrix's place in a version 0 track header
+    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    turned = load_video(path, frames=1).frames[0]
+    assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "count"),
+    [(None, None, 8), (None, 1.0, 5), (None, 2.5, 12), (None, 0.01, 1), (3, 10.0, 3), (100, 2.0, 10), (4, None, 4)],
+)
+def test_how_many(tmp_path: Path, frames: int | None, fps: float | None, count: int) -> None:
+    video = load_video(encode(tmp_path / "a.mp4", even(50)), frames=frames, fps=fps)
+    assert [number_of(frame) for frame in video.frames] == on_screen(even(50), 5000, count)
+
+
+def test_fewer_frames_than_asked_repeats_what_was_on_screen(tmp_path: Path) -> None:
+    video = load_video(encode(tmp_path / "a.mp4", [0, 1000]), frames=6)
+    assert [number_of(frame) for frame in video.frames] == [0, 0, 0, 1, 1, 1]
+    one = load_video(encode(tmp_path / "b.mp4", [0]), frames=3)
+    assert one.times == [0.0, 0.0, 0.0]
+
+
+def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = encode(tmp_path / "long.mkv", even(3000, step=33), gop=5000)  # one keyframe: all of it is decoded
+    converted, alive, most, seen = 0, set(), 0, 0
+    step, upright = video_pyav._Reader._next, video_pyav._upright
+
+    def tracked(reader: video_pyav._Reader) -> av.VideoFrame | None:
+        nonlocal most, seen
+        frame = step(reader)
+        alive.clear()
+        alive.update(id(f) for f in (reader.__dict__.get("_shown"), reader.__dict__.get("_ahead"), frame) if f)
+        most, seen = max(most, len(alive)), seen + 1
+        return frame
+
+    def counted(frame: av.VideoFrame) -> Image.Image:
+        nonlocal converted
+        converted += 1
+        return upright(frame)
+
+    monkeypatch.setattr(video_pyav._Reader, "_next", tracked)
+    monkeypatch.setattr(video_pyav, "_upright", counted)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    video = load_video(path, frames=4)
+    grown = psutil.Process().memory_info().rss - before
+    assert [number_of(frame) for frame in video.frames] == on_screen(even(3000, step=33), 99000, 4)
+    assert (converted, most) == (4, 3)
+    assert seen > 2600
+    assert grown < 12 << 20  # 3000 decoded frames would be 18 MiB as YUV and 37 MiB as RGB
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("suffix", "mux"), [("mp4", {}), ("mp4", {"movflags": "faststart"}), ("mkv", {}), ("webm", {}), ("avi", {})]
+)
+def test_cut_short(tmp_path: Path, suffix: str, mux: dict[str, str], share: float) -> None:
+    codec = {"webm": "libvpx", "avi": "mpeg4"}.get(suffix, "libx264")
+    options = {"webm": {"deadline": "realtime", "cpu-used": "8"}, "avi": {}}.get(suffix)
+    tick = Fraction(1, 10) if suffix == "avi" else TICK  # in ms, an AVI is mostly index, and the index can be spared
+    whole = encode(tmp_path / f"whole.{suffix}", even(50), codec=codec, options=options, mux=mux, tick=tick)
+    data = whole.read_bytes()
+    cut = tmp_path / f"cut.{suffix}"
+    cut.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(UserError, match=r"cut\.\w+: expected .*received") as caught:
+        load_video(cut)
+    assert "\n" not in str(caught.value)
+
+
+def test_cut_short_after_the_last_wanted_frame(tmp_path: Path) -> None:
+    data = encode(tmp_path / "whole.mkv", even(50)).read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(data[: int(len(data) * 0.8)])
+    assert [number_of(frame) for frame in load_video(tmp_path / "cut.mkv", frames=1).frames] == [25]
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+@pytest.mark.parametrize("filler", [0, 255])
+def test_damaged_in_the_middle(tmp_path: Path, suffix: str, filler: int) -> None:
+    path = encode(tmp_path / f"a.{suffix}", even(50))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3 : len(data) // 2] = bytes([filler]) * (len(data) // 2 - len(data) // 3)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"breaks after|broken"):
+        load_video(path, frames=40)
+
+
+def write_audio(path: Path, *, cover: bool = False) -> Path:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 16000, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def refused(source: object, expected: str, **options: object) -> None:
+    with pytest.raises(UserError) as caught:
+        load_video(source, **options)  # type: ignore[arg-type]
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_a_video(tmp_path: Path) -> None:
+    refused(tmp_path / "none.mp4", "none.mp4: expected a video, received no such file")
+    refused(tmp_path, "received a folder")
+    refused("https://example.org/a.mp4", "received a URL")
+    refused(b"", "received no bytes")
+    refused(7, "received int")
+    (tmp_path / "empty.mp4").touch()
+    refused(tmp_path / "empty.mp4", "received an empty file")
+    (tmp_path / "text.mp4").write_text("not a film\n" * 1000)
+    refused(tmp_path / "text.mp4", "received text")
+    (tmp_path / "latin.txt").write_bytes("un été\n".encode("latin-1") * 1000)
+    refused(tmp_path / "latin.txt", "expected a video, received")
+    (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")
+    refused(tmp_path / "list.mp4", "received text")
+    (tmp_path / "noise.mp4").write_bytes(np.random.default_rng(0).bytes(5000))
+    refused(tmp_path / "noise.mp4", "expected a video, received unknown data")
+    refused(write_audio(tmp_path / "sound.mp4"), "received audio only")
+    Image.new("RGB", (8, 8)).save(tmp_path / "still.jpg")
+    refused(tmp_path / "still.jpg", "received a JPEG image; pass it as an image")
+    refused(tmp_path / "still.jpg", "received a JPEG image; pass it as an image", backend="decord")
+
+
+def test_options_out_of_range(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", even(50))
+    refused(path, f"frames must lie in 1..{MAX_FRAMES}: received 0", frames=0)
+    refused(path, "received 513", frames=513)
+    for fps in (0.0, -1.0, float("nan"), float("inf")):
+        refused(path, "fps must be a positive number", fps=fps)
+    refused(path, "is 5000 frames: expected at most 512", fps=1000.0)
+    refused(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
+
+
+def test_bytes_and_file_objects(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", even(20))
+    expected = load_video(path, frames=4).times
+    assert load_video(path.read_bytes(), frames=4).times == expected
+    with path.open("rb") as file:
+        assert load_video(file, frames=4).times == expected
+        assert not file.closed
+    large = encode(
+        tmp_path / "a.avi", even(50), codec="rawvideo", options={"threads": "1"}, tick=Fraction(1, 10)
+    )  # past any read-ahead
+    with large.open("rb") as file:
+        assert [number_of(frame) for frame in load_video(file, frames=5).frames] == [5, 15, 25, 35, 45]
+
+
+def test_a_name_is_never_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode(tmp_path / "a.mp4", even(20)).rename(tmp_path / "concat:a|b")
+    monkeypatch.chdir(tmp_path)
+    assert load_video("concat:a|b", frames=2).times == pytest.approx([0.5, 1.5])
+
+
+@pytest.mark.parametrize("options", [None, BFRAMES])
+def test_decord_agrees(tmp_path: Path, options: dict[str, str] | None) -> None:
+    pytest.importorskip("decord", reason="an optional dependency")
+    path = encode(tmp_path / "a.mp4", even(40), options=options)
+    ours, theirs = load_video(path, frames=11), load_video(path, frames=11, backend="decord")
+    assert [number_of(f) for f in theirs.frames] == [number_of(f) for f in ours.frames]
+    assert theirs.times == pytest.approx(ours.times, abs=1e-4)
+    assert theirs.duration == pytest.approx(ours.duration, abs=1e-4)
+
+
+def test_decord_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "decord", None)
+    refused(encode(tmp_path / "a.mp4", even(4)), "pip install 'mmspec[decord]'", backend="decord")
+
+
+def test_kind_of_goes_by_content(tmp_path: Path) -> None:
+    film = encode(tmp_path / "film.mp4", even(4))
+    assert kind_of(film.rename(tmp_path / "film.png")) == "video"
+    Image.new("RGB", (8, 8)).save(tmp_path / "still.mp4", format="PNG")
+    assert kind_of(tmp_path / "still.mp4") == "image"
+    (tmp_path / "notes.png").write_text("hello")
+    with pytest.raises(UserError, match=r"notes\.png: expected an image or a video, received text"):
+        kind_of(tmp_path / "notes.png")
+    with pytest.raises(UserError, match="audio only"):
+        kind_of(write_audio(tmp_path / "sound.mp4"))
+
+
+def test_nothing_leaks_and_nothing_is_printed(tmp_path: Path) -> None:
+    """In a process of its own, where FFmpeg's messages would show on file descriptor 2."""
+    good = encode(tmp_path / "good.mp4", even(20))
+    bad = tmp_path / "bad.mp4"
+    bad.write_bytes(good.read_bytes()[:700])
+    program = (
+        "import gc, os, sys, psutil\n"
+        "from vision.video import load_video\n"
+        "def count(): gc.collect(); return psutil.Process().num_fds()\n"
+        "load_video(sys.argv[1]); before = count()\n"
+        "for path in sys.argv[1:] * 3:\n"
+        "    try: load_video(path)\n"
+        "    except ValueError: pass\n"
+        "assert count() == before, (before, count())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", program, str(good), str(bad)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_no_warnings(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_video(encode(tmp_path / "a.mp4", even(10)))

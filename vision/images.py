@@ -1,0 +1,233 @@
+"""Images in: any common source and pixel format becomes one 8-bit RGB Pillow image.
+
+Conventions: EXIF orientation is applied; transparency is composited on white; 16-bit values are divided by 257 and
+rounded (an RGB PNG of 16 bits keeps its high byte, as Pillow reads it); of an animation the first frame is taken;
+colour profiles are not applied.
+"""
+
+import struct
+import warnings
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from mmspec.errors import UserError
+from vision.media import MAX_PIXELS, Media, resolve, shown
+
+if TYPE_CHECKING:
+    import torch
+
+# What Pillow's plugins raise on broken data, beside OSError.
+BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    EOFError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    AssertionError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+    Image.DecompressionBombWarning,
+)
+
+# Formats that Pillow lists as images but that are none to us: it hands EPS to an outside program, WMF needs Windows,
+# and an MPEG stream is recognised without being decoded.
+_REFUSED_FORMATS = frozenset({"EPS", "WMF", "MPEG"})
+
+_EXIF_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_CHANNELS = (1, 3, 4)
+
+
+def load_image(source: object, *, name: str | None = None) -> Image.Image:
+    """Read an image as 8-bit RGB.
+
+    Args:
+        source: path (str or path-like), bytes, binary file object, Pillow image, numpy array (H, W) or (H, W, 1|3|4),
+            or torch tensor, the same or (1|3|4, H, W); one so small that it could be either is refused. Arrays are
+            uint8, uint16, bool, or floats in [0, 1]; four channels are RGBA.
+        name: what error messages call the source.
+
+    Returns:
+        A new RGB image; the source is left open and unchanged.
+
+    Raises:
+        UserError: a URL, anything unreadable, not an image, broken, empty, or over `MAX_PIXELS` pixels.
+    """
+    if isinstance(source, Image.Image):
+        return _from_pillow(source, shown(name or getattr(source, "filename", "") or "<image>"))
+    if isinstance(source, np.ndarray):
+        return _from_array(source, shown(name or "<array>"))
+    if type(source).__module__.partition(".")[0] == "torch":
+        return _from_tensor(source, shown(name or "<tensor>"))  # type: ignore[arg-type]
+    media = resolve(source, expected="an image", name=name)
+    with media.open() as stream, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # plugins warn about odd metadata; the pixels are what counts
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(stream) as image:
+                _refuse_format(image, media)
+                return _from_pillow(image, media.name)
+        except UserError:
+            raise
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise UserError(f"{media.name}: expected at most {MAX_PIXELS} pixels, received more") from None
+        except UnidentifiedImageError:
+            raise _not_an_image(media) from None
+        except BROKEN as error:
+            raise UserError(f"{media.name}: expected a whole image, received a broken one ({shown(error)})") from None
+
+
+def still_format(media: Media) -> tuple[str, bool] | None:
+    """Pillow's name for the format of an image and whether it is animated; None for what Pillow cannot open."""
+    with media.open() as stream, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(stream) as image:
+                if image.format is None or image.format in _REFUSED_FORMATS:
+                    return None
+                return image.format, bool(getattr(image, "is_animated", False))
+        except Image.DecompressionBombError:
+            return "image", False
+        except BROKEN:
+            return None
+
+
+def flatten(image: Image.Image) -> Image.Image:
+    """An image with transparency as RGB on white."""
+    rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+
+
+def _refuse_format(image: Image.Image, media: Media) -> None:
+    if image.format == "MPEG":
+        raise _not_an_image(media)
+    if image.format in _REFUSED_FORMATS:
+        raise UserError(f"{media.name}: expected an image made of pixels, received {image.format}")
+
+
+def _not_an_image(media: Media) -> UserError:
+    found = media.description
+    hint = "; pass it as a video" if found.endswith("video") else ""
+    if found.endswith("image"):
+        found += " that cannot be decoded"
+    return UserError(f"{media.name}: expected an image, received {found}{hint}")
+
+
+def _check_size(width: int, height: int, name: str) -> None:
+    if width < 1 or height < 1:
+        raise UserError(f"{name}: expected at least 1x1 pixels, received {width}x{height}")
+    if width * height > MAX_PIXELS:
+        raise UserError(f"{name}: expected at most {MAX_PIXELS} pixels, received {width}x{height}")
+
+
+def _from_pillow(image: Image.Image, name: str) -> Image.Image:
+    _check_size(*image.size, name)
+    try:
+        image.load()  # before EXIF is read: some formats orient themselves while loading
+        transposition = _UPRIGHT.get(_orientation(image))
+        rgb = _to_rgb(image, name)
+    except UserError:
+        raise
+    except BROKEN as error:
+        raise UserError(f"{name}: expected a whole image, received a broken one ({shown(error)})") from None
+    return rgb if transposition is None else rgb.transpose(transposition)
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        value = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except BROKEN:  # broken metadata is no reason to refuse whole pixels
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        rgb = image.copy()
+        rgb.info = {}
+        return rgb
+    if image.mode.startswith("I"):
+        return _from_integers(np.asarray(image), name)
+    if image.mode == "F":
+        return _from_floats(np.asarray(image), name)
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        return flatten(image)
+    return image.convert("RGB")
+
+
+def _from_integers(values: np.ndarray, name: str) -> Image.Image:
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > 65535:
+        raise UserError(f"{name}: integer pixels must lie in 0..65535, received {low}..{high}")
+    return Image.fromarray(_halve_depth(values)).convert("RGB")
+
+
+def _from_floats(values: np.ndarray, name: str) -> Image.Image:
+    """Float files carry no scale; the largest value tells which of the three in use it is."""
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 65535):  # also false for nan
+        raise UserError(f"{name}: float pixels must lie in 0..1, 0..255 or 0..65535, received {low:g}..{high:g}")
+    scale = 255.0 if high <= 1 else 1.0 if high <= 255 else 1 / 257
+    return Image.fromarray(np.rint(values * scale).astype(np.uint8)).convert("RGB")
+
+
+def _halve_depth(values: np.ndarray) -> np.ndarray:
+    """16-bit values to 8 bits, rounded: 65535 -> 255."""
+    return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def _from_array(array: np.ndarray, name: str) -> Image.Image:
+    shape = tuple(array.shape)
+    if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in _CHANNELS):
+        raise UserError(f"{name}: an array must be (H, W) or (H, W, 1|3|4), received shape {shape}")
+    _check_size(shape[1], shape[0], name)
+    if array.dtype == np.bool_:
+        pixels = array.astype(np.uint8) * 255
+    elif array.dtype == np.uint8:
+        pixels = array
+    elif array.dtype == np.uint16:
+        pixels = _halve_depth(array)
+    elif np.issubdtype(array.dtype, np.floating):
+        low, high = float(array.min()), float(array.max())
+        if not (low >= 0 and high <= 1):  # also false for nan
+            raise UserError(f"{name}: float pixels must lie in 0..1, received {low:g}..{high:g}")
+        pixels = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
+    else:
+        raise UserError(f"{name}: pixels must be uint8, uint16, bool or float, received {array.dtype}")
+    if pixels.ndim == 3 and shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    return flatten(image) if image.mode == "RGBA" else image.convert("RGB")
+
+
+def _from_tensor(tensor: "torch.Tensor", name: str) -> Image.Image:
+    values = tensor.detach().cpu()
+    if values.is_floating_point():
+        values = values.float()  # numpy has no bfloat16
+    shape = tuple(values.shape)
+    first, last = (shape[0] in _CHANNELS, shape[2] in _CHANNELS) if len(shape) == 3 else (False, False)
+    if first and last:
+        raise UserError(f"{name}: shape {shape} could be channels first or last: expected a numpy array, channels last")
+    if first:
+        values = values.permute(1, 2, 0)
+    elif not last and len(shape) != 2:
+        raise UserError(f"{name}: a tensor must be (H, W), (H, W, 1|3|4) or (1|3|4, H, W), received shape {shape}")
+    return _from_array(values.numpy(), name)

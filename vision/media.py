@@ -1,0 +1,185 @@
+"""What images and videos share on their way in: where the bytes come from, and what they look like.
+
+Nothing here decodes. A source is a path, bytes, or a binary file object; a URL is refused, because fetching
+belongs to the caller. `describe` names content by its first bytes, so that an error can say what was found.
+"""
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mmspec.errors import UserError
+
+HEAD_BYTES = 4096
+"""How much of a file is read to see what it is, in bytes."""
+
+MAX_PIXELS = 89_478_485
+"""Largest image or video frame accepted, in pixels: Pillow's own warning level (256 MiB of RGB), here an error."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|data:[^,]*,")
+_MAX_NAME = 200  # characters of a name that a one-line message can bear
+
+_SIGNATURES: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF8", "a GIF image"),
+    (b"BM", "a BMP image"),
+    (b"II*\x00", "a TIFF image"),
+    (b"MM\x00*", "a TIFF image"),
+    (b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
+    (b"FLV\x01", "an FLV video"),
+    (b"\x00\x00\x01\xba", "an MPEG video"),
+    (b"\x00\x00\x01\xb3", "an MPEG video"),
+    (b"0&\xb2u\x8ef\xcf\x11", "a Windows Media file"),
+    (b"YUV4MPEG2 ", "a Y4M video"),
+    (b"OggS", "an Ogg file"),
+    (b"ID3", "an MP3 audio file"),
+    (b"fLaC", "a FLAC audio file"),
+    (b"%PDF", "a PDF document"),
+    (b"%!PS", "a PostScript document"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"\x7fELF", "a program"),
+)
+_RIFF = {b"AVI ": "an AVI video", b"WAVE": "a WAV audio file", b"WEBP": "a WebP image"}
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
+_SCRIPTS = (b"#EXTM3U", b"ffconcat", b"v=0", b"<")  # playlists and markup, whatever their encoding
+_QUICKTIME_ATOMS = (b"moov", b"mdat", b"wide", b"free", b"skip")
+
+
+@dataclass(frozen=True)
+class Media:
+    """A source that exists and is not empty; `open` gives its bytes from the start, any number of times."""
+
+    name: str
+    head: bytes
+    path: Path | None = None
+    stream: BinaryIO | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """A binary stream at position 0. What we opened is closed at the end; the caller's own stream is not."""
+        if self.path is not None:
+            with self.path.open("rb") as file:
+                yield file
+        else:
+            assert self.stream is not None
+            self.stream.seek(0)
+            yield self.stream
+
+    @property
+    def description(self) -> str:
+        """What the first bytes look like."""
+        return describe(self.head)
+
+
+def shown(name: object) -> str:
+    """A name fit for a one-line message: control characters escaped, the middle of a very long one left out."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
+    return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME // 2]}...{text[-_MAX_NAME // 2 :]}"
+
+
+def describe(head: bytes) -> str:
+    """What content beginning with `head` looks like, with its article: "a PNG image", "text", "an empty file"."""
+    if not head:
+        return "an empty file"
+    if head[:4] == b"RIFF":
+        return _RIFF.get(head[8:12], "a RIFF file")
+    if head[4:8] == b"ftyp":
+        if head[8:12] in (b"avif", b"avis"):
+            return "an AVIF image"
+        if head[8:12] in _HEIF_BRANDS:
+            return "a HEIF image"
+        return "an M4A audio file" if head[8:11] == b"M4A" else "an MP4 or MOV video"
+    if head[4:8] in _QUICKTIME_ATOMS:
+        return "an MP4 or MOV video"
+    if head[:1] == b"G" and head[188:189] == b"G" and head[376:377] == b"G":  # sync byte of every 188-byte packet
+        return "an MPEG transport stream video"
+    if head.lstrip().startswith(_SCRIPTS):
+        return "text"
+    for signature, what in _SIGNATURES:
+        if head.startswith(signature):
+            return what
+    return "text" if _is_text(head) else f"unknown data (first bytes {head[:8].hex(' ')})"
+
+
+def resolve(source: object, *, expected: str, name: str | None = None) -> Media:
+    """Find a path, bytes or binary file object, or say in one line why it cannot be read.
+
+    Args:
+        source: str or path-like; bytes-like; or a binary file object, which is left open. One that cannot seek is
+            read into memory.
+        expected: "an image" or "a video", for messages.
+        name: what messages call the source; a path's own text by default.
+
+    Raises:
+        UserError: a URL, a missing, empty or unreadable file, a folder or device, or none of the types above.
+    """
+    if isinstance(source, str | os.PathLike):
+        return _resolve_path(os.fspath(source), expected, name)
+    if isinstance(source, bytes | bytearray | memoryview):
+        stream: BinaryIO = io.BytesIO(source)
+        label = shown(name or "<bytes>")
+    elif hasattr(source, "read"):
+        stream, label = _resolve_stream(source, expected, name)
+    else:
+        raise UserError(f"{expected} must be a path, bytes or a file object: received {type(source).__name__}")
+    head = stream.read(HEAD_BYTES)
+    if not head:
+        raise UserError(f"{label}: expected {expected}, received no bytes")
+    return Media(label, head, stream=stream)
+
+
+def _resolve_path(text: str | bytes, expected: str, name: str | None) -> Media:
+    path_text = os.fsdecode(text)
+    label = shown(name or path_text)
+    if _URL.match(path_text):
+        raise UserError(f"{label}: expected a local file, received a URL; fetch it first")
+    path = Path(path_text)
+    try:
+        if path.is_dir():
+            raise UserError(f"{label}: expected {expected}, received a folder")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{label}: expected {expected}, received a device or pipe")
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{label}: expected {expected}, received no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{label}: expected {expected}, received a file that cannot be opened ({reason})") from None
+    if not head:
+        raise UserError(f"{label}: expected {expected}, received an empty file")
+    return Media(label, head, path=path)
+
+
+def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[BinaryIO, str]:
+    own_name = getattr(source, "name", None)
+    label = shown(name or (own_name if isinstance(own_name, str) else f"<{type(source).__name__}>"))
+    assert hasattr(source, "read")
+    try:
+        if isinstance(source.read(0), str):
+            raise UserError(f"{label}: expected a file opened in binary mode, received one in text mode")
+        if hasattr(source, "seek") and hasattr(source, "seekable") and source.seekable():
+            source.seek(0)
+            return source, label  # type: ignore[return-value]  # duck-typed: read and seek are all that is used
+        return io.BytesIO(source.read()), label
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{label}: expected {expected}, received a file object that cannot be read ({error})") from None
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = head[:-4].decode() if len(head) == HEAD_BYTES else head.decode()  # a cut may split a character
+    except UnicodeDecodeError:
+        return False
+    return all(c.isprintable() or c in "\n\r\t\f\ufeff" for c in text)

@@ -1,0 +1,91 @@
+"""The container of a video: opening it with FFmpeg, and what its packets' time stamps tell without decoding."""
+
+from contextlib import ExitStack
+from fractions import Fraction
+from typing import Any
+
+import av
+from av.container import InputContainer
+from av.packet import Packet
+from av.stream import Disposition
+from av.video.stream import VideoStream
+
+from mmspec.errors import UserError
+from vision.media import MAX_PIXELS, Media
+
+# Demuxers that keep an index of time stamps to seek by; what others hold is decoded from the start.
+SEEKABLE = ("mov", "matroska")
+
+# Demuxers that draw text, or guess from a file's suffix alone.
+_NOT_VIDEO = frozenset({"image2", "tty", "bin", "xbin", "adf", "idf", "rawvideo"})
+
+
+def open_video(media: Media, stack: ExitStack, *, expected: str = "a video") -> tuple[InputContainer, VideoStream]:
+    """Open with FFmpeg, to be closed with `stack`. Cover art of an audio file does not count as video.
+
+    Raises:
+        UserError: not a video, audio only, or frames over `MAX_PIXELS`.
+    """
+    # "file:" and the whitelist keep FFmpeg from reading a name or a file's content as a command to open another.
+    source = f"file:{media.path}" if media.path is not None else stack.enter_context(media.open())
+    try:
+        container = av.open(source, "r", options={"protocol_whitelist": "file"}, metadata_errors="ignore")
+    except av.FFmpegError as error:
+        found = media.description
+        found = f"a broken one ({error.strerror})" if found.endswith("video") else found
+        raise UserError(f"{media.name}: expected {expected}, received {found}") from None
+    stack.enter_context(container)
+    if container.format.name.endswith("_pipe") or container.format.name in _NOT_VIDEO:
+        raise UserError(f"{media.name}: expected {expected}, received {media.description}")
+    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    if not streams:
+        found = "audio only" if container.streams.audio else "a file without a video stream"
+        raise UserError(f"{media.name}: expected {expected}, received {found}")
+    best = container.streams.best("video")
+    stream = best if isinstance(best, VideoStream) and best in streams else streams[0]
+    if stream.codec_context is None:
+        raise UserError(f"{media.name}: expected {expected}, received a codec that FFmpeg cannot decode")
+    if stream.width * stream.height > MAX_PIXELS:
+        size = f"{stream.width}x{stream.height}"
+        raise UserError(f"{media.name}: expected frames of at most {MAX_PIXELS} pixels, received {size}")
+    stream.thread_type = "AUTO"
+    return container, stream
+
+
+class PacketScan:
+    """Running figures over packets, in seconds."""
+
+    def __init__(self, stream: VideoStream) -> None:
+        self._stream = stream
+        self.interval = 1 / (stream.guessed_rate or stream.average_rate or Fraction(25))
+        self._count = 0
+        self.end = self.any_end = self.keyframe = self.longest_gap = Fraction(0)
+        self._first_keyframe = True
+
+    def add(self, packet: "Packet[Any]") -> None:
+        if packet.size == 0 or packet.is_discard:  # discarded: decoded but cut by an edit list
+            return
+        of_video = packet.stream is self._stream
+        ticks = packet.dts if packet.pts is None else packet.pts
+        start = self._count * self.interval if ticks is None else ticks * packet.time_base
+        length = packet.duration * packet.time_base if packet.duration else self.interval if of_video else Fraction(0)
+        self.any_end = max(self.any_end, start + length)
+        if not of_video:
+            return
+        self._count += 1
+        self.end = max(self.end, start + length)
+        if packet.is_keyframe:
+            if not self._first_keyframe:
+                self.longest_gap = max(self.longest_gap, start - self.keyframe)
+            self._first_keyframe = False
+            self.keyframe = start
+
+    def promised_end(self, container: InputContainer) -> Fraction:
+        """When the container says that the last stream ends; 0 where it says nothing, or is known to guess."""
+        name = container.format.name
+        if name == "avi":
+            return self._stream.frames * (self._stream.time_base or self.interval)  # one tick per frame
+        if name.startswith(SEEKABLE) and container.duration:
+            # Muxers disagree on whether a start after 0 counts into the duration: the smaller reading accuses nobody.
+            return Fraction(min(container.start_time or 0, 0) + container.duration, av.time_base)
+        return Fraction(0)
