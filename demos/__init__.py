@@ -1,0 +1,1 @@
+"""Web demonstration: not part of this release yet."""

@@ -1,0 +1,157 @@
+"""How large a tree pays, step by step.
+
+A tree of n drafted nodes with path probabilities g_1 >= g_2 >= ... is expected to emit ``1 + sum(g_1..g_n)`` tokens in
+``t(n + 1)`` seconds. t is measured (``mmspec.calibrate``), the probabilities are the drafter's own, corrected by how
+often nodes of such a probability were accepted so far. A tree of the root alone is plain decoding, and always a
+candidate.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_BINS = 12
+_PRIOR = 6.0  # an untried bin counts as this many observations that agree with the drafter
+_DECAY = 0.995
+_LONGEST_PAUSE = 64
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured seconds of a verify pass over n tokens of a batch in all.
+
+    Attributes:
+        tokens: sizes measured, ascending, the first being 1.
+        seconds: the pass's time at each size.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, count: int) -> float:
+        """Seconds for ``count`` tokens, linear between the measured sizes and beyond the last."""
+        at = min(max(bisect_left(self.tokens, count), 1), len(self.tokens) - 1)
+        low, high = self.tokens[at - 1], self.tokens[at]
+        share = (count - low) / (high - low)
+        return self.seconds[at - 1] + share * (self.seconds[at] - self.seconds[at - 1])
+
+
+class Budget:
+    """A fixed number of drafted nodes per step; the base of every budget.
+
+    Args:
+        nodes: drafted nodes per row and step at most.
+        depth: tokens that one step may draft in sequence at most.
+
+    Attributes:
+        remaining: (set by the engine) drafts that the longest unfinished row can still use.
+    """
+
+    def __init__(self, nodes: int = 16, depth: int = 12) -> None:
+        self.nodes = nodes
+        self.depth = depth
+        self.remaining = depth
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.depth, self.remaining)
+
+    def drafts(self) -> bool:
+        """Whether to draft at all in this step."""
+        return self.remaining > 0 and self.nodes > 0
+
+    def deeper(self, gain: float) -> bool:
+        """Whether one more pass of the drafter, expected to add ``gain`` tokens to this step, pays."""
+        return True
+
+    def take(self, gains: Sequence[Sequence[float]]) -> int:
+        """How many candidates per row to keep, given each row's path probabilities in descending order."""
+        return min(self.nodes, max(map(len, gains), default=0))
+
+    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+        """Learn from a step: tree size with root, accepted path of each row, and what drafting and verifying took."""
+
+
+class AdaptiveBudget(Budget):
+    """The tree size with the most expected tokens per second.
+
+    Args:
+        cost: the target's verify time.
+        nodes, depth: as for ``Budget``; the limits within which to choose.
+        batch: rows of the batch.
+    """
+
+    def __init__(self, cost: CostTable, nodes: int = 64, depth: int = 16, batch: int = 1) -> None:
+        super().__init__(nodes, depth)
+        self.batch = batch
+        self._cost = [cost(batch * n) for n in range(1, nodes + 2)]
+        self._accepted = [0.0] * _BINS
+        self._seen = [0.0] * _BINS
+        self._shown: list[list[float]] = []
+        self._scale = 1.0  # measured over calibrated seconds: the prefix grows, machines slow down
+        self._draft = 0.0
+        self._passes = 1
+        self._pass_seconds = 0.0
+        self._worth = 1.0  # tokens per second of recent drafted steps over plain decoding
+        self._pause = self._next_pause = 0
+
+    def drafts(self) -> bool:
+        if self._pause:
+            self._pause -= 1
+            return False
+        self._passes = 1
+        return super().drafts()
+
+    def deeper(self, gain: float) -> bool:
+        seconds_per_token = self._cost[0] * self._scale / max(self._worth, 1.0)
+        pays = gain * seconds_per_token > self._pass_seconds
+        self._passes += pays
+        return pays
+
+    def take(self, gains: Sequence[Sequence[float]]) -> int:
+        widest = min(self.nodes, max(map(len, gains), default=0))
+        corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
+        expected = float(self.batch)
+        best, best_rate = 0, expected / (self._cost[0] * self._scale + self._draft)
+        for n in range(1, widest + 1):
+            expected += sum(row[n - 1] for row in corrected if len(row) >= n)
+            rate = expected / (self._cost[n] * self._scale + self._draft)
+            if rate > best_rate:
+                best, best_rate = n, rate
+        self._shown = [list(row[:best]) for row in gains]
+        return best
+
+    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+        calibrated = self._cost[min(nodes, len(self._cost)) - 1]
+        # A hiccup of the machine must not count as the price of a tree.
+        ratio = min(max(verify_seconds / calibrated, 0.5 * self._scale), 2.0 * self._scale)
+        self._scale += 0.1 * (ratio - self._scale)
+        if draft_seconds > 0:
+            drafted = draft_seconds if not self._draft else min(draft_seconds, 3 * self._draft)
+            self._draft += (0.2 if self._draft else 1.0) * (drafted - self._draft)
+            self._pass_seconds = self._draft / self._passes
+            self._judge(calibrated, paths)
+        for row, path in zip(self._shown, paths, strict=False):
+            kept = set(path)
+            for i, gain in enumerate(row, start=1):
+                b = min(int(gain * _BINS), _BINS - 1)
+                self._seen[b] = self._seen[b] * _DECAY + 1.0
+                self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
+        self._shown = []
+
+    def _judge(self, calibrated: float, paths: list[list[int]]) -> None:
+        """Pause drafting, for longer each time, while it costs more than it gives."""
+        emitted = sum(map(len, paths)) / max(1, len(paths))
+        plain = self._cost[0] * self._scale
+        self._worth += 0.15 * (emitted * plain / (calibrated * self._scale + self._draft) - self._worth)
+        if self._worth < 0.99:
+            self._next_pause = min(max(2, 2 * self._next_pause), _LONGEST_PAUSE)
+            self._pause, self._worth = self._next_pause, 1.0
+        elif self._worth > 1.05:
+            self._next_pause = 0
+
+    def _correct(self, gain: float) -> float:
+        b = min(int(gain * _BINS), _BINS - 1)
+        return (self._accepted[b] + _PRIOR * gain) / (self._seen[b] + _PRIOR)

@@ -1,0 +1,154 @@
+"""A preallocated KV cache that a tree is written behind, and that keeps the accepted path by moving it up.
+
+All layers share one buffer (layers * 2, batch, kv_heads, slots, head_dim), so that a commit is one gather and one
+scatter for the whole model. Rows of a batch have their own lengths: a forward pass writes its tokens from the longest
+row's end on, and ``attended`` tells which slots of a row hold committed tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from mmspec.errors import UserError
+
+
+class TreeCache(Cache):
+    """KV cache of one batch of sequences under tree verification.
+
+    Args:
+        num_layers: attention layers of the model.
+        reserve: slots to allocate at first use; more are added by doubling when needed.
+        max_length: the model's context limit in tokens; None for no limit.
+
+    Attributes:
+        length: slots in use, i.e. the length of the longest row; forwards write from here on.
+        lengths: committed tokens of each row (prompt padding included).
+        attended: (batch, slots) bool, committed slots of each row.
+    """
+
+    def __init__(self, num_layers: int, *, reserve: int = 512, max_length: int | None = None) -> None:
+        self.length = 0
+        self.offset = 0
+        self.lengths: list[int] = []
+        self.max_length = max_length
+        self.reserve = reserve
+        self.padded = False
+        self._storage: Tensor | None = None
+        self._attended: Tensor | None = None
+        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
+
+    @property
+    def capacity(self) -> int:
+        return self._storage.shape[3] if self._storage is not None else 0
+
+    @property
+    def attended(self) -> Tensor:
+        assert self._attended is not None, "the prompt comes first"
+        return self._attended[:, : self.length]
+
+    def room(self, tokens: int, like: Tensor) -> Tensor:
+        """The shared buffer, with at least ``tokens`` free slots. ``like``: (batch, kv_heads, tokens, head_dim)."""
+        need = self.length + self.offset + tokens
+        at_least = tokens if self.length == 0 else self.length + 1
+        if self.max_length is not None and at_least > self.max_length:
+            raise UserError(f"the model's context limit is {self.max_length} tokens: {at_least} are needed")
+        # The last slot is never read: padding entries of a ragged commit are written there.
+        if self._storage is None or need >= self.capacity:
+            slots = max(need + 1, self.reserve if self._storage is None else 2 * self.capacity)
+            batch, heads, _, head_dim = like.shape
+            grown = like.new_zeros(2 * len(self.layers), batch, heads, slots, head_dim)
+            if self._storage is not None:
+                grown[:, :, :, : self.length + self.offset] = self._storage[:, :, :, : self.length + self.offset]
+            self._storage = grown
+        return self._storage
+
+    def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int, device: torch.device) -> None:
+        """Keep all ``tokens`` that the prefill wrote; ``attention_mask`` (batch, tokens) marks the padding with 0."""
+        self._attended = torch.zeros(batch, max(self.capacity, tokens), dtype=torch.bool, device=device)
+        self._attended[:, :tokens] = True if attention_mask is None else attention_mask[:, :tokens].bool()
+        self.padded = attention_mask is not None
+        self.length, self.lengths = tokens, [tokens] * batch
+
+    def commit(self, path: Tensor, rows: list[list[int]]) -> None:
+        """Keep the accepted path of each row, in place; everything else behind ``length`` is forgotten.
+
+        Args:
+            path: (batch, depth) int64, node indices padded with -1; node i stands in slot ``length + i``.
+            rows: the same paths as Python lists without padding; an empty one leaves its row as it is.
+        """
+        assert self._storage is not None and self._attended is not None
+        if self._attended.shape[1] < self.capacity:
+            extra = self._attended.new_zeros(len(rows), self.capacity - self._attended.shape[1])
+            self._attended = torch.cat([self._attended, extra], dim=1)
+        start, longest = self.length, max(map(len, rows))
+        in_place = all(n == start for n in self.lengths) and all(r == list(range(len(r))) for r in rows)
+        if not in_place:
+            self._move(path[:, :longest], rows, start)
+        for row, kept in enumerate(rows):
+            self._attended[row, self.lengths[row] : self.lengths[row] + len(kept)] = True
+            self.lengths[row] += len(kept)
+        self.length = max(self.lengths)
+        self.offset = 0
+        self.padded = self.padded or min(self.lengths) != self.length
+
+    def _move(self, path: Tensor, rows: list[list[int]], start: int) -> None:
+        storage = self._storage
+        assert storage is not None
+        if len(rows) == 1:
+            slot = self.lengths[0]
+            storage[:, :, :, slot : slot + path.shape[1]] = storage[:, :, :, start + path[0]]
+            return
+        steps = torch.arange(path.shape[1], device=path.device)
+        begin = torch.tensor(self.lengths, device=path.device)[:, None]
+        target = torch.where(path >= 0, begin + steps, self.capacity - 1)
+        row = torch.arange(len(rows), device=path.device)[:, None]
+        storage[:, row, :, target] = storage[:, row, :, start + path.clamp(min=0)]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length + self.offset
+
+
+def _keep_unmoved(storage: Tensor, moved: Tensor, used: Tensor, batch_index: Tensor, target: Tensor) -> Tensor:
+    return torch.where(used[:, :, None, None, None], moved, storage[:, batch_index, :, target])
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's window into the shared buffer, with the interface that transformers' models expect."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.cache.room(0, key_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        count = key_states.shape[2]
+        storage = self.cache.room(count, key_states)
+        expected = (*storage.shape[1:3], count, storage.shape[4])
+        if key_states.shape != expected or value_states.shape != expected:
+            raise UserError(
+                f"all layers must have keys and values of one shape: expected {expected}, "
+                f"layer {self.index} has {tuple(key_states.shape)} and {tuple(value_states.shape)}"
+            )
+        begin = self.cache.length + self.cache.offset
+        keys, values = storage[2 * self.index], storage[2 * self.index + 1]
+        keys[:, :, begin : begin + count] = key_states
+        values[:, :, begin : begin + count] = value_states
+        return keys[:, :, : begin + count], values[:, :, : begin + count]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.length + self.cache.offset
+
+    def get_max_length(self) -> int:
+        return -1

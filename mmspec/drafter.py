@@ -1,0 +1,64 @@
+"""What proposes the trees. A drafter owns its caches; the engine tells it what became of its last tree."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mmspec.budget import Budget
+from mmspec.target import Prompt, Step, Target
+from mmspec.tree import TokenTree
+from mmspec.verify import Verdict
+
+
+class Drafter(Protocol):
+    """What the engine needs of a drafter. It may propose anything: the output stays the target's own."""
+
+    def attach(self, target: Target) -> None:
+        """Meet the target, once; raises ``UserError`` when this drafter was made for another one."""
+
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        """A new prompt was absorbed. ``history`` lists each row's tokens, the prompt's and the emitted ones, and is
+        kept up to date by the engine: read it, do not write to it."""
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        """A tree per row that continues ``token``, (batch,) int64, the last emitted ones. Nodes stand in descending
+        order of the path probabilities that were shown to ``budget.take``."""
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """The target has judged ``tree``: ``step`` is its pass, ``verdict`` what was kept."""
+
+
+def build_tree(token: Tensor, rows: list[tuple[list[int], list[int]]]) -> TokenTree:
+    """A batch from ragged rows on the host.
+
+    Args:
+        token: (batch,) int64, the roots.
+        rows: per row ``(tokens, parents)`` of the drafted nodes, parents being node indices with the root as 0.
+    """
+    widest = max(len(tokens) for tokens, _ in rows)
+    if widest == 0:
+        return TokenTree.root(token)
+    ids, parents, valid, deepest = [], [], [], 0
+    for tokens, above in rows:
+        spare = widest - len(tokens)
+        depth = [0]
+        for parent in above:
+            depth.append(depth[parent] + 1)
+        deepest = max(deepest, *depth)
+        ids.append(tokens + [0] * spare)
+        parents.append([-1, *above, *[0] * spare])
+        valid.append([True] * (1 + len(tokens)) + [False] * spare)
+    device = token.device
+    drafted = torch.tensor(ids, device=device)
+    ragged = any(len(tokens) < widest for tokens, _ in rows)
+    tree = TokenTree(
+        torch.cat([token[:, None], drafted], dim=1),
+        torch.tensor(parents, device=device),
+        torch.tensor(valid, device=device) if ragged else None,
+        check=False,
+    )
+    tree.max_depth = deepest
+    return tree

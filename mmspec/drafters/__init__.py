@@ -1,0 +1,1 @@
+"""Drafters that work on every target without training."""

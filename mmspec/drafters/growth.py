@@ -1,0 +1,73 @@
+"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), shared by every drafter that scores next tokens.
+
+Level by level, the ``top_k`` likeliest nodes are extended by their ``top_k`` likeliest children each; of everything
+seen, the nodes with the highest path probability are kept. A child's path probability is at most its parent's and it
+is listed after it, so that the kept nodes form a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mmspec.budget import Budget
+from mmspec.tree import TokenTree
+
+Extend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def grow_tree(token: Tensor, first: tuple[Tensor, Tensor], extend: Extend, budget: Budget, top_k: int) -> TokenTree:
+    """Grow one tree per row and cut it to the budget.
+
+    Args:
+        token: (batch,) int64, the roots.
+        first: the root's children, ``(tokens, log_probs)``, (batch, top_k) each, likeliest first.
+        extend: given the tokens of the next beam (batch, top_k), the nodes they are (batch, top_k; the root is 0, others
+            in the order in which they were seen) and which earlier beam entry each descends from (batch, top_k;
+            meaningless for the first beam), returns their children as ``(tokens, log_probs)``, (batch, top_k, children).
+        budget: bounds depth and size.
+        top_k: nodes extended per level.
+    """
+    batch = token.shape[0]
+    tokens, scores = [first[0]], [first[1]]
+    parents = [torch.zeros_like(first[0])]
+    beam_score, beam = first[1].topk(min(top_k, first[1].shape[1]), dim=1)
+    beam_token = first[0].gather(1, beam)
+    beam_node, origin, seen = beam + 1, torch.zeros_like(beam), first[0].shape[1]
+    for _ in range(budget.max_depth - 1):
+        if not budget.deeper(float(beam_score.exp().sum()) / batch):
+            break
+        child, log_prob = extend(beam_token, beam_node, origin)
+        score = beam_score[:, :, None] + log_prob
+        children = child.shape[2]
+        tokens.append(child.flatten(1))
+        scores.append(score.flatten(1))
+        parents.append(beam_node.repeat_interleave(children, dim=1))
+        beam_score, best = score.flatten(1).topk(min(top_k, score.shape[1] * children), dim=1)
+        beam_token, origin = tokens[-1].gather(1, best), best // children
+        beam_node, seen = best + 1 + seen, seen + score.shape[1] * children
+    return _keep_best(token, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget)
+
+
+def _keep_best(token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: Budget) -> TokenTree:
+    # Stable, so that a child never overtakes a parent of the same score.
+    score, order = scores.sort(dim=1, descending=True, stable=True)
+    gains = score[:, : budget.nodes].exp().tolist()
+    keep = budget.take([[g for g in row if g > 0.0] for row in gains])
+    if keep == 0:
+        return TokenTree.root(token)
+    order = order[:, :keep]
+    # Node numbers change with the order: position of each old node (root 0) in the new listing.
+    place = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)
+    place.scatter_(1, order + 1, torch.arange(1, keep + 1, device=tokens.device).expand_as(order))
+    parent = place.gather(1, parents.gather(1, order))
+    valid = score[:, :keep] > -torch.inf
+    root_parent = torch.full_like(token[:, None], -1)
+    return TokenTree(
+        torch.cat([token[:, None], tokens.gather(1, order)], dim=1),
+        torch.cat([root_parent, torch.where(valid, parent, 0)], dim=1),
+        None if bool(valid.all()) else torch.cat([torch.ones_like(valid[:, :1]), valid], dim=1),
+        check=False,
+    )

@@ -1,0 +1,53 @@
+"""Targets, drafters, embedded models and commands, found through entry points.
+
+Groups, each line of a package's ``[project.entry-points]`` being ``name = "module:object"``:
+
+- ``mmspec.targets``: adapter classes (see ``TransformersTarget``); the first whose ``supports(config)`` holds is taken.
+- ``mmspec.drafters``: drafter classes, made with the text behind the colon of ``name:argument`` if there is one.
+- ``mmspec.models``: functions that return the folder of an embedded model.
+- ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from mmspec.errors import UserError
+
+
+def names(group: str) -> list[str]:
+    """Registered names of a group (``"targets"``, ``"drafters"``, ...), sorted."""
+    return sorted({entry.name for entry in _entries(group)})
+
+
+def find(group: str, name: str) -> Any:
+    """The object registered under a name.
+
+    Raises:
+        UserError: nothing of that name is registered; the message lists what is.
+    """
+    for entry in _entries(group):
+        if entry.name == name:
+            return entry.load()
+    raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(names(group))}, got {name!r}")
+
+
+def target_class(config: Any) -> type:
+    """The adapter for models of this transformers configuration.
+
+    Raises:
+        UserError: no registered adapter supports it.
+    """
+    # Families with special needs come before the general text adapter, which would take some of them too.
+    for entry in sorted(_entries("targets"), key=lambda e: (e.name == "text", e.name)):
+        adapter = entry.load()
+        if adapter.supports(config):
+            return adapter
+    raise UserError(
+        f"no target adapter supports {type(config).__name__}: registered are {', '.join(names('targets')) or 'none'}"
+    )
+
+
+def _entries(group: str) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=f"mmspec.{group}"))

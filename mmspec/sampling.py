@@ -1,0 +1,173 @@
+"""From the target's logits to its choices: the one place where logits processors and sampling parameters act.
+
+Every node of a tree has its own token history (prompt, emitted tokens, the path down to the node), so that repetition
+penalties and n-gram bans see at each node exactly what plain decoding would have shown them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from mmspec.errors import UserError
+from mmspec.tree import TokenTree
+from mmspec.verify import Verdict, draw, verify, verify_greedy
+
+# These look at the scores alone, so that one call serves all nodes; every other processor is shown each node's history.
+_HISTORY_FREE = tuple(
+    getattr(hf, name)
+    for name in (
+        "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TypicalLogitsWarper "
+        "EpsilonLogitsWarper EtaLogitsWarper TopHLogitsWarper SuppressTokensLogitsProcessor InfNanRemoveLogitsProcessor "
+        "LogitNormalization"
+    ).split()
+    if hasattr(hf, name)
+)
+# These keep state between calls or tell rows apart by their index; neither survives being asked about many nodes at once.
+_UNSUPPORTED = tuple(
+    getattr(hf, name)
+    for name in (
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor ClassifierFreeGuidanceLogitsProcessor "
+        "SynthIDTextWatermarkLogitsProcessor HammingDiversityLogitsProcessor"
+    ).split()
+    if hasattr(hf, name)
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. The names and meanings are those of transformers' generation config.
+
+    Attributes:
+        temperature: 0 is greedy decoding; above 0, logits are divided by it and sampled.
+        top_p: keep the smallest set of tokens whose probability reaches this share, in (0, 1]; 1 keeps all.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as probable as the most probable one, in [0, 1].
+        repetition_penalty: above 1 makes tokens of the prompt and the output less probable; 1 changes nothing.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, holds, rule in (
+            ("temperature", self.temperature >= 0, ">= 0"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k, "a whole number >= 0"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
+        ):
+            if not holds:
+                raise UserError(f"{name} must be {rule}: got {getattr(self, name)}")
+
+    @property
+    def do_sample(self) -> bool:
+        return self.temperature > 0
+
+    def processors(self) -> LogitsProcessorList:
+        """The processors that transformers' ``generate`` would build from the same parameters, in its order."""
+        chain = LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            chain.append(hf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if not self.do_sample:
+            return chain
+        if self.temperature != 1.0:
+            chain.append(hf.TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            chain.append(hf.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            chain.append(hf.TopPLogitsWarper(self.top_p))
+        if self.min_p > 0.0:
+            chain.append(hf.MinPLogitsWarper(self.min_p))
+        return chain
+
+
+class Sampler:
+    """Chooses tokens as plain decoding would.
+
+    Args:
+        processors: applied in order to float32 logits, each row with its own history.
+        do_sample: draw from the processed distribution; False takes its argmax.
+        generator: the source of randomness, on the device of the logits.
+
+    Raises:
+        UserError: a processor that keeps state or depends on the row index cannot be exact on trees.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[hf.LogitsProcessor] = (),
+        *,
+        do_sample: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for processor in processors:
+            if isinstance(processor, _UNSUPPORTED):
+                raise UserError(
+                    f"logits processors must depend on a row's own tokens only: {type(processor).__name__} does not, "
+                    "use model.generate for it"
+                )
+        self.processors = list(processors)
+        self.do_sample = do_sample
+        self.generator = generator
+        self._needs_history = any(not isinstance(p, _HISTORY_FREE) for p in self.processors)
+
+    def first(self, history: list[list[int]], logits: Tensor) -> Tensor:
+        """The token after the prompt. ``history``: token ids per row; ``logits``: (batch, 1, vocab) -> (batch,)."""
+        root_only = TokenTree.root(torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device))
+        scores = self._process(history, root_only, logits)
+        return (draw(scores.softmax(-1), self.generator) if self.do_sample else scores.argmax(-1))[:, 0]
+
+    def verify(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Verdict:
+        """Judge a tree. ``history``: prompt and emitted tokens of each row, the root being the last; ``logits``:
+        (batch, nodes, vocab) raw logits of the target."""
+        scores = self._process(history, tree, logits)
+        if not self.do_sample:
+            return verify_greedy(tree, scores.argmax(-1))
+        return verify(tree, scores.softmax(-1), generator=self.generator)
+
+    def _process(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:
+        if not self.processors:
+            return logits.float() if self.do_sample else logits
+        batch, nodes, vocab = logits.shape
+        scores = logits.to(torch.float32, copy=True)
+        if not self._needs_history:
+            flat = scores.view(-1, vocab)
+            for processor in self.processors:
+                flat = processor(tree.tokens.reshape(-1, 1), flat)
+            return flat.view(batch, nodes, vocab)
+        for ids, row, node in _histories_by_length(history, tree):
+            group = scores[row, node]
+            for processor in self.processors:
+                group = processor(ids, group)
+            scores[row, node] = group.to(scores.dtype)
+        return scores
+
+
+def _histories_by_length(history: list[list[int]], tree: TokenTree) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Full token histories of all valid nodes, grouped so that each group is one rectangular tensor.
+
+    Returns one ``(ids (rows, length), row index (rows,), node index (rows,))`` for each distinct length.
+    """
+    device = tree.tokens.device
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    valid = tree.valid.tolist() if tree.valid is not None else None
+    groups: dict[int, tuple[list[list[int]], list[int], list[int]]] = {}
+    for b, prefix in enumerate(history):
+        paths: list[list[int]] = []
+        for i, token in enumerate(tokens[b]):
+            paths.append([*paths[parents[b][i]], token] if i else prefix)
+            if valid is None or valid[b][i]:
+                ids, rows, nodes = groups.setdefault(len(paths[-1]), ([], [], []))
+                ids.append(paths[-1])
+                rows.append(b)
+                nodes.append(i)
+    return [tuple(torch.tensor(part, device=device) for part in group) for group in groups.values()]  # type: ignore[misc]
