@@ -37,6 +37,18 @@ class CostTable:
         share = (count - low) / (high - low)
         return self.seconds[at - 1] + share * (self.seconds[at] - self.seconds[at - 1])
 
+    def width(self, nodes: int, batch: int = 1) -> int:
+        """The number of nodes, at least ``nodes``, at which a pass is cheapest.
+
+        More tokens can cost less: on a CPU, matrix products of one or of a few rows take slower paths than of eight.
+        """
+        best = nodes
+        for count in self.tokens:
+            wider = count // batch
+            if wider > best and self(wider * batch) < 0.97 * self(best * batch):
+                best = wider
+        return best
+
 
 class Budget:
     """A fixed number of drafted nodes per step; the base of every budget.
@@ -47,7 +59,10 @@ class Budget:
 
     Attributes:
         remaining: (set by the engine) drafts that the longest unfinished row can still use.
+        floor: path probability below which a node is not worth listing as a candidate.
     """
+
+    floor = 0.002
 
     def __init__(self, nodes: int = 16, depth: int = 12) -> None:
         self.nodes = nodes
@@ -86,7 +101,8 @@ class AdaptiveBudget(Budget):
     def __init__(self, cost: CostTable, nodes: int = 64, depth: int = 16, batch: int = 1) -> None:
         super().__init__(nodes, depth)
         self.batch = batch
-        self._cost = [cost(batch * n) for n in range(1, nodes + 2)]
+        self.limit = nodes
+        self._cost = [cost(batch * cost.width(n, batch)) for n in range(1, nodes + 2)]
         self._accepted = [0.0] * _BINS
         self._seen = [0.0] * _BINS
         self._shown: list[list[float]] = []
@@ -96,6 +112,7 @@ class AdaptiveBudget(Budget):
         self._pass_seconds = 0.0
         self._worth = 1.0  # tokens per second of recent drafted steps over plain decoding
         self._pause = self._next_pause = 0
+        self._usual = 8.0
 
     def drafts(self) -> bool:
         if self._pause:
@@ -121,6 +138,9 @@ class AdaptiveBudget(Budget):
             if rate > best_rate:
                 best, best_rate = n, rate
         self._shown = [list(row[:best]) for row in gains]
+        # Listing candidates costs time too: look only somewhat further than what paid lately.
+        self._usual += 0.2 * (best - self._usual)
+        self.nodes = min(self.limit, 8 + int(2 * self._usual))
         return best
 
     def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:

@@ -30,16 +30,21 @@ def cost_table(target: TransformersTarget, *, refresh: bool = False, prefix: int
         refresh: measure again and replace what is on disk.
         prefix: tokens of the prompt behind which trees are timed.
     """
-    path = cache_folder() / f"calibration-{_fingerprint(target)}.json"
-    if not refresh and path.is_file():
-        try:
-            stored = json.loads(path.read_text())
-            return CostTable(tuple(stored["tokens"]), tuple(stored["seconds"]))
-        except (ValueError, KeyError, TypeError):
-            pass  # a damaged file is measured anew
-    table = measure(target, prefix=prefix)
-    _write_whole(path, {**describe(target), "prefix": prefix, "tokens": table.tokens, "seconds": table.seconds})
+    table = None if refresh else stored_cost(target)
+    if table is None:
+        table = measure(target, prefix=prefix)
+        content = {**describe(target), "prefix": prefix, "tokens": table.tokens, "seconds": table.seconds}
+        _write_whole(_path(target), content)
     return table
+
+
+def stored_cost(target: TransformersTarget) -> CostTable | None:
+    """The verify times on disk; None where there are none, or the file is damaged."""
+    try:
+        stored = json.loads(_path(target).read_text())
+        return CostTable(tuple(stored["tokens"]), tuple(stored["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def measure(target: TransformersTarget, *, prefix: int = 128, seconds: float = 1.0) -> CostTable:
@@ -49,6 +54,7 @@ def measure(target: TransformersTarget, *, prefix: int = 128, seconds: float = 1
         prefix: tokens of the prompt.
         seconds: time to spend about; at least three rounds are made.
     """
+    target.cost = None  # time each size as it is, not padded
     device = target.model.device
     vocab = target.config.vocab_size
     limit = target.context_limit or prefix + SIZES[-1]
@@ -98,8 +104,9 @@ def _comb(size: int, vocab: int, device: torch.device) -> TokenTree:
     return TokenTree((torch.arange(size, device=device) % vocab)[None], parents[None], check=False)
 
 
-def _fingerprint(target: TransformersTarget) -> str:
-    return hashlib.sha256(json.dumps(describe(target), sort_keys=True).encode()).hexdigest()[:16]
+def _path(target: TransformersTarget) -> Path:
+    fingerprint = hashlib.sha256(json.dumps(describe(target), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / f"calibration-{fingerprint}.json"
 
 
 def _write_whole(path: Path, content: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmspec import plugins
 from mmspec.budget import AdaptiveBudget, Budget
-from mmspec.calibrate import cost_table
+from mmspec.calibrate import cost_table, stored_cost
 from mmspec.drafter import Drafter
 from mmspec.engine import Row, decode, generator_for
 from mmspec.errors import UserError
@@ -216,7 +216,12 @@ class _Request:
 
 def budget_for(target: TransformersTarget, drafter: Drafter | None, nodes: int | None, batch: int) -> Budget:
     """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None."""
+    if target.cost is None:
+        target.cost = stored_cost(target)
     if drafter is None:
         return Budget(nodes=0)
-    return Budget(nodes) if nodes is not None else AdaptiveBudget(cost_table(target), batch=batch)
-
+    if nodes is not None:
+        return Budget(nodes)
+    if target.cost is None:
+        target.cost = cost_table(target)
+    return AdaptiveBudget(target.cost, batch=batch)

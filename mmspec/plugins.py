@@ -21,6 +21,12 @@ def names(group: str) -> list[str]:
     return sorted({entry.name for entry in _entries(group)})
 
 
+def registered(group: str) -> list[EntryPoint]:
+    """The entry points of a group, one per name, sorted by name, none of them imported."""
+    by_name = {entry.name: entry for entry in reversed(_entries(group))}
+    return [by_name[name] for name in sorted(by_name)]
+
+
 def find(group: str, name: str) -> Any:
     """The object registered under a name.
 

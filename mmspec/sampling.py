@@ -7,6 +7,7 @@ penalties and n-gram bans see at each node exactly what plain decoding would hav
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,16 @@ _HISTORY_FREE = tuple(
     ).split()
     if hasattr(hf, name)
 )
-# These keep state between calls or tell rows apart by their index; neither survives being asked about many nodes at once.
+# These keep state between calls or pair rows of scores with other rows; neither survives being asked about many nodes at
+# once.
 _UNSUPPORTED = tuple(
     getattr(hf, name)
     for name in (
         "UnbatchedClassifierFreeGuidanceLogitsProcessor ClassifierFreeGuidanceLogitsProcessor "
-        "SynthIDTextWatermarkLogitsProcessor HammingDiversityLogitsProcessor"
+        "SynthIDTextWatermarkLogitsProcessor HammingDiversityLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor "
+        "EncoderNoRepeatNGramLogitsProcessor WhisperTimeStampLogitsProcessor WhisperNoSpeechDetection "
+        "AlternatingCodebooksLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor "
+        "DiaEOSDelayPatternLogitsProcessor"
     ).split()
     if hasattr(hf, name)
 )
@@ -118,7 +123,8 @@ class Sampler:
         self.processors = list(processors)
         self.do_sample = do_sample
         self.generator = generator
-        self._needs_history = any(not isinstance(p, _HISTORY_FREE) for p in self.processors)
+        # A subclass may look at the history although its base does not.
+        self._needs_history = any(type(p) not in _HISTORY_FREE for p in self.processors)
 
     def first(self, history: list[list[int]], logits: Tensor) -> Tensor:
         """The token after the prompt. ``history``: token ids per row; ``logits``: (batch, 1, vocab) -> (batch,)."""
@@ -147,9 +153,22 @@ class Sampler:
         for ids, row, node in _histories_by_length(history, tree):
             group = scores[row, node]
             for processor in self.processors:
-                group = processor(ids, group)
+                group = _for_rows(processor, row)(ids, group)
             scores[row, node] = group.to(scores.dtype)
         return scores
+
+
+def _for_rows(processor: hf.LogitsProcessor, rows: Tensor) -> hf.LogitsProcessor:
+    """The processor as it must be called when its i-th input belongs to batch row ``rows[i]``."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):  # how much padding each row's repetition penalty must not count
+        bound = copy(processor)
+        bound.prompt_ignore_length = ignored.to(rows.device)[rows]
+        return bound
+    if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
+        allowed, index = processor._prefix_allowed_tokens_fn, rows.tolist()
+        return hf.PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(index[i], ids), num_beams=1)
+    return processor
 
 
 def _histories_by_length(history: list[list[int]], tree: TokenTree) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from mmspec.budget import CostTable
 from mmspec.cache import TreeCache
 from mmspec.errors import UserError
 from mmspec.tree import TokenTree
@@ -91,6 +92,9 @@ class TransformersTarget:
         model: any causal language model; subclasses take multimodal ones.
         processor: its tokenizer or processor, for text in and out.
 
+    Attributes:
+        cost: measured time of a pass; where it is known, trees are padded to a width at which the pass is cheapest.
+
     Raises:
         UserError: the model has an architecture part that trees cannot pass through exactly.
     """
@@ -103,6 +107,7 @@ class TransformersTarget:
         self.decoder = model.get_decoder()
         self._scale_logits = _logit_scaling(self.config)
         self._additive_masks = self.config._attn_implementation == "eager"
+        self.cost: CostTable | None = None
         self._head_checked = False
         self._cache: TreeCache | None = None
         self._position: Tensor | None = None  # (batch,) the position of the next token
@@ -215,7 +220,16 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> Step:
-        hidden = self.forward_nodes(tree.tokens, None if tree.nodes == 1 else tree.depth, tree.ancestors)
+        nodes, batch = tree.nodes, tree.batch
+        width = nodes if self.cost is None else self.cost.width(nodes, batch)
+        if width == nodes:
+            hidden = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
+        else:
+            extra = (0, width - nodes)
+            reach = torch.nn.functional.pad(tree.ancestors, extra + extra)
+            reach = reach | torch.eye(width, dtype=torch.bool, device=reach.device)
+            tokens, depth = (torch.nn.functional.pad(x, extra) for x in (tree.tokens, tree.depth))
+            hidden = self.forward_nodes(tokens, depth, reach)[:, :nodes]
         return Step(self.head(hidden), hidden)
 
     @torch.inference_mode()

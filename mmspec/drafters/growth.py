@@ -1,13 +1,15 @@
-"""The dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), shared by every drafter that scores next tokens.
+"""Growing trees out of next-token guesses, likeliest nodes first.
 
-Level by level, the ``top_k`` likeliest nodes are extended by their ``top_k`` likeliest children each; of everything
-seen, the nodes with the highest path probability are kept. A child's path probability is at most its parent's and it
-is listed after it, so that the kept nodes form a tree.
+``best_first`` is for drafters whose guesses are a look-up on the host, ``grow_tree`` for those that need a forward pass
+per level. In both a child's path probability is at most its parent's and it is listed after it, so that any number of
+nodes from the front form a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +17,52 @@ from torch import Tensor
 from mmspec.budget import Budget
 from mmspec.tree import TokenTree
 
+State = TypeVar("State")
+Nodes = tuple[list[int], list[int], list[float]]
 Extend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+def best_first(
+    root: State, children: Callable[[State], Iterable[tuple[int, float, State]]], depth: int, nodes: int, floor: float
+) -> Nodes:
+    """The ``nodes`` likeliest nodes of a tree that is only looked at where it pays.
+
+    Args:
+        root: whatever ``children`` takes to stand for the root.
+        children: ``(token, probability given the parent, state)`` of a node's children, tokens all different.
+        depth: levels below the root at most.
+        nodes: nodes at most.
+        floor: path probability below which no node is wanted.
+
+    Returns:
+        Tokens, parents (0 is the root, i the i-th node listed) and path probabilities, most probable first.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    gains: list[float] = []
+    heap: list[tuple[float, int, int, int, int, State]] = []
+    pushed, node, gain, level, state = 0, 0, 1.0, 0, root
+    while True:
+        if level < depth:
+            for token, share, below in children(state):
+                if gain * share >= floor:
+                    # The running number makes ties come out in order, and keeps states from being compared.
+                    pushed += 1
+                    heapq.heappush(heap, (-gain * share, pushed, token, node, level + 1, below))
+        if not heap or len(tokens) >= nodes:
+            return tokens, parents, gains
+        negative, _, token, parent, level, state = heapq.heappop(heap)
+        node, gain = len(tokens) + 1, -negative
+        tokens.append(token)
+        parents.append(parent)
+        gains.append(gain)
+
+
 def grow_tree(token: Tensor, first: tuple[Tensor, Tensor], extend: Extend, budget: Budget, top_k: int) -> TokenTree:
-    """Grow one tree per row and cut it to the budget.
+    """Grow one tree per row and cut it to the budget: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
+
+    Level by level, the ``top_k`` likeliest nodes are extended by their likeliest children; of everything seen, the nodes
+    with the highest path probability are kept.
 
     Args:
         token: (batch,) int64, the roots.

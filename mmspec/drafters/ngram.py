@@ -6,13 +6,14 @@ into one trie, and a node's confidence is the share of the occurrences that run 
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from mmspec.budget import Budget
 from mmspec.drafter import build_tree
+from mmspec.drafters.growth import Nodes, best_first
 from mmspec.errors import UserError
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
@@ -54,12 +55,15 @@ class Ngram:
         self._texts = [_Text(self._past, row, self.lengths) for row in history]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        tries = [text.continuations(budget.max_depth, budget.nodes) for text in self._texts]
+        tries = [text.continuations(budget) for text in self._texts]
         keep = budget.take([gains for _, _, gains in tries])
         return build_tree(token, [(tokens[:keep], parents[:keep]) for tokens, parents, _ in tries])
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """The history grows by itself; suffixes are indexed when the next tree is asked for."""
+
+
+Occurrences = list[tuple[int, float]]  # (position of the next token, trust in it)
 
 
 class _Text:
@@ -70,8 +74,8 @@ class _Text:
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.indexed = 0
 
-    def continuations(self, depth: int, nodes: int) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents (0 is the root) and path probabilities of the likeliest nodes, most probable first."""
+    def continuations(self, budget: Budget) -> Nodes:
+        """The likeliest continuations, see ``best_first``."""
         text = self.past + self.history if self.past else self.history
         self._index(text)
         starts: list[tuple[int, float]] = []
@@ -82,7 +86,11 @@ class _Text:
             starts += [(end, _TRUST[min(n, len(_TRUST)) - 1]) for end in found[-_OCCURRENCES:]]
             if len(starts) >= _OCCURRENCES:
                 break
-        return _best_first(text, starts, depth, nodes) if starts else ([], [], [])
+        if not starts:
+            return [], [], []
+        return best_first(
+            starts, lambda occurrences: _children(text, occurrences), budget.max_depth, budget.nodes, budget.floor
+        )
 
     def _index(self, text: list[int]) -> None:
         for end in range(self.indexed + 1, len(text) + 1):
@@ -92,39 +100,17 @@ class _Text:
         self.indexed = len(text)
 
 
-def _best_first(
-    text: list[int], starts: list[tuple[int, float]], depth: int, nodes: int
-) -> tuple[list[int], list[int], list[float]]:
-    """Merge continuations that start at ``starts`` (position, trust) into a trie and list its likeliest nodes.
+def _children(text: list[int], occurrences: Occurrences) -> Iterator[tuple[int, float, Occurrences]]:
+    """The tokens at the occurrences, equal ones merged.
 
-    A child's share is its occurrences' trust over (the trust of all occurrences at the parent + what is missing to
-    certainty), so that one weak occurrence stays a weak guess and many that agree become a strong one.
+    A token's share is its occurrences' trust over (the trust of all + what the best lacks to certainty), so that one
+    weak occurrence stays a weak guess and many that agree become a strong one.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    gains: list[float] = []
-    heap: list[tuple[float, int, int, int, list[tuple[int, float]], int]] = []
-    order = 0
-
-    def expand(node: int, gain: float, occurrences: list[tuple[int, float]], level: int) -> None:
-        nonlocal order
-        groups: dict[int, list[tuple[int, float]]] = {}
-        for position, trust in occurrences:
-            if position < len(text):
-                groups.setdefault(text[position], []).append((position + 1, trust))
-        total = sum(trust for _, trust in occurrences)
-        doubt = 1.0 - max(trust for _, trust in occurrences)
-        for token, group in groups.items():
-            share = sum(trust for _, trust in group) / (total + doubt)
-            order += 1
-            heapq.heappush(heap, (-gain * share, order, token, node, group, level))
-
-    expand(0, 1.0, starts, 1)
-    while heap and len(tokens) < nodes:
-        negative, _, token, parent, group, level = heapq.heappop(heap)
-        tokens.append(token)
-        parents.append(parent)
-        gains.append(-negative)
-        if level < depth:
-            expand(len(tokens), -negative, group, level + 1)
-    return tokens, parents, gains
+    groups: dict[int, Occurrences] = {}
+    for position, trust in occurrences:
+        if position < len(text):
+            groups.setdefault(text[position], []).append((position + 1, trust))
+    total = sum(trust for _, trust in occurrences)
+    doubt = 1.0 - max(trust for _, trust in occurrences)
+    for token, group in groups.items():
+        yield token, sum(trust for _, trust in group) / (total + doubt), group

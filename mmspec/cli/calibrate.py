@@ -1,0 +1,50 @@
+"""``mmspec calibrate``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from mmspec.cli.options import json_option, model_options
+
+
+@click.command()
+@model_options
+@click.option("--refresh", is_flag=True, help="Measure again, even if this was measured before.")
+@json_option
+def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
+    """Measure t(N), the time of one verify pass over N nodes, on this machine.
+
+    Decoding picks each step's tree size by this table. It is measured once per model shape, device, dtype and software,
+    and kept in $MMSPEC_CACHE, or else in the user's cache folder.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from mmspec.calibrate import cost_table, describe
+    from mmspec.cli.session import open_pipeline
+
+    notes = Console(stderr=True)
+    target = open_pipeline(notes, drafter=None, **options).target
+    with notes.status("measuring"):
+        table = cost_table(target, refresh=refresh)
+    base = table.seconds[0]
+    if as_json:
+        rows = [
+            {"nodes": nodes, "seconds": seconds, "ratio": seconds / base}
+            for nodes, seconds in zip(table.tokens, table.seconds, strict=True)
+        ]
+        click.echo(json.dumps({"model": options["model"], **describe(target), "table": rows}))
+        return
+    facts = describe(target)
+    shown = Table(
+        title=f"{options['model']}: {facts['dtype']} on {facts['device']}",
+        caption="t(N): one verify pass over N nodes" + (f", {facts['threads']} threads" if facts["threads"] else ""),
+    )
+    for heading in ("N", "t(N) in ms", "t(N)/t(1)"):
+        shown.add_column(heading, justify="right")
+    for nodes, seconds in zip(table.tokens, table.seconds, strict=True):
+        shown.add_row(str(nodes), f"{1e3 * seconds:.2f}", f"{seconds / base:.2f}")
+    Console().print(shown)

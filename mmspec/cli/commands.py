@@ -1,0 +1,83 @@
+"""Groups of commands that are imported when called, and not before."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import click
+
+from mmspec import plugins
+from mmspec.errors import UserError
+
+# Help lines are kept here because reading them from the commands would import torch, and take seconds.
+_HELP = {
+    "caption": "Describe an image or a video.",
+    "generate": "Answer a text prompt.",
+    "train": "Train models and drafters.",
+    "eval": "Measure quality, acceptance and speed.",
+    "bench": "Time kernels and whole decoding loops.",
+    "demo": "Open the web demo.",
+    "info": "Show devices, versions, models and drafters.",
+    "calibrate": "Measure what a tree of N nodes costs here.",
+}
+
+CLOSED_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
+
+debug_option = click.Option(
+    ["--debug"],
+    is_flag=True,
+    expose_value=False,
+    help="Show tracebacks and warnings.",
+    callback=lambda _, __, on: on and os.environ.__setitem__("MMSPEC_DEBUG", "1"),
+)
+
+
+class Commands(click.Group):
+    """Commands registered as entry points.
+
+    Args:
+        plugin_group: ``"commands"`` or ``"train"``, see ``mmspec.plugins``.
+    """
+
+    def __init__(self, plugin_group: str, **settings: Any) -> None:
+        super().__init__(invoke_without_command=True, callback=click.pass_context(_help_if_alone), **settings)
+        self.plugin_group = plugin_group
+        self.params.append(debug_option)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        order = list(_HELP)
+        return sorted(plugins.names(self.plugin_group), key=lambda n: (order.index(n) if n in _HELP else len(order), n))
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command:
+        known = self.list_commands(ctx)
+        if name not in known:
+            raise UserError(f"unknown command: expected one of {', '.join(known) or '(none registered)'}, got {name!r}")
+        command: click.Command = plugins.find(self.plugin_group, name)
+        if debug_option not in command.params:
+            command.params.append(debug_option)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # The reader (``| head``) has seen enough. click would call that a failure.
+            raise click.exceptions.Exit(CLOSED_PIPE) from None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        entries = {entry.name: entry for entry in plugins.registered(self.plugin_group)}
+        rows = [(name, _HELP.get(name) or _origin(entries[name])) for name in self.list_commands(ctx)]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+
+def _help_if_alone(ctx: click.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"From {entry.module}."

@@ -1,0 +1,39 @@
+"""``mmspec generate TEXT``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from mmspec.cli.options import generation_options
+from mmspec.errors import UserError
+
+
+@click.command()
+@click.argument("text")
+@generation_options
+def generate(text: str, **options: Any) -> None:
+    """Answer TEXT; - reads it from standard input.
+
+    The answer streams to standard output, one line of figures follows on standard error.
+    """
+    prompt = _read_stdin() if text == "-" else text
+    if not prompt.strip():
+        raise UserError("TEXT must not be empty: expected a prompt, got nothing but blanks")
+    if any("\ud800" <= c <= "\udfff" for c in prompt):
+        raise UserError("TEXT must be UTF-8: got bytes that are not")
+
+    from mmspec.cli.session import answer
+
+    answer({"prompt": prompt}, options)
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None or sys.stdin.closed:
+        raise UserError("TEXT is -: expected a prompt on standard input, which is closed")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"TEXT must be UTF-8: got byte {error.object[error.start]:#04x} at {error.start}") from None

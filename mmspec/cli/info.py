@@ -1,0 +1,129 @@
+"""``mmspec info``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mmspec import __version__, plugins
+from mmspec.cli.options import json_option
+
+_PACKAGES = ("torch", "transformers", "av", "decord", "triton", "mamba-ssm", "causal-conv1d")
+
+
+@click.command()
+@json_option
+def info(as_json: bool) -> None:
+    """Show devices, versions, attention in use, embedded models, registered targets and drafters."""
+    facts = collect()
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for heading, lines in _sections(facts):
+        for number, line in enumerate(lines or ["none"]):
+            table.add_row(heading if number == 0 else "", line)
+    Console(markup=False, highlight=False).print(table)
+
+
+def collect() -> dict[str, Any]:
+    """Everything that ``mmspec info`` shows, as plain JSON values."""
+    from mmspec.calibrate import cache_folder
+
+    return {
+        "mmspec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "devices": _devices(),
+        "attention": "sdpa, with the tree as a 4D mask (eager where a model has no sdpa)",
+        "kernels": _kernels(),
+        "models": [_model(entry.name) for entry in plugins.registered("models")],
+        "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
+        "drafters": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("drafters")],
+        "calibrations": str(cache_folder()),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = [
+        {"name": "cpu", "kind": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": f"cuda:{index}",
+                "kind": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return devices
+
+
+def _kernels() -> dict[str, Any]:
+    """Kernels of this package, by what is installed and asked for; plain torch everywhere else."""
+    return {
+        "asked_for": os.environ.get("MMSPEC_KERNELS", "auto"),
+        "triton": find_spec("triton") is not None,
+        "own_kernels": find_spec("mmspec.ops") is not None,
+    }
+
+
+def _model(name: str) -> dict[str, Any]:
+    try:
+        folder = Path(plugins.find("models", name)())
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    except Exception as error:  # a plug-in may fail in any way; what else is installed should still be listed
+        return {"name": name, "problem": f"{type(error).__name__}: {error}"}
+    return {"name": name, "folder": str(folder), "bytes": size}
+
+
+def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    def device(d: dict[str, Any]) -> str:
+        details = [d["kind"]]
+        if "threads" in d:
+            details.append(f"{d['threads']} threads")
+        if "memory_bytes" in d:
+            details += [f"sm_{d['capability'].replace('.', '')}", f"{d['memory_bytes'] / 2**30:.0f} GiB"]
+        return f"{d['name']}: {', '.join(details)}"
+
+    def model(m: dict[str, Any]) -> str:
+        return f"{m['name']}: " + (m.get("problem") or f"{m['bytes'] / 1e6:.1f} MB in {m['folder']}")
+
+    kernels = facts["kernels"]
+    used = "own kernels" if kernels["own_kernels"] and kernels["triton"] else "plain torch"
+    return [
+        ("mmspec", [facts["mmspec"]]),
+        ("python", [f"{facts['python']} on {facts['platform']}"]),
+        ("packages", [f"{name} {found or 'not installed'}" for name, found in facts["packages"].items()]),
+        ("devices", [device(d) for d in facts["devices"]]),
+        ("attention", [facts["attention"]]),
+        ("kernels", [f"{used} (MMSPEC_KERNELS={kernels['asked_for']})"]),
+        ("embedded models", [model(m) for m in facts["models"]]),
+        ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
+        ("drafters", [f"{d['name']}: {d['class']}" for d in facts["drafters"]]),
+        ("calibrations", [facts["calibrations"]]),
+    ]

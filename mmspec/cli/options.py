@@ -1,0 +1,82 @@
+"""Options that several commands share. Names and defaults are those of ``mmspec.load`` and ``Pipeline.generate``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Number(click.FloatRange):
+    """A finite number in a range."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number is not None and not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def _stack(*options: Decorator) -> Decorator:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
+
+model_options = _stack(
+    click.option(
+        "--model", default="tiny-llava", show_default=True, help="Embedded name, local folder or hub id.", metavar="NAME"
+    ),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        show_default=True,
+        help="auto: float32 for small models on a CPU, else the checkpoint's own.",
+    ),
+)
+
+_DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none for plain decoding."
+
+generation_options = _stack(
+    model_options,
+    click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP),
+    click.option("--max-new-tokens", type=click.IntRange(1, 2**31), default=256, show_default=True),
+    click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True),
+    click.option("--top-k", type=click.IntRange(0, 2**31), default=0, show_default=True, help="0 keeps all tokens."),
+    click.option("--min-p", type=Number(0, 1), default=0.0, show_default=True),
+    click.option("--repetition-penalty", type=Number(0, min_open=True), default=1.0, show_default=True),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Makes sampling repeatable."),
+    click.option(
+        "--nodes", type=click.IntRange(0, 512), help="Drafted nodes per step; by default as many as pay, by measurement."
+    ),
+    click.option("--compare", is_flag=True, help="Decode plainly too; report speeds and whether the tokens are equal."),
+    json_option,
+)
+
+LOADING = ("model", "drafter", "device", "dtype")
+GENERATING = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "nodes",
+)

@@ -1,0 +1,166 @@
+"""One answer on the command line: load, stream, figures. Imports torch; commands import this module when they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import click
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+
+from mmspec import plugins
+from mmspec.cli.hub import fail_fast_offline, is_on_hub
+from mmspec.cli.options import GENERATING, LOADING
+from mmspec.compare import Comparison, compare
+from mmspec.drafter import Drafter
+from mmspec.pipeline import Generation, Piece, Pipeline, load, make_drafter
+from mmspec.sampling import SamplingParams
+
+_CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+def answer(request: dict[str, Any], options: Mapping[str, Any], **inputs: Any) -> None:
+    """Answer one request as the options of ``generation_options`` say.
+
+    Args:
+        request: ``prompt``, ``images``, ``videos``.
+        options: values of all options of ``generation_options``.
+        **inputs: options of the target's adapter (``frames``, ...).
+    """
+    keywords = {**{name: options[name] for name in GENERATING}, **inputs}
+    SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})  # before minutes of loading
+    notes = Console(stderr=True)
+    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING})
+    with notes.status("reading the prompt"):
+        pieces = pipe.stream(**request, **keywords)
+        first = next(pieces)
+    generation = _collect(chain([first], pieces), show=not options["as_json"])
+    comparison = _compare(notes, pipe, options["drafter"], request, keywords) if options["compare"] else None
+    drafter = drafter_name(pipe.drafter)
+    if options["as_json"]:
+        click.echo(json.dumps(as_object(generation, pipe.name, drafter, comparison)))
+        return
+    notes.print(figures(generation, drafter), style="dim", markup=False, highlight=False, soft_wrap=True)
+    for line in _comparison_lines(comparison, pipe) if comparison else ():
+        notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, dtype: str) -> Pipeline:
+    """``mmspec.load`` with a sign of life on a terminal, and without other libraries' messages."""
+    if not os.environ.get("MMSPEC_DEBUG"):
+        transformers.logging.set_verbosity_error()
+    if is_on_hub(model):
+        fail_fast_offline()
+        if notes.is_terminal:  # a download of gigabytes shows its own progress
+            return load(model, drafter, device, dtype)
+    transformers.logging.disable_progress_bar()
+    with notes.status(f"loading {model}"):
+        return load(model, drafter, device, dtype)
+
+
+def drafter_name(drafter: Drafter | None) -> str | None:
+    """The name under which a drafter's class is registered."""
+    if drafter is None:
+        return None
+    home = f"{type(drafter).__module__}:{type(drafter).__qualname__}"
+    return next((entry.name for entry in plugins.registered("drafters") if entry.value == home), type(drafter).__name__)
+
+
+def as_object(
+    generation: Generation, model: str, drafter: str | None, comparison: Comparison | None = None
+) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    content = {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason,
+        "model": model,
+        "drafter": drafter,
+        "stats": generation.stats.to_dict(),
+    }
+    return content if comparison is None else {**content, "compare": comparison.to_dict()}
+
+
+def figures(generation: Generation, drafter: str | None) -> str:
+    """The one line behind an answer."""
+    stats = generation.stats
+    speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.num_spec_steps else "no decoding step to time"
+    return " | ".join(
+        (
+            f"{stats.num_generated_tokens} tokens ({generation.finish_reason})",
+            speed,
+            f"mean acceptance length {stats.mean_acceptance_length:.2f}",
+            f"{stats.num_spec_steps} steps",
+            f"drafter {drafter or 'none'}",
+            f"first token after {stats.time_to_first_token:.3f} s",
+        )
+    )
+
+
+def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
+    """The whole answer; shown as it comes, if ``show``."""
+    # Escape sequences in an answer must not command the user's terminal.
+    controls = _CONTROLS if sys.stdout.isatty() else {}
+    text, token_ids = "", []
+    for piece in pieces:
+        text += piece.text
+        token_ids += piece.token_ids
+        if show:
+            click.echo(piece.text.translate(controls), nl=False)
+    if show and not text.endswith("\n"):
+        click.echo()
+    assert piece.finish_reason is not None and piece.stats is not None
+    return Generation(text, token_ids, piece.finish_reason, piece.stats)
+
+
+def _compare(
+    notes: Console, pipe: Pipeline, drafter: str, request: dict[str, Any], keywords: dict[str, Any], rounds: int = 3
+) -> Comparison:
+    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task("comparing with plain decoding", total=2 * (rounds + 1))
+        return compare(
+            pipe.target,
+            lambda: make_drafter(drafter),
+            request,
+            keywords,
+            rounds=rounds,
+            progress=lambda: bar.advance(task),
+        )
+
+
+def _comparison_lines(comparison: Comparison, pipe: Pipeline) -> Iterator[str]:
+    fast, slow, ratio = comparison.speculative, comparison.plain, comparison.decode_ratio
+    if ratio is None:
+        yield "decoding: nothing to compare in an answer of one token"
+    else:
+        speeds = f"{fast.tokens_per_second:.1f} against {slow.tokens_per_second:.1f} tokens/s"
+        yield f"decoding: {ratio:.2f}x plain decoding ({speeds})"
+    times = f"{fast.seconds:.3f} against {slow.seconds:.3f} s"
+    yield (
+        f"end to end: {comparison.end_to_end_ratio:.2f}x ({times}); medians of {comparison.rounds} rounds in turn, "
+        "after a warm-up, each with a fresh drafter"
+    )
+    if comparison.equal is None:
+        yield "tokens: sampled; equal in distribution, not token by token"
+    elif comparison.equal:
+        yield "tokens: equal"
+    else:
+        yield f"tokens: {_parting(comparison, pipe)}"
+
+
+def _parting(comparison: Comparison, pipe: Pipeline) -> str:
+    found = comparison.difference
+    assert found is not None
+    said = [
+        repr(pipe.target.decode([token])) if token is not None else "the end"
+        for token in (found.speculative, found.plain)
+    ]
+    where = f"differ first at position {found.position}: {said[0]} against {said[1]}"
+    margin = "" if found.margin is None else f", logit margin {found.margin:.3g}"
+    return f"{where}{margin} ({str(pipe.model.dtype).removeprefix('torch.')})"

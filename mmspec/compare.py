@@ -1,0 +1,171 @@
+"""Speculative against plain decoding of one request: speeds measured in turn, tokens compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter as clock
+from typing import Any
+
+import torch
+
+from mmspec.drafter import Drafter
+from mmspec.pipeline import Generation, Pipeline
+from mmspec.sampling import SamplingParams
+from mmspec.target import Prompt, TransformersTarget
+from mmspec.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the rounds.
+
+    Attributes:
+        tokens_per_second: decoding alone, prefill and first token left out.
+        seconds: the whole call, reading of images included.
+    """
+
+    tokens_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two greedy outputs part.
+
+    Attributes:
+        position: index of the first token that differs, counted from the first new one.
+        speculative, plain: the tokens there; None where that output had ended.
+        margin: the target's highest logit there minus the lower of the two tokens' (after repetition penalty), from one
+            more pass over prompt and common tokens. Near zero in half precision means a tie that rounding decides.
+    """
+
+    position: int
+    speculative: int | None
+    plain: int | None
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ``compare`` measured. ``equal`` is None for sampled outputs, which agree in distribution, not token by token."""
+
+    rounds: int
+    speculative: Speed
+    plain: Speed
+    equal: bool | None
+    difference: Difference | None
+
+    @property
+    def decode_ratio(self) -> float | None:
+        """Speculative over plain tokens per second; None where an answer of one token leaves nothing to time."""
+        plain = self.plain.tokens_per_second
+        return self.speculative.tokens_per_second / plain if plain else None
+
+    @property
+    def end_to_end_ratio(self) -> float:
+        """Plain over speculative seconds of the whole call."""
+        return self.plain.seconds / self.speculative.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values."""
+        return {
+            "rounds": self.rounds,
+            "decode_ratio": self.decode_ratio,
+            "end_to_end_ratio": self.end_to_end_ratio,
+            "speculative": vars(self.speculative),
+            "plain": vars(self.plain),
+            "equal": self.equal,
+            "difference": vars(self.difference) if self.difference else None,
+        }
+
+
+def compare(
+    target: TransformersTarget,
+    make_drafter: Callable[[], Drafter | None],
+    request: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+    *,
+    rounds: int = 3,
+    progress: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Decode a request speculatively and plainly in turn, after one unmeasured run of each.
+
+    Args:
+        target: the model.
+        make_drafter: a new drafter for every run: one that learns from earlier answers would know this one by heart.
+        request: ``prompt``, ``images``, ``videos``.
+        keywords: as for ``Pipeline.generate``.
+        rounds: measured runs of each kind; the kind that goes first alternates.
+        progress: called after every run.
+    """
+
+    def run(speculate: bool) -> tuple[Generation, float]:
+        pipe = Pipeline(target, make_drafter() if speculate else None)
+        start = clock()
+        generation = pipe.generate(**request, **keywords)
+        seconds = clock() - start
+        progress()
+        return generation, seconds
+
+    run(True), run(False)
+    runs: dict[bool, list[tuple[Generation, float]]] = {True: [], False: []}
+    for turn in range(rounds):
+        for speculate in (True, False) if turn % 2 == 0 else (False, True):
+            runs[speculate].append(run(speculate))
+    fast, slow = (
+        Speed(median(g.stats.tokens_per_second for g, _ in runs[kind]), median(s for _, s in runs[kind]))
+        for kind in (True, False)
+    )
+    if keywords.get("temperature", 0.0) > 0:
+        return Comparison(rounds, fast, slow, None, None)
+    pairs = [(a.token_ids, b.token_ids) for (a, _), (b, _) in zip(runs[True], runs[False], strict=True)]
+    unequal = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    difference = first_difference(target, request, keywords, *unequal) if unequal else None
+    return Comparison(rounds, fast, slow, unequal is None, difference)
+
+
+def first_difference(
+    target: TransformersTarget,
+    request: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+    speculative: Sequence[int],
+    plain: Sequence[int],
+) -> Difference:
+    """Where two different outputs of one request part, and how close the target's choice is there.
+
+    Args:
+        target, request, keywords: as for ``compare``.
+        speculative, plain: new tokens of either output.
+    """
+    shorter = min(len(speculative), len(plain))
+    at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
+    if at == shorter:
+        ended = [tokens[at] if at < len(tokens) else None for tokens in (speculative, plain)]
+        return Difference(at, *ended, margin=None)
+    options = {name: value for name, value in keywords.items() if name in ("frames", "fps", "video_backend")}
+    scores = next_token_scores(
+        target,
+        target.encode([request], **options),
+        plain[:at],
+        SamplingParams(repetition_penalty=keywords.get("repetition_penalty", 1.0)),
+    )
+    two = scores[[speculative[at], plain[at]]]
+    return Difference(at, speculative[at], plain[at], float(scores.max() - two.min()))
+
+
+def next_token_scores(
+    target: TransformersTarget, prompt: Prompt, tokens: Sequence[int], params: SamplingParams
+) -> torch.Tensor:
+    """Processed float32 logits of the token after ``tokens``, (vocab,), for a prompt of one row.
+
+    The tokens pass through the target in one pass, as a tree that is a chain.
+    """
+    step = target.prefill(prompt, len(tokens))
+    if tokens:
+        chain = torch.tensor([list(tokens)], device=prompt.input_ids.device)
+        parents = torch.arange(-1, len(tokens) - 1, device=chain.device)[None]
+        step = target.forward_tree(TokenTree(chain, parents))
+    history = torch.tensor([prompt.histories()[0] + list(tokens)], device=prompt.input_ids.device)
+    return params.processors()(history, step.logits[:, -1].float())[0]
