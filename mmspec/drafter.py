@@ -20,8 +20,8 @@ class Drafter(Protocol):
         """Meet the target, once; raises ``UserError`` when this drafter was made for another one."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        """A new prompt was absorbed. ``history`` lists each row's tokens, the prompt's and the emitted ones, and is
-        kept up to date by the engine: read it, do not write to it."""
+        """A new prompt was absorbed. ``history`` lists each row's tokens, the prompt's and the emitted ones (now: the
+        first), and is kept up to date by the engine: read it, do not write to it."""
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         """A tree per row that continues ``token``, (batch,) int64, the last emitted ones. Nodes stand in descending

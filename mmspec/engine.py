@@ -53,13 +53,18 @@ def decode(
     rows = [Row(ids, len(ids), Stats(), []) for ids in prompt.histories()]
     history = [row.history for row in rows]
     token = sampler.first(history, step.logits)
-    if drafter is not None:
-        drafter.begin(prompt, step, history)
     for row, first in zip(rows, token.tolist(), strict=True):
         row.emitted, row.finish_reason = stopper.keep(row.history, row.prompt_length, [first])
         row.stats.num_generated_tokens = 1
         row.stats.prefill_seconds = row.stats.time_to_first_token = row.stats.wall_seconds = clock() - start
     yield rows
+
+    began = clock()
+    if drafter is not None:
+        drafter.begin(prompt, step, history)
+    for row in rows:
+        row.stats.draft_seconds = clock() - began
+        row.stats.wall_seconds += row.stats.draft_seconds
 
     while alive := [row for row in rows if row.finish_reason is None]:
         began = clock()

@@ -57,7 +57,7 @@ class Small:
         ids = ids.clamp(max=self._lm.config.vocab_size - 1)
         self._lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), room=1024)
         self._history = history
-        self._absorbed = [len(row) for row in history]
+        self._absorbed = [len(row) - 1 for row in history]
 
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
