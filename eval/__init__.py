@@ -1,0 +1,1 @@
+"""Measurements: what the suite promises, checked and counted over many cases."""

@@ -1,0 +1,191 @@
+"""Is speculative output the target's own? Hundreds of comparisons with transformers' ``generate``, token by token.
+
+    python -m eval.losslessness [--cases N] [--json]
+
+Every supported architecture, tiny and randomly initialised, in float32: batches of one and three rows, several prompts,
+images and lengths, logits processors, and drafters whose trees are accepted in part. Random weights are a hard test:
+the answers hold no pattern that could hide a wrong position, mask or history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter as clock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmspec
+from eval.oracle import Oracle
+from eval.tiny_models import TEXT_CONFIGS, VISION_CONFIGS, VOCAB, text_inputs, text_model, vision_inputs, vision_model
+from mmspec.drafter import Drafter
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "repetition-penalty": {"repetition_penalty": 1.4},
+    "no-repeat-ngram": {"no_repeat_ngram_size": 2},
+    "min-new-tokens": {"min_new_tokens": 12, "suppress_tokens": [5, 6, 7]},
+}
+DRAFTERS = ("oracle", "ngram", "recycle", "small")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: which model reads what, how tokens are chosen, who drafts."""
+
+    model: str
+    batch: int
+    images: int
+    length: int
+    seed: int
+    setting: str
+    drafter: str
+    eager: bool = False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two outputs part, and how far apart the two best raw logits of the target are there."""
+
+    case: Case
+    row: int
+    position: int
+    margin: float
+
+
+def cases(count: int | None = None) -> list[Case]:
+    """All cases, or ``count`` of them spread over everything; sorted so that models are built once each."""
+    every = []
+    for name in (*TEXT_CONFIGS, *VISION_CONFIGS):
+        prompts = [(0, 1, 0), (0, 9, 1), (0, 23, 2)] if name in TEXT_CONFIGS else [(1, 8, 0), (2, 8, 1), (0, 8, 2)]
+        grid = itertools.product((1, 3), prompts, SETTINGS, DRAFTERS)
+        for batch, (images, length, seed), setting, drafter in grid:
+            rows_fit = batch == 1 or length > batch  # each further row is padded by one more token
+            if rows_fit:
+                every.append(Case(name, batch, images, length, seed, setting, drafter, eager=seed == 1))
+    if count is not None and count < len(every):
+        order = {name: place for place, name in enumerate((*TEXT_CONFIGS, *VISION_CONFIGS))}
+        every = sorted(random.Random(0).sample(every, count), key=lambda case: order[case.model])
+    return every
+
+
+def inputs_of(case: Case) -> dict[str, Tensor]:
+    if case.model in TEXT_CONFIGS:
+        return text_inputs(case.batch, case.length, case.seed)
+    return vision_inputs(case.model, case.batch, case.images, case.seed)
+
+
+def build(name: str) -> Any:
+    return text_model(name) if name in TEXT_CONFIGS else vision_model(name)
+
+
+def compare(model: Any, case: Case, new_tokens: int, reference: Tensor | None = None) -> tuple[Tensor, Difference | None]:
+    """Decode a case both ways.
+
+    Args:
+        model: the case's model.
+        new_tokens: length of the answers.
+        reference: what ``generate`` gave for this case, if it is known.
+
+    Returns:
+        ``generate``'s output (batch, length), and the first difference or None.
+    """
+    inputs = inputs_of(case)
+    options = {**SETTINGS[case.setting], "do_sample": False, "max_new_tokens": new_tokens}
+    with torch.no_grad():
+        if reference is None:
+            reference = model.generate(**inputs, **options)
+        drafter = _drafter(case, reference[:, inputs["input_ids"].shape[1] :].tolist())
+        ours = mmspec.generate(model, drafter=drafter, nodes=12, **inputs, **options)
+    assert isinstance(ours, Tensor)
+    return reference, _first_difference(model, case, inputs, reference, ours)
+
+
+def _drafter(case: Case, references: list[list[int]]) -> Drafter:
+    if case.drafter == "oracle":
+        return Oracle(references, vocab=90, seed=case.seed)
+    if case.drafter == "small":
+        return Small(text_model("llama"), top_k=3)
+    return Ngram() if case.drafter == "ngram" else Recycle(top_k=4)
+
+
+def _first_difference(
+    model: Any, case: Case, inputs: dict[str, Tensor], reference: Tensor, ours: Tensor
+) -> Difference | None:
+    if torch.equal(reference, ours):
+        return None
+    width = min(reference.shape[1], ours.shape[1])
+    places = (reference[:, :width] != ours[:, :width]).nonzero().tolist()
+    row, place = min(places, key=lambda found: found[1]) if places else (0, width)
+    return Difference(case, row, place - inputs["input_ids"].shape[1], logit_margin(model, inputs, reference[:, :place])[row])
+
+
+def logit_margin(model: Any, inputs: dict[str, Tensor], ids: Tensor) -> list[float]:
+    """How far the best raw logit after ``ids`` (batch, length), a prompt and its answer so far, leads the second, by row."""
+    extra = ids.shape[1] - inputs["input_ids"].shape[1]
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, extra), value=1)
+    rest = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    if "mm_token_type_ids" in rest:
+        rest["mm_token_type_ids"] = torch.nn.functional.pad(rest["mm_token_type_ids"], (0, extra))
+    options = dict(max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    out = model.generate(input_ids=ids, attention_mask=mask, **rest, **options)
+    best = out.logits[0].float().topk(2).values
+    return (best[:, 0] - best[:, 1]).tolist()
+
+
+def run(selected: list[Case], new_tokens: int = 24) -> Iterator[tuple[Case, Difference | None]]:
+    """Compare all cases, one after the other, building each model and each reference once."""
+    for name, group in itertools.groupby(selected, key=lambda case: case.model):
+        model = build(name)
+        usual = model.config._attn_implementation
+        references: dict[tuple[Any, ...], Tensor] = {}
+        for case in group:
+            model.set_attn_implementation("eager" if case.eager else usual)
+            key = (case.batch, case.images, case.length, case.seed, case.setting)
+            references[key], difference = compare(model, case, new_tokens, references.get(key))
+            yield case, difference
+
+
+def main() -> None:
+    """Print one line per model and every unequal case; end with one JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m eval.losslessness", description=__doc__)
+    parser.add_argument("--cases", type=int, help="compare this many cases instead of all")
+    parser.add_argument("--new-tokens", type=int, default=24, help="tokens per answer (24)")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    arguments = parser.parse_args()
+
+    began = clock()
+    results = []
+    for name, group in itertools.groupby(run(cases(arguments.cases), arguments.new_tokens), key=lambda r: r[0].model):
+        done = list(group)
+        results += done
+        if not arguments.json:
+            equal = sum(difference is None for _, difference in done)
+            print(f"{name:20} {equal:4} of {len(done):4} equal", flush=True)
+    different = [difference for _, difference in results if difference is not None]
+    if not arguments.json:
+        for d in different:
+            print(f"unequal: {d.case}, row {d.row}, new token {d.position}, logit margin {d.margin:.2e}")
+    figures = {
+        "cases": len(results),
+        "equal": len(results) - len(different),
+        "unequal": [{**vars(d.case), "row": d.row, "position": d.position, "margin": d.margin} for d in different],
+        "dtype": "float32",
+        "new_tokens": arguments.new_tokens,
+        "vocab": VOCAB,
+        "seconds": round(clock() - began, 1),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Tiny randomly initialised models of every supported architecture, and inputs for them.
+
+For tests and for `eval.losslessness`. Weights are drawn wide, so that greedy outputs vary instead of falling into one
+repeated token, and top logits lie far apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaNextVideoConfig,
+    LlavaOnevisionConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+    SiglipVisionConfig,
+)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+VOCAB = 101
+IMAGE, VIDEO, VISION_START, VISION_END = 96, 97, 98, 99
+_TEXT: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    max_position_embeddings=512,
+    initializer_range=0.25,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+
+TEXT_CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**_TEXT),
+    "mistral": lambda: MistralConfig(**_TEXT, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**_TEXT, sliding_window=5),
+    "qwen2": lambda: Qwen2Config(**_TEXT),
+    "qwen2-window": lambda: Qwen2Config(**_TEXT, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**_TEXT),
+    "gemma": lambda: GemmaConfig(**_TEXT),
+    "gemma2": lambda: Gemma2Config(**_TEXT, sliding_window=6, query_pre_attn_scalar=12),
+    "gemma3": lambda: Gemma3TextConfig(**_TEXT, sliding_window=6, query_pre_attn_scalar=12),
+}
+
+
+def text_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return _widen(AutoModelForCausalLM.from_config(TEXT_CONFIGS[name]())).eval()
+
+
+def _widen(model: PreTrainedModel) -> PreTrainedModel:
+    """Make the logits of a random model spread, whatever norm stands before its head."""
+    head = model.get_output_embeddings()
+    head.weight.data.normal_(std=0.5)
+    return model
+
+
+def _clip() -> CLIPVisionConfig:
+    return CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+    )
+
+
+def _siglip() -> SiglipVisionConfig:
+    return SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+    )
+
+
+def _qwen_text() -> dict[str, Any]:
+    return {**_TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}}
+
+
+def _qwen_marks() -> dict[str, int]:
+    return dict(
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END
+    )
+
+
+VISION_CONFIGS: dict[str, Any] = {
+    "llava": lambda: LlavaConfig(
+        vision_config=_clip(), text_config=LlamaConfig(**_TEXT), image_token_index=IMAGE, image_seq_length=16
+    ),
+    "llava_next": lambda: LlavaNextConfig(
+        vision_config=_clip(),
+        text_config=MistralConfig(**_TEXT, sliding_window=None),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+    ),
+    "llava_next_video": lambda: LlavaNextVideoConfig(
+        vision_config=_clip(),
+        text_config=LlamaConfig(**_TEXT),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+    ),
+    "llava_onevision": lambda: LlavaOnevisionConfig(
+        vision_config=_siglip(),
+        text_config=Qwen2Config(**_TEXT),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+        vision_feature_layer=-1,
+    ),
+    "qwen2_vl": lambda: Qwen2VLConfig(
+        text_config=_qwen_text(),
+        vision_config=dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, patch_size=4, mlp_ratio=2),
+        **_qwen_marks(),
+    ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config=_qwen_text(),
+        vision_config=dict(
+            depth=2, hidden_size=32, out_hidden_size=48, num_heads=2, patch_size=4, intermediate_size=32, window_size=16,
+            fullatt_block_indexes=[1],
+        ),
+        **_qwen_marks(),
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config=_qwen_text(),
+        vision_config=dict(
+            depth=3, hidden_size=32, out_hidden_size=48, num_heads=2, patch_size=4, intermediate_size=32,
+            deepstack_visual_indexes=[0, 1], num_position_embeddings=16,
+        ),
+        **_qwen_marks(),
+    ),
+}
+
+
+def vision_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return _widen(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
+
+
+def text_inputs(batch: int = 1, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts, left-padded by one more token in each further row."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 90, (batch, length), generator=g)
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        ids[row, :row], mask[row, :row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts with ``images`` random images each (and one video, for the models that take any)."""
+    g = torch.Generator().manual_seed(seed)
+    inputs = text_inputs(batch, 8, seed)
+    rows, masks, types = [], [], []
+    extras: dict[str, list[torch.Tensor]] = {}
+
+    def add(key: str, value: torch.Tensor) -> None:
+        extras.setdefault(key, []).append(value)
+
+    for row in range(batch):
+        media: list[int] = []
+        for _ in range(images):
+            if name.startswith("qwen"):
+                patch = 3 * 2 * 16
+                add("pixel_values", torch.randn(16, patch, generator=g))
+                add("image_grid_thw", torch.tensor([[1, 4, 4]]))
+                media += [VISION_START, *[IMAGE] * 4, VISION_END]
+            elif name == "llava":
+                add("pixel_values", torch.randn(1, 3, 16, 16, generator=g))
+                media += [IMAGE] * 16
+            else:
+                add("pixel_values", torch.randn(1, 3, 3, 16, 16, generator=g))
+                add("image_sizes", torch.tensor([[16, 32]]))
+                media += [IMAGE] * _next_tokens(name)
+        if name in ("llava_next_video", "llava_onevision") and images:
+            add("pixel_values_videos", torch.randn(1, 2, 3, 16, 16, generator=g))
+            media += [VIDEO] * (2 * 4 if name == "llava_next_video" else 2 * 4 + 1)
+        ids, mask = inputs["input_ids"][row], inputs["attention_mask"][row]
+        rows.append(torch.cat([ids[:row], torch.tensor(media, dtype=torch.long), ids[row:]]))
+        masks.append(torch.cat([mask[:row], torch.ones(len(media), dtype=torch.long), mask[row:]]))
+    ids = torch.stack(rows)
+    result = {"input_ids": ids, "attention_mask": torch.stack(masks)}
+    if name.startswith("qwen"):
+        result["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    return {**result, **{key: torch.cat(values) for key, values in extras.items()}}
+
+
+def _next_tokens(name: str) -> int:
+    # A 16x32 image: 16 base tokens, 4 rows of 8 unpadded tokens with a newline each.
+    return 16 + 4 * (8 + 1)
