@@ -1,0 +1,94 @@
+"""The accuracy table: figures are computed right, from an oracle that always answers truly and one that never does."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from eval import tiny_llava
+from vision.scenes.captions import caption
+from vision.scenes.clips import describe_clip, sample_clip
+from vision.scenes.questions import KINDS, ask
+from vision.scenes.scene import sample_scene, seeded
+from vision.training import accuracy
+
+
+def oracle(prompts: list[str], images: list[list[Any]]) -> list[str]:
+    """True answers, found again by the seeds that measuring starts from."""
+    if prompts[0] == "Describe the image.":
+        scenes = [sample_scene(seeded("heldout", accuracy.FIRST_SCENE + k)) for k in range(len(prompts))]
+        return [caption(scene, random.Random(1)) for scene in scenes]
+    if prompts[0] == "Describe the video.":
+        clips = [sample_clip(seeded("heldout", accuracy.FIRST_SCENE + k)) for k in range(len(prompts))]
+        return [describe_clip(clip, random.Random(1)) for clip in clips]
+    asked: dict[str, list[str]] = {}
+    for kind in KINDS:
+        for index in range(200):
+            rng = seeded("heldout", accuracy.FIRST_SCENE + index)
+            question = ask(sample_scene(rng), rng, kind)
+            if question is not None:
+                asked.setdefault(question.question, []).append(question.answer)
+    # A wording that is asked again is answered for the next scene that gave rise to it.
+    replies = {question: iter(answers) for question, answers in asked.items()}
+    return [next(replies[prompt]) for prompt in prompts]
+
+
+class Words:
+    """Stands in for a processor: counts words as tokens."""
+
+    class _Ids:
+        def __init__(self, text: str) -> None:
+            self.input_ids = text.split()
+
+    def tokenizer(self, text: str) -> Words._Ids:
+        return Words._Ids(text)
+
+
+def test_an_oracle_scores_full_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "answer", lambda model, processor, prompts, images: oracle(prompts, images))
+    report = accuracy.measure(None, Words(), scenes=40)
+    assert report["objects invented"] == 0
+    assert report["caption tokens"] > 20
+    shares = {name: value for name, value in report.items() if name not in ("objects invented", "caption tokens")}
+    assert {name for name, value in shares.items() if value != 1.0} == set()
+    assert {f"question {kind}" for kind in KINDS} < set(shares)
+
+
+def test_nonsense_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nonsense(model: Any, processor: Any, prompts: list[str], images: list[list[Any]]) -> list[str]:
+        return ['A mauve star is nowhere and the sign reads "".'] * len(prompts)
+
+    monkeypatch.setattr(accuracy, "answer", nonsense)
+    report = accuracy.measure(None, Words(), scenes=40)
+    zero = {name: value for name, value in report.items() if name.startswith(("video", "objects", "words", "whole"))}
+    assert set(zero.values()) == {0.0}
+    assert report["question position"] == report["question colour"] == 0.0
+
+
+def test_half_right_captions_count_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    def every_other(model: Any, processor: Any, prompts: list[str], images: list[list[Any]]) -> list[str]:
+        return [text if index % 2 else "Nothing." for index, text in enumerate(oracle(prompts, images))]
+
+    monkeypatch.setattr(accuracy, "answer", every_other)
+    report = accuracy._measure_captions(None, Words(), 40)
+    assert report["whole captions"] == 0.5
+    assert 0.3 < report["objects"] < 0.7
+
+
+def test_the_command_prints_a_table_and_one_json_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"objects": 0.91, "words": 0.85, "caption tokens": 61.5}
+    monkeypatch.setattr(tiny_llava, "measure", lambda model, processor, scenes: figures)
+    for name in ("AutoModelForImageTextToText", "AutoProcessor"):
+        monkeypatch.setattr(getattr(tiny_llava, name), "from_pretrained", lambda *args, **kwargs: None)
+    result = CliRunner().invoke(tiny_llava.main, ["--model", "somewhere", "--scenes", "3"])
+    assert result.exit_code == 0, result.output
+    assert "91.0 %" in result.output
+    assert "90 %" in result.output
+    line = json.loads(result.output.strip().splitlines()[-1])
+    assert line["objects"] == 0.91
+    assert line["model"] == "somewhere"
+    assert line["scenes"] == 3

@@ -1,0 +1,297 @@
+"""Training of the embedded model: tokenizer, labels, resuming, export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from vision.scenes.conversations import one_image, several_images, video
+from vision.scenes.drawing import draw
+from vision.scenes.reading import Happening, Mention, read_events, read_objects
+from vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, seeded
+from vision.scenes.vocabulary import CHARACTERS, COLOURS, SHAPES
+from vision.training.accuracy import answer, match, picture
+from vision.training.architecture import Architecture, llava_config
+from vision.training.batches import ALL_LESSONS, POOL, Lessons, held_out_batch, render, to_pixels
+from vision.training.command import tiny_llava
+from vision.training.loop import CHECKPOINT, LOG, MODEL, Plan, Run
+from vision.training.network import Network
+from vision.training.optimisers import language_optimisers, rate, tower_optimisers
+from vision.training.perception import IGNORE, TASKS, patch_labels, perception_accuracy, perception_loss
+from vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
+
+SMALL = Architecture(32, 1, 2, 32, 1, 2, 1, 16, 32, 1024, 512)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    examples = [kind.make(seeded("train", index)) for index in range(150) for kind in ALL_LESSONS.values()]
+    folder = tmp_path_factory.mktemp("run") / "tokenizer"
+    train_tokenizer(corpus(examples), 512).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def start(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Run]:
+    """Starts, or goes on with, a run of the smallest model in a named folder."""
+
+    def run(name: str, **plan: object) -> Run:
+        folder = tmp_path / name
+        if not folder.exists():
+            folder.mkdir()
+            shutil.copytree(tokenizer_folder, folder / "tokenizer")
+        settings = {"steps": (3, 6), "size": 0.1, "checkpoint_minutes": 0.0, "architecture": SMALL, **plan}
+        return Run(folder, Plan(**settings))  # type: ignore[arg-type]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "text", ['It says "CAT7".', "  two\n\nlines\t", "Ünï 漢字 🎉 \u200d", "ABC 12 USER", "a\x00b", ""]
+)
+def test_any_text_survives_the_tokenizer(tokenizer_folder: Path, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    ids = tokenizer(text).input_ids
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) == text
+
+
+def test_signs_are_read_character_by_character(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    for text in ("RED", "GREEN", "4207", "QZX", "A", "7"):
+        tokens = tokenizer.tokenize(f'The sign reads "{text}".')
+        opening = next(index for index, token in enumerate(tokens) if token.endswith('"'))
+        assert tokens[opening + 1 : opening + 1 + len(text)] == list(text)
+    assert tokenizer.tokenize("USER: x ASSISTANT:")[0] == "USER:"
+
+
+def test_encoding_marks_answers_and_expands_images(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    for example in (one_image(seeded("train", 3)), several_images(seeded("train", 3)), video(seeded("train", 3), 8)):
+        ids, answers = encode(example, tokenizer)
+        assert ids.count(image) == IMAGE_TOKENS * len(example.scenes)
+        predicted = tokenizer.decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
+        assert predicted == "".join(f" {text}</s>" for _, text in example.turns)
+
+
+def test_training_prompt_is_the_processors_prompt(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    processor = make_processor(tokenizer)
+    example = next(e for e in (one_image(seeded("train", k)) for k in range(99)) if len(e.turns) > 1)
+    chat = []
+    for index, (user, reply) in enumerate(example.turns):
+        parts = [{"type": "text", "text": user}] + [{"type": "image"}] * (index == 0)
+        chat += [{"role": "user", "content": parts}, {"role": "assistant", "content": reply}]
+    text = processor.apply_chat_template(chat)
+    inputs = processor(text=text, images=[draw(example.scenes[0])], return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == encode(example, tokenizer)[0]
+    prompt = processor.apply_chat_template(chat[:1], add_generation_prompt=True)
+    assert text.startswith(prompt)
+    assert prompt.endswith("ASSISTANT:")
+
+
+def test_processor_gives_the_pixels_of_training(tokenizer_folder: Path) -> None:
+    processor = make_processor(AutoTokenizer.from_pretrained(tokenizer_folder))
+    scene = sample_scene(seeded("train", 2))
+    pixels = processor.image_processor(draw(scene), return_tensors="pt")["pixel_values"]
+    assert torch.allclose(pixels, to_pixels([draw(scene)]), atol=1e-6)
+    large = processor.image_processor(draw(scene, 4), return_tensors="pt")["pixel_values"]
+    assert (large - pixels).abs().mean() < 0.04
+
+
+def test_patch_labels_name_every_patch_of_a_cell() -> None:
+    scene = Scene("brown", (Item("star", "pink", "large", 2, 1, 26),), Sign("A7", 0, 3, ((0, 0), (0, 0))))
+    labels = dict(zip(TASKS, patch_labels(scene).reshape(-1, 6, 6), strict=True))
+    here = np.zeros((6, 6), bool)
+    here[4:6, 2:4] = True
+    assert (labels["shape"] == np.where(here, SHAPES.index("star"), len(SHAPES))).all()
+    assert (labels["colour"] == np.where(here, list(COLOURS).index("pink"), len(COLOURS))).all()
+    assert labels["character"][0, 3:5].tolist() == [CHARACTERS.index("A"), CHARACTERS.index("7")]
+    assert labels["place"][0, 3:5].tolist() == [0, 1]
+    assert (labels["character"] < len(CHARACTERS)).sum() == 2
+    assert (labels["background"] == 3).all()
+
+
+def test_perception_loss_ignores_what_has_no_label() -> None:
+    scene, signs = sample_dense(seeded("train", 1))
+    labels = torch.from_numpy(patch_labels(scene, signs))[None]
+    perfect = [
+        torch.nn.functional.one_hot(labels[:, k], classes).float() * 50 for k, classes in enumerate(TASKS.values())
+    ]
+    assert perception_loss(perfect, labels) < 1e-6
+    assert all(share == 1.0 or np.isnan(share) for share in perception_accuracy(perfect, labels).values())
+    wrong = [scores.roll(1, -1) for scores in perfect]
+    assert perception_loss(wrong, labels) > 10
+    assert perception_loss(wrong, torch.full_like(labels, IGNORE)) == 0
+
+
+def test_batches_depend_on_their_step_alone(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    first, second = Lessons(tokenizer), Lessons(tokenizer)
+    in_order = [first.batch(step, ALL_LESSONS, 0.1) for step in range(2 * POOL)]
+    for step in (POOL + 1, 2):
+        again = second.batch(step, ALL_LESSONS, 0.1)
+        assert torch.equal(again.tokens, in_order[step].tokens)
+        assert torch.equal(again.pixels, in_order[step].pixels)
+    assert not torch.equal(in_order[0].tokens, in_order[1].tokens)
+    batch = in_order[0]
+    known = batch.labels != IGNORE
+    assert known.any()
+    assert batch.tokens.shape[1] % 16 == 0
+    shifted = torch.cat([batch.tokens[:, 1:], torch.full((len(batch.tokens), 1), tokenizer.pad_token_id)], 1)
+    ends = batch.labels == tokenizer.eos_token_id
+    assert torch.equal(shifted[known & ~ends], batch.labels[known & ~ends])
+
+
+def test_degraded_pictures_still_show_the_scene() -> None:
+    scene = sample_scene(seeded("train", 8))
+    clean = draw(scene).astype(int)
+    seen = [render(scene, seeded("train", index)) for index in range(60)]
+    assert all(picture.shape == clean.shape and np.abs(picture - clean).mean() < 12 for picture in seen)
+    assert 5 < sum(bool((picture == clean).all()) for picture in seen) < 58
+
+
+def test_network_equals_transformers_own_forward(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    torch.manual_seed(0)
+    network = Network(llava_config(SMALL, token_ids(tokenizer))).eval()
+    batch = held_out_batch("video4", tokenizer, 3)
+    with torch.no_grad():
+        ours = network(batch, 0.0).language
+        out = network.llava(input_ids=batch.tokens, pixel_values=batch.pixels)
+        theirs = torch.nn.functional.cross_entropy(
+            out.logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE
+        )
+    assert ours == pytest.approx(theirs.item(), abs=1e-5)
+
+
+def test_optimisers_cover_every_trained_parameter_once(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    network = Network(llava_config(SMALL, token_ids(tokenizer)))
+    held = [id(parameter) for parameter in language_optimisers(network).parameters]
+    assert len(held) == len(set(held))
+    assert set(held) == {id(parameter) for parameter in network.parameters()}
+    tower = {id(p) for module in (network.llava.model.vision_tower, network.heads) for p in module.parameters()}
+    assert {id(parameter) for parameter in tower_optimisers(network).parameters} == tower
+
+
+def test_rate_rises_holds_and_falls_to_zero() -> None:
+    assert rate(0.0, 0, warmup=10, hold=0.5) == pytest.approx(0.1)
+    assert rate(0.4, 100, warmup=10, hold=0.5) == 1.0
+    assert rate(0.75, 100, warmup=10, hold=0.5) == pytest.approx(0.5)
+    assert rate(1.0, 100, warmup=10, hold=0.5) == 0.0
+
+
+@pytest.mark.parametrize("killed_at", [[2], [4, 6]])
+def test_a_killed_run_ends_like_an_uninterrupted_one(start: Callable[..., Run], killed_at: list[int]) -> None:
+    whole = start("whole")
+    whole.train()
+    for steps in killed_at:
+        run = start("killed")
+        done = run.step + (3 if run.stage == "language" else 0)
+
+        def kill(run: Run = run, done: int = done, remaining: int = steps - done) -> bool:
+            taken = run.step + (3 if run.stage == "language" else 0) - done
+            if taken >= remaining:
+                raise KeyboardInterrupt
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            run.train(stop=kill)
+    resumed = start("killed")
+    assert (resumed.stage, resumed.step) == (("tower", 2) if killed_at == [2] else ("language", 3))
+    resumed.train()
+    for name, value in whole.network.state_dict().items():
+        assert torch.equal(value, resumed.network.state_dict()[name]), name
+
+
+def test_a_torn_checkpoint_never_replaces_a_whole_one(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("torn")
+    run.save()
+    before = (run.folder / CHECKPOINT).read_bytes()
+
+    def torn(state: object, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        run.save()
+    assert (run.folder / CHECKPOINT).read_bytes() == before
+
+
+def test_the_loss_falls(start: Callable[..., Run]) -> None:
+    rows: list[dict] = []
+    run = start("falls", steps=(20, 80), checkpoint_minutes=9.0, report_minutes=0.0)
+    run.notify = rows.append
+    run.train()
+    for stage, most in (("tower", 0.93), ("language", 0.85)):
+        losses = [row["loss"] for row in rows if row["event"] == stage]
+        assert np.mean(losses[-5:]) < most * losses[0], losses
+    logged = [json.loads(line) for line in (run.folder / LOG).read_text().splitlines()]
+    assert logged == rows
+
+
+def test_plan_wants_minutes_or_steps(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="minutes or steps"):
+        Run(tmp_path, Plan())
+
+
+def test_minutes_end_a_run(start: Callable[..., Run]) -> None:
+    run = start("minutes", steps=None, minutes=0.05, tower_share=0.5)
+    run.train()
+    assert run.stage == "done"
+    assert 3.0 <= run.elapsed < 6.0
+    again = start("minutes", steps=None, minutes=0.05)
+    assert again.stage == "done"
+
+
+def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, tokenizer_folder: Path) -> None:
+    shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    options = ["--out", str(tmp_path), "--steps", "1", "2", "--size", "0.05", "--scenes", "0"]
+    result = CliRunner().invoke(tiny_llava, options)
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / MODEL
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert (folder / "model.safetensors").stat().st_size <= 9.5e6
+    scene = picture(sample_scene(seeded("heldout", 0)), scale=4)
+    model.generation_config.max_new_tokens = 5
+    texts = answer(model, processor, ["Describe the image.", "Describe the video.", "Hi."], [[scene], [scene] * 4, []])
+    assert len(texts) == 3
+
+
+def test_matching_finds_the_mention_meant() -> None:
+    items = (Item("star", "red", "small", 0, 0, 15), Item("ring", "blue", "small", 2, 2, 15))
+    moved, other = Mention("red", "star", None, (1, 1)), Mention("green", "ring", None, (2, 2))
+    assert list(match(items, [moved, other])) == [(items[0], moved), (items[1], other)]
+    assert list(match(items, [])) == [(items[0], None), (items[1], None)]
+
+
+def test_reading_understands_free_wording() -> None:
+    text = 'There is a big violet hoop at the very centre; an orange disc in the upper left, and "A RED STAR".'
+    assert read_objects(text)[0] == Mention("purple", "ring", "large", (1, 1))
+    assert read_events("Then the violet disc slides to the left and ends in the upper left. A red star vanishes.") == [
+        Happening("move", "purple", "circle", (0, 0)),
+        Happening("vanish", "red", "star"),
+    ]

@@ -1,0 +1,1 @@
+"""Vision-language side of mmspec: targets, image and video input, drafters and their training."""

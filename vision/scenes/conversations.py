@@ -1,0 +1,186 @@
+"""Training examples: one or more images or a video, and a conversation of one or more turns about them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from vision.scenes.captions import brief, caption, listing
+from vision.scenes.chat import invention, small_talk
+from vision.scenes.clips import ask_clip, describe_clip, sample_clip
+from vision.scenes.questions import ask
+from vision.scenes.scene import Scene, sample_scene
+from vision.scenes.wording import NUMBERS, capital
+
+DESCRIBE = (
+    "Describe the image.",
+    "Describe the picture.",
+    "Describe this image.",
+    "Describe this image in detail.",
+    "Describe what you see.",
+    "What do you see?",
+    "What is in the image?",
+    "What is in this picture?",
+    "What does the image show?",
+    "What is shown here?",
+    "What can you see?",
+    "Write a caption.",
+    "Write a caption for this image.",
+    "Caption this image.",
+    "Please describe the image.",
+    "Give a detailed description.",
+    "Tell me about this picture.",
+    "Explain what is in the image.",
+)
+BRIEF = (
+    "Describe the image briefly.",
+    "Write a short caption.",
+    "Summarise the picture in one sentence.",
+    "In short, what is it?",
+)
+LIST = ("List the objects.", "List everything.", "List all shapes with their places.", "Make a list of what you see.")
+VIDEO = (
+    "Describe the video.",
+    "Describe this video.",
+    "What happens in this video?",
+    "What do you see in the video?",
+    "Write a caption for the video.",
+    "Describe the video in detail.",
+    "What does the clip show?",
+    "Caption this video.",
+    "Please describe the video.",
+)
+BOTH = (
+    "Describe the images.",
+    "Describe all images.",
+    "What do the images show?",
+    "What is in the images?",
+    "Compare the images.",
+)
+ORDINALS = ("first", "second", "third")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Images as scenes in order, turns as (user text, answer) pairs; the images come before the first user text.
+
+    `at_rest` says that no object is between cells, so that the perception task has labels.
+    """
+
+    scenes: tuple[Scene, ...]
+    turns: tuple[tuple[str, str], ...]
+    at_rest: bool = True
+
+
+_ASKING = ("", "Please ", "Could you ", "Can you ", "I would like you to ", "Now ")
+_VERBS = (
+    "describe",
+    "explain",
+    "caption",
+    "look at",
+    "tell me about",
+    "tell me what is in",
+    "say what you see in",
+    "write about",
+)
+_PICTURES = ("image", "picture", "drawing", "scene", "photo")
+_FILMS = ("video", "clip", "film", "animation", "movie")
+_DETAILS = ("", " in detail", " for me", " in a few sentences", " carefully", " in your own words")
+
+
+def describe_prompt(rng: random.Random, of_video: bool = False) -> str:
+    """A request for a full description in one of some thousands of wordings."""
+    if rng.random() < 0.6:
+        return rng.choice(VIDEO if of_video else DESCRIBE)
+    thing = f"{rng.choice(('the', 'this'))} {rng.choice(_FILMS if of_video else _PICTURES)}"
+    asking = rng.choice(_ASKING)
+    end = "?" if asking.startswith("C") else "."
+    return capital(f"{asking}{rng.choice(_VERBS)} {thing}{rng.choice(_DETAILS)}{end}")
+
+
+def casual(prompt: str, rng: random.Random) -> str:
+    """The prompt as a hasty user might type it: now and then without capital or full stop."""
+    draw = rng.random()
+    if draw < 0.08:
+        return prompt[0].lower() + prompt[1:]
+    if draw < 0.16:
+        return prompt.rstrip(".?")
+    if draw < 0.2:
+        return prompt[0].lower() + prompt[1:].rstrip(".?")
+    return prompt
+
+
+def lists_only(rng: random.Random) -> Example:
+    """One image with the fixed list and up to two questions: the densest lesson in seeing."""
+    scene = sample_scene(rng, sign_share=0.5)
+    turns = [(rng.choice(LIST), listing(scene)), *_questions(scene, rng, rng.randint(0, 2))]
+    return Example((scene,), tuple(turns))
+
+
+def one_image(rng: random.Random) -> Example:
+    """One image: mostly a caption first, then questions."""
+    scene = sample_scene(rng)
+    draw = rng.random()
+    turns: list[tuple[str, str]] = []
+    if draw < 0.7:
+        turns.append((casual(describe_prompt(rng), rng), caption(scene, rng)))
+    elif draw < 0.78:
+        turns.append((casual(rng.choice(BRIEF), rng), brief(scene, rng)))
+    elif draw < 0.86:
+        turns.append((casual(rng.choice(LIST), rng), listing(scene)))
+    turns += _questions(scene, rng, rng.choice((0, 1, 1, 2, 3)) if turns else 3)
+    if draw > 0.97:
+        turns.append((casual(describe_prompt(rng), rng), caption(scene, rng)))
+    if not turns:
+        turns.append((describe_prompt(rng), caption(scene, rng)))
+    return Example((scene,), tuple(turns))
+
+
+def several_images(rng: random.Random) -> Example:
+    """Two or three simple images described in order, with a question about one of them."""
+    scenes = tuple(_simple_scene(rng) for _ in range(rng.choice((2, 2, 3))))
+    turns = []
+    if rng.random() < 0.8:
+        parts = []
+        for ordinal, scene in zip(ORDINALS, scenes, strict=False):
+            text = listing(scene)
+            parts.append(f"The {ordinal} image shows {text[0].lower()}{text[1:]}")
+        turns.append((casual(rng.choice(BOTH), rng), " ".join(parts)))
+    which = rng.randrange(len(scenes))
+    count = len(scenes[which].items)
+    if rng.random() < 0.5 or not turns:
+        verb = "is" if count == 1 else "are"
+        turns.append((f"How many objects are in the {ORDINALS[which]} image?", f"There {verb} {NUMBERS[count]}."))
+    if rng.random() < 0.4:
+        background = scenes[which].background
+        turns.append((f"What is the background of the {ORDINALS[which]} image?", capital(f"it is {background}.")))
+    return Example(scenes, tuple(turns))
+
+
+def video(rng: random.Random, frames: int) -> Example:
+    """A clip seen at `frames` frames: mostly its description first, then questions."""
+    clip = sample_clip(rng)
+    scenes = clip.frames(frames, rng.uniform(0, 0.06), rng.uniform(0.94, 1.0))
+    turns = []
+    if rng.random() < 0.75:
+        turns.append((casual(describe_prompt(rng, of_video=True), rng), describe_clip(clip, rng)))
+    if not turns or rng.random() < 0.4:
+        turns.append(ask_clip(clip, rng))
+    return Example(tuple(scenes), tuple(turns), at_rest=False)
+
+
+def words_only(rng: random.Random) -> Example:
+    """No image: small talk of one to three turns, or an invented picture."""
+    if rng.random() < 0.4:
+        return Example((), (invention(rng),))
+    return Example((), tuple(small_talk(rng) for _ in range(rng.randint(1, 3))))
+
+
+def _simple_scene(rng: random.Random) -> Scene:
+    scene = sample_scene(rng, sign_share=0.2)
+    return Scene(scene.background, scene.items[:3], scene.sign)
+
+
+def _questions(scene: Scene, rng: random.Random, count: int) -> list[tuple[str, str]]:
+    asked = [ask(scene, rng) for _ in range(count)]
+    return [(casual(q.question, rng), q.answer) for q in asked if q is not None]

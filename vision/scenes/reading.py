@@ -1,0 +1,125 @@
+"""Reads facts back out of captions. Knows English, not the templates: it shares no phrase table with the writers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_COLOURS = {"violet": "purple", "turquoise": "cyan"} | {
+    name: name for name in ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink"]
+}
+_SHAPES = {"disc": "circle", "plus sign": "cross", "hoop": "ring"} | {
+    name: name for name in ["circle", "square", "triangle", "star", "cross", "diamond", "ring"]
+}
+_SIZES = {"small": "small", "little": "small", "tiny": "small", "large": "large", "big": "large"}
+
+_NAME = rf"(?:(?P<size>{'|'.join(_SIZES)}) )?(?P<colour>{'|'.join(_COLOURS)}) (?P<shape>{'|'.join(_SHAPES)})\b"
+_NEW = re.compile(rf"\b(?:a|an) {_NAME}", re.IGNORECASE)
+_ANY = re.compile(rf"\b(?:a|an|the) {_NAME}", re.IGNORECASE)
+_PLACE = re.compile(
+    r"\b(?:in|at|on|halfway down on) the (?:very )?(top|upper|bottom|lower|middle|centre|left|right)"
+    r"(?: (left|right|centre|middle))?\b",
+    re.IGNORECASE,
+)
+_QUOTED = re.compile(r'"([^"]*)"')
+_CLAUSE = re.compile(r"[.;](?:\s|$)")
+
+
+@dataclass(frozen=True)
+class Mention:
+    """An object as a text names it; `size` and `cell` are None when left unsaid."""
+
+    colour: str
+    shape: str
+    size: str | None
+    cell: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event as a text tells it. `detail` is the new colour of a "recolour", the cell of a "move" or "appear"."""
+
+    kind: str
+    colour: str
+    shape: str
+    detail: str | tuple[int, int] | None = None
+
+
+def clauses(text: str) -> list[str]:
+    """The text cut at full stops and semicolons."""
+    return [part.strip() for part in _CLAUSE.split(text) if part.strip()]
+
+
+def read_objects(text: str) -> list[Mention]:
+    """Objects introduced with "a" or "an", each with the place that its sentence gives it."""
+    mentions: list[Mention] = []
+    for clause in clauses(text):
+        if _QUOTED.search(clause):
+            continue
+        names = list(_NEW.finditer(clause))
+        places: list[tuple[int, int] | None] = list(read_places(clause))
+        places += [None] * (len(names) - len(places))
+        mentions += [_mention(name, place) for name, place in zip(names, places, strict=False)]
+    return mentions
+
+
+def read_places(text: str) -> list[tuple[int, int]]:
+    """Grid cells (row, column) in the order in which the text names them."""
+    cells = []
+    for match in _PLACE.finditer(text):
+        words = {word.lower() for word in match.groups() if word}
+        row = 0 if words & {"top", "upper"} else 2 if words & {"bottom", "lower"} else 1
+        col = 0 if "left" in words else 2 if "right" in words else 1
+        cells.append((row, col))
+    return cells
+
+
+def read_sign(text: str) -> str | None:
+    """What the first pair of quotation marks holds; None without one."""
+    match = _QUOTED.search(text)
+    return match.group(1) if match else None
+
+
+def read_names(text: str) -> list[Mention]:
+    """All objects named, with "a" or "the", without places."""
+    return [_mention(match, None) for match in _ANY.finditer(text)]
+
+
+_VERBS: tuple[tuple[str, str], ...] = (
+    ("move", r"\b(?:moves|slides|glides)\b"),
+    ("grow", r"\b(?:grows|gets bigger|becomes larger)\b"),
+    ("shrink", r"\b(?:shrinks|gets smaller)\b"),
+    ("recolour", rf"\b(?:turns|changes its colour to) (?P<new>{'|'.join(_COLOURS)})\b"),
+    ("vanish", r"\b(?:disappears|vanishes)\b"),
+    ("appear", r"\b(?:appears|shows up)\b"),
+)
+
+
+def read_events(text: str) -> list[Happening]:
+    """What happens according to a video's caption, clause by clause."""
+    events = []
+    for clause in clauses(text):
+        names = read_names(clause)
+        for kind, verb in _VERBS:
+            match = re.search(verb, clause)
+            if match is None or not names:
+                continue
+            detail: str | tuple[int, int] | None = None
+            if kind == "recolour":
+                detail = _COLOURS[match.group("new")]
+            elif kind in ("move", "appear"):
+                places = read_places(clause[match.end() :].removeprefix(" to the left").removeprefix(" to the right"))
+                detail = places[-1] if places else None
+            events.append(Happening(kind, names[0].colour, names[0].shape, detail))
+            break
+    return events
+
+
+def _mention(match: re.Match[str], cell: tuple[int, int] | None) -> Mention:
+    size = match.group("size")
+    return Mention(
+        colour=_COLOURS[match.group("colour").lower()],
+        shape=_SHAPES[match.group("shape").lower()],
+        size=_SIZES[size.lower()] if size else None,
+        cell=cell,
+    )

@@ -1,0 +1,1 @@
+"""Trains the embedded vision-language model from nothing, on scenes that it draws."""

@@ -1,0 +1,196 @@
+"""What the model gets right on held-out scenes that no training step saw, decoding greedily with transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vision.scenes.clips import Clip, sample_clip
+from vision.scenes.drawing import draw
+from vision.scenes.questions import KINDS, Question, ask
+from vision.scenes.reading import Happening, Mention, read_events, read_names, read_objects, read_places, read_sign
+from vision.scenes.scene import Item, Scene, sample_scene, seeded
+from vision.scenes.wording import sign_kind
+
+FIRST_SCENE = 1_000_000
+"""Held-out indices from here on are for measuring; those before are for watching the training."""
+
+BATCH = 25
+MOST_TOKENS = 220
+
+
+def measure(model: Any, processor: Any, scenes: int = 200) -> dict[str, float]:
+    """Shares of things right, by name, such as "objects", "words", "question colour", "video 8 events".
+
+    Args:
+        model: A transformers image-text model.
+        processor: Its processor.
+        scenes: Scenes captioned; a quarter as many questions of each kind and clips of each length.
+    """
+    report = _measure_captions(model, processor, scenes)
+    report |= _measure_questions(model, processor, max(scenes // 4, 1))
+    for frames in (4, 8, 16):
+        report |= _measure_clips(model, processor, max(scenes // 4, 1), frames)
+    return report
+
+
+def answer(model: Any, processor: Any, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]]) -> list[str]:
+    """Greedy answers to prompts, each with its images before it."""
+    answers: list[str] = []
+    for start in range(0, len(prompts), BATCH):
+        texts: list[str] = []
+        pictures: list[Image.Image] = []
+        for prompt, own in zip(prompts[start : start + BATCH], images[start : start + BATCH], strict=True):
+            content = [*({"type": "image"} for _ in own), {"type": "text", "text": prompt}]
+            chat = [{"role": "user", "content": content}]
+            texts.append(processor.apply_chat_template(chat, add_generation_prompt=True))
+            pictures += own
+        inputs = processor(text=texts, images=pictures or None, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            ids = model.generate(**inputs, do_sample=False, max_new_tokens=MOST_TOKENS)
+        new = ids[:, inputs["input_ids"].shape[1] :]
+        answers += [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
+    return answers
+
+
+def picture(scene: Scene, scale: int = 1) -> Image.Image:
+    """The scene as a PIL image."""
+    return Image.fromarray(draw(scene, scale))
+
+
+def _measure_captions(model: Any, processor: Any, count: int) -> dict[str, float]:
+    scenes = [sample_scene(seeded("heldout", FIRST_SCENE + index)) for index in range(count)]
+    # Every other picture arrives enlarged, as a user's would.
+    pictures = [[picture(scene, scale=1 if index % 2 else 4)] for index, scene in enumerate(scenes)]
+    captions = answer(model, processor, ["Describe the image."] * count, pictures)
+    tally: Counter[str] = Counter()
+    for scene, text in zip(scenes, captions, strict=True):
+        _score_caption(scene, text, tally)
+    report = {name: tally[name] / max(tally["all objects"], 1) for name in ("objects", "colour", "shape", "position")}
+    report["size"] = tally["size"] / max(tally["sized objects"], 1)
+    report["objects invented"] = tally["invented"] / max(tally["all objects"], 1)
+    report["count"] = tally["count"] / count
+    report["whole captions"] = tally["whole"] / count
+    for kind in ("word", "number"):
+        report[f"{kind}s"] = tally[kind] / max(tally[f"all {kind}s"], 1)
+    report["caption tokens"] = sum(len(processor.tokenizer(text).input_ids) for text in captions) / count
+    report["distinct captions"] = len(set(captions)) / count
+    return report
+
+
+def _score_caption(scene: Scene, text: str, tally: Counter[str]) -> None:
+    mentions = read_objects(text)
+    tally["all objects"] += len(scene.items)
+    tally["count"] += len(mentions) == len(scene.items)
+    right = 0
+    for item, found in match(scene.items, mentions):
+        if found is None:
+            continue
+        same = (found.colour == item.colour, found.shape == item.shape, found.cell == item.cell)
+        for name, good in zip(("colour", "shape", "position"), same, strict=True):
+            tally[name] += good
+        right += all(same)
+        if found.size is not None:
+            tally["sized objects"] += 1
+            tally["size"] += found.size == item.size
+    tally["objects"] += right
+    tally["invented"] += max(len(mentions) - len(scene.items), 0)
+    read = True
+    if scene.sign is not None:
+        kind = sign_kind(scene.sign)
+        read = read_sign(text) == scene.sign.text
+        tally[f"all {kind}s"] += 1
+        tally[kind] += read
+    tally["whole"] += read and right == len(scene.items) == len(mentions)
+
+
+def match(items: Sequence[Item], mentions: Sequence[Mention]) -> Iterator[tuple[Item, Mention | None]]:
+    """Each object with the mention that means it: the one at its place, else one of its colour and shape, else any."""
+    left = list(mentions)
+    pairs: dict[int, Mention] = {}
+    tests = (
+        lambda item, found: found.cell == item.cell,
+        lambda item, found: (found.colour, found.shape) == (item.colour, item.shape),
+        lambda item, found: True,
+    )
+    for test in tests:
+        for index, item in enumerate(items):
+            if index in pairs:
+                continue
+            found = next((mention for mention in left if test(item, mention)), None)
+            if found is not None:
+                pairs[index] = found
+                left.remove(found)
+    for index, item in enumerate(items):
+        yield item, pairs.get(index)
+
+
+def _measure_questions(model: Any, processor: Any, count: int) -> dict[str, float]:
+    report = {}
+    for kind in KINDS:
+        asked: list[Question] = []
+        pictures: list[list[Image.Image]] = []
+        index = FIRST_SCENE
+        while len(asked) < count:
+            rng = seeded("heldout", index)
+            scene = sample_scene(rng)
+            question = ask(scene, rng, kind)
+            index += 1
+            if question is not None:
+                asked.append(question)
+                pictures.append([picture(scene)])
+        answers = answer(model, processor, [question.question for question in asked], pictures)
+        good = sum(is_right(question, text) for question, text in zip(asked, answers, strict=True))
+        report[f"question {kind}"] = good / count
+    return report
+
+
+def is_right(question: Question, text: str) -> bool:
+    """Whether an answer carries the question's key."""
+    words = text.lower().replace(".", " ").replace(",", " ").split()
+    if question.kind == "text":
+        return read_sign(text) == (question.key or None)
+    if question.kind == "position":
+        return [f"{row},{col}" for row, col in read_places(text)] == [question.key]
+    if question.kind == "relation":
+        return any(f"{name.colour} {name.shape}" == question.key for name in read_names(text)[:1])
+    if question.kind == "shape":
+        return [name.shape for name in read_names(text)[:1]] == ([question.key] if question.key else [])
+    return question.key in words
+
+
+def _measure_clips(model: Any, processor: Any, count: int, frames: int) -> dict[str, float]:
+    clips = [sample_clip(seeded("heldout", FIRST_SCENE + index)) for index in range(count)]
+    pictures = [[picture(scene) for scene in clip.frames(frames)] for clip in clips]
+    captions = answer(model, processor, ["Describe the video."] * count, pictures)
+    happened = told = kinds = 0
+    for clip, text in zip(clips, captions, strict=True):
+        truth, said = happenings(clip), read_events(text)
+        happened += len(truth)
+        told += sum(event in said for event in truth)
+        kinds += sum(
+            min(Counter(e.kind for e in truth)[kind], Counter(e.kind for e in said)[kind]) for kind in _kinds(truth)
+        )
+    return {f"video {frames} events": told / happened, f"video {frames} kinds": kinds / happened}
+
+
+def _kinds(events: Sequence[Happening]) -> set[str]:
+    return {event.kind for event in events}
+
+
+def happenings(clip: Clip) -> list[Happening]:
+    """A clip's events as a caption would have to tell them."""
+    events = []
+    for event in clip.events:
+        item = clip.items[event.index]
+        detail: str | tuple[int, int] | None = None
+        if event.kind == "recolour":
+            detail = event.goal.colour
+        elif event.kind in ("move", "appear"):
+            detail = event.goal.cell
+        events.append(Happening(event.kind, item.colour, item.shape, detail))
+    return events

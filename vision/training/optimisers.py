@@ -1,0 +1,87 @@
+"""Muon for the matrices inside layers, AdamW for everything else; one learning-rate factor over both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from vision.training.network import Network
+
+MATRIX_RATE = 4e-3
+"""Muon's rate for the tower on its own, scaled to the step size of AdamW (`match_rms_adamw`)."""
+OTHER_RATE = 2e-3
+WEIGHT_DECAY = 0.01
+CLIP = 1.0
+
+
+class Optimisers:
+    """Steps several optimisers at `rate` times their own learning rates."""
+
+    def __init__(self, groups: Iterable[tuple[nn.Module, float]]) -> None:
+        """`groups` are modules with a factor on their rates; a parameter shared by two belongs to the first."""
+        matrices: list[dict] = []
+        others: list[dict] = []
+        taken: set[int] = set()
+        self.parameters: list[nn.Parameter] = []
+        for module, factor in groups:
+            inner: list[nn.Parameter] = []
+            outer: list[nn.Parameter] = []
+            for name, parameter in module.named_parameters():
+                if id(parameter) in taken:
+                    continue
+                taken.add(id(parameter))
+                in_layer = parameter.ndim == 2 and (".layers." in f".{name}" or "projector" in name)
+                (inner if in_layer else outer).append(parameter)
+            self.parameters += inner + outer
+            if inner:
+                matrices.append({"params": inner, "lr": MATRIX_RATE * factor})
+            if outer:
+                others.append({"params": outer, "lr": OTHER_RATE * factor})
+        self.all: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95), fused=True),
+        ]
+        self._base = [[group["lr"] for group in optimiser.param_groups] for optimiser in self.all]
+
+    def step(self, rate: float) -> None:
+        """Clips the gradients, moves every parameter and clears the gradients."""
+        nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        for optimiser, base in zip(self.all, self._base, strict=True):
+            for group, own in zip(optimiser.param_groups, base, strict=True):
+                group["lr"] = own * rate
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict]:
+        """State of every optimiser."""
+        return [optimiser.state_dict() for optimiser in self.all]
+
+    def load_state_dict(self, states: list[dict]) -> None:
+        """Restores `state_dict()` of the same groups."""
+        for optimiser, state in zip(self.all, states, strict=True):
+            optimiser.load_state_dict(state)
+
+
+def tower_optimisers(network: Network) -> Optimisers:
+    """For the tower with its heads alone."""
+    return Optimisers([(network.llava.model.vision_tower, 1.0), (network.heads, 1.0)])
+
+
+def language_optimisers(network: Network) -> Optimisers:
+    """For the whole model; the tower, which can see by then, moves slowly."""
+    model = network.llava.model
+    return Optimisers(
+        [
+            (model.vision_tower, 0.25),
+            (network.heads, 0.25),
+            (nn.ModuleDict({"projector": model.multi_modal_projector, "language": model.language_model}), 0.75),
+        ]
+    )
+
+
+def rate(progress: float, step: int, warmup: int, hold: float) -> float:
+    """Learning-rate factor: up over `warmup` steps, full until `hold` of the stage, then straight down to zero."""
+    falling = 1.0 if progress <= hold else max(0.0, (1.0 - progress) / (1.0 - hold))
+    return min(1.0, (step + 1) / warmup) * falling
