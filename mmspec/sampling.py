@@ -77,11 +77,13 @@ class SamplingParams:
     def do_sample(self) -> bool:
         return self.temperature > 0
 
-    def processors(self) -> LogitsProcessorList:
-        """The processors that transformers' ``generate`` would build from the same parameters, in its order."""
+    def processors(self, custom: Sequence[hf.LogitsProcessor] = ()) -> LogitsProcessorList:
+        """The processors that transformers' ``generate`` would build from the same parameters, in its order: ``custom``
+        ones see logits before temperature and filters do."""
         chain = LogitsProcessorList()
         if self.repetition_penalty != 1.0:
             chain.append(hf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        chain.extend(custom)
         if not self.do_sample:
             return chain
         if self.temperature != 1.0:

@@ -1,0 +1,190 @@
+"""Processors on trees: each node must get what plain decoding would give the token after its own path."""
+
+import pytest
+import torch
+from tests.tiny import random_tree, root_path, shared_model, valid_nodes
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation import logits_process as hf
+
+import mmspec.sampling
+from mmspec import SamplingParams, TokenTree, UserError
+from mmspec.sampling import Sampler
+
+VOCAB = 23
+HISTORIES = [[3, 4, 5, 3, 4], [9, 8, 9], [11]]
+
+
+def histories_and_tree(seed, nodes=11):
+    """Rows of different length whose last token is the tree's root."""
+    tree = random_tree(torch.Generator().manual_seed(seed), 3, nodes, 8)
+    roots = torch.tensor([row[-1] for row in HISTORIES])
+    tokens = torch.cat([roots[:, None], tree.tokens[:, 1:]], dim=1)
+    return [list(row) for row in HISTORIES], TokenTree(tokens, tree.parents, tree.valid)
+
+
+def unrolled(history, tree, row, node):
+    return history[row] + [int(tree.tokens[row, i]) for i in root_path(tree, row, node)[1:]]
+
+
+def processed(monkeypatch, processors, history, tree, logits):
+    """The distributions that a sampler verifies with."""
+    seen = []
+    monkeypatch.setattr(mmspec.sampling, "verify", lambda tree, probs, generator: seen.append(probs))
+    Sampler(processors, do_sample=True).verify(history, tree, logits)
+    return seen[0]
+
+
+class Recorder(LogitsProcessor):
+    """Writes down which history came with which scores; scores carry their place in entry 0."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __call__(self, input_ids, scores):
+        for ids, row in zip(input_ids.tolist(), scores, strict=True):
+            self.calls[int(row[0])] = ids
+        return scores
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_node_sees_its_own_history(monkeypatch, seed):
+    history, tree = histories_and_tree(seed)
+    logits = torch.arange(3 * tree.nodes).view(3, tree.nodes, 1).expand(-1, -1, VOCAB).float()
+    recorder = Recorder()
+    processed(monkeypatch, [recorder], history, tree, logits)
+    expected = {b * tree.nodes + i: unrolled(history, tree, b, i) for b in range(3) for i in valid_nodes(tree, b)}
+    assert recorder.calls == expected
+    assert history == HISTORIES  # what the engine lent is as it was
+
+
+def test_the_first_token_sees_the_prompt():
+    recorder = Recorder()
+    logits = torch.arange(3).view(3, 1, 1).expand(-1, -1, VOCAB).float()
+    Sampler([recorder]).first(HISTORIES, logits)
+    assert recorder.calls == dict(enumerate(HISTORIES))
+
+
+class LateBan(hf.TemperatureLogitsWarper):
+    """Inherits from a processor that ignores the history, and does not ignore it."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], -50.0)
+
+
+def allowed(row, ids):
+    return [(row + ids.shape[0] + k) % VOCAB for k in range(4)]
+
+
+PROCESSORS = {
+    "repetition": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7)],
+    "repetition, padding ignored": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 1]))],
+    "no repeated bigram": lambda: [hf.NoRepeatNGramLogitsProcessor(2)],
+    "min length": lambda: [hf.MinLengthLogitsProcessor(7, 5)],
+    "min new tokens": lambda: [hf.MinNewTokensLengthLogitsProcessor(3, 3, 5)],
+    "bad words": lambda: [hf.NoBadWordsLogitsProcessor([[4], [3, 4], [5, 6, 7]], eos_token_id=2)],
+    "sequence bias": lambda: [hf.SequenceBiasLogitsProcessor([[[3, 4], 5.0], [[1], -4.0]])],
+    "length decay": lambda: [hf.ExponentialDecayLengthPenalty((1, 1.3), 5, 3)],
+    "forced end": lambda: [hf.ForcedEOSTokenLogitsProcessor(8, 5)],
+    "prefix": lambda: [hf.PrefixConstrainedLogitsProcessor(allowed, 1)],
+    "subclass": lambda: [LateBan(1.0)],
+    "temperature": lambda: [hf.TemperatureLogitsWarper(0.6)],
+    "top-k": lambda: [hf.TopKLogitsWarper(3)],
+    "top-p": lambda: [hf.TopPLogitsWarper(0.7)],
+    "min-p": lambda: [hf.MinPLogitsWarper(0.2)],
+    "typical": lambda: [hf.TypicalLogitsWarper(0.5)],
+    "several": lambda: [
+        hf.RepetitionPenaltyLogitsProcessor(1.3),
+        hf.NoRepeatNGramLogitsProcessor(3),
+        hf.TemperatureLogitsWarper(0.8),
+        hf.TopKLogitsWarper(9),
+        hf.TopPLogitsWarper(0.9),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("seed", range(2))
+def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
+    history, tree = histories_and_tree(seed)
+    logits = torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    before = logits.clone()
+    ours = processed(monkeypatch, PROCESSORS[name](), history, tree, logits)
+    assert torch.equal(logits, before)
+    for b in range(3):
+        for i in valid_nodes(tree, b):
+            ids = torch.tensor([unrolled(history, tree, b, i)])
+            scores = logits[b, i][None].clone()
+            for processor in PROCESSORS[name]():
+                if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+                    processor.prompt_ignore_length = processor.prompt_ignore_length[b : b + 1]
+                if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
+                    processor = hf.PrefixConstrainedLogitsProcessor(lambda _, ids, row=b: allowed(row, ids), 1)
+                scores = processor(ids, scores)
+            torch.testing.assert_close(ours[b, i], scores[0].softmax(-1))
+
+
+def test_greedy_takes_the_processed_argmax():
+    history, tree = histories_and_tree(0)
+    logits = torch.zeros(3, tree.nodes, VOCAB)
+    logits[..., 3], logits[..., 8] = 5.0, 4.0
+    verdict = Sampler([hf.SuppressTokensLogitsProcessor([3])]).verify(history, tree, logits)
+    assert all(token == 8 for _, tokens in verdict.host for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be >= 0: got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be >= 0: got nan"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]: got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]: got 1.5"),
+        ({"top_k": -1}, "top_k must be a whole number >= 0: got -1"),
+        ({"top_k": 2.5}, "top_k must be a whole number >= 0: got 2.5"),
+        ({"min_p": 1.1}, r"min_p must be in \[0, 1\]: got 1.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0: got 0.0"),
+    ],
+)
+def test_values_out_of_range(keywords, message):
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**keywords)
+
+
+def test_params_build_what_generate_builds():
+    params = SamplingParams(0.7, 0.9, 5, 0.05, 1.2)
+    config = GenerationConfig(
+        do_sample=True, temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, repetition_penalty=1.2, eos_token_id=2
+    )
+    theirs = shared_model("llama")._get_logits_processor(config, input_ids_seq_length=3, logits_processor=[Recorder()])
+    ours = params.processors([Recorder()])
+    assert [type(p) for p in ours] == [type(p) for p in theirs]
+    ids, scores = torch.tensor([[3, 4, 5]]), torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ours(ids, scores.clone()), theirs(ids, scores.clone()))
+    assert list(SamplingParams().processors()) == []
+    assert list(SamplingParams(top_k=5, top_p=0.5).processors()) == []  # greedy needs no filters
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        lambda: hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, shared_model("llama")),
+        lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, torch.tensor([[1, 2]])),
+        lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([[1, 2, 3]])),
+        lambda: hf.SynthIDTextWatermarkLogitsProcessor(3, [1, 2], 64, 0, 16, torch.device("cpu")),
+    ],
+)
+def test_refuses_processors_that_are_not_exact_on_trees(processor):
+    made = processor()
+    with pytest.raises(UserError, match=f"{type(made).__name__} does not, use model.generate for it"):
+        Sampler([made])
+
+
+def test_one_generator_decides_the_draws():
+    history, tree = histories_and_tree(0)
+    logits = torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(3))
+
+    def run(seed):
+        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+        return [*sampler.first(history, logits[:, :1]).tolist(), sampler.verify(history, tree, logits).host]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
