@@ -44,7 +44,7 @@ class Oracle:
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         self._history = history
-        self._starts = [len(row) for row in history]
+        self._starts = [len(row) for row in prompt.histories()]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         rows = []
