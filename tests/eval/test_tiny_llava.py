@@ -13,7 +13,7 @@ from eval import tiny_llava
 from vision.scenes.captions import caption
 from vision.scenes.clips import describe_clip, sample_clip
 from vision.scenes.questions import KINDS, ask
-from vision.scenes.scene import sample_scene, seeded
+from vision.scenes.scene import Item, Scene, sample_scene, seeded
 from vision.training import accuracy
 
 
@@ -77,6 +77,23 @@ def test_half_right_captions_count_half(monkeypatch: pytest.MonkeyPatch) -> None
     report = accuracy._measure_captions(None, Words(), 40)
     assert report["whole captions"] == 0.5
     assert 0.3 < report["objects"] < 0.7
+
+
+@pytest.mark.parametrize(("fault", "spoilt"), [("colour", 1), ("shape", 1), ("position", 1), (None, 0)])
+def test_one_wrong_attribute_spoils_the_object(monkeypatch: pytest.MonkeyPatch, fault: str | None, spoilt: int) -> None:
+    scene = Scene("white", (Item("star", "red", "small", 0, 0, 15), Item("ring", "blue", "large", 2, 2, 26)))
+    words = {"colour": "red", "shape": "star", "position": "top left"}
+    swaps = {"colour": "pink", "shape": "cross", "position": "top right"}
+    text = "A small red star is at the top left. A big blue ring is at the bottom right."
+    if fault:
+        text = text.replace(words[fault], swaps[fault])
+    monkeypatch.setattr(accuracy, "answer", lambda model, processor, prompts, images: [text])
+    monkeypatch.setattr(accuracy, "sample_scene", lambda rng: scene)
+    report = accuracy._measure_captions(None, Words(), 1)
+    assert report["objects"] == 1 - spoilt / 2
+    assert report["whole captions"] == 1 - spoilt
+    for name in words:
+        assert report[name] == (0.5 if name == fault else 1.0)
 
 
 def test_the_command_prints_a_table_and_one_json_line(monkeypatch: pytest.MonkeyPatch) -> None:

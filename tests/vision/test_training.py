@@ -72,8 +72,9 @@ def test_any_text_survives_the_tokenizer(tokenizer_folder: Path, text: str) -> N
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_signs_are_read_character_by_character(tokenizer_folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+def test_signs_are_read_character_by_character() -> None:
+    # Texts that would make any free BPE merge these words.
+    tokenizer = train_tokenizer(['The sign reads "GREEN". It says "RED" or "4207".'] * 50, 512)
     for text in ("RED", "GREEN", "4207", "QZX", "A", "7"):
         tokens = tokenizer.tokenize(f'The sign reads "{text}".')
         opening = next(index for index, token in enumerate(tokens) if token.endswith('"'))
