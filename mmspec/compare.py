@@ -23,7 +23,7 @@ class Speed:
 
     Attributes:
         tokens_per_second: decoding alone, prefill and first token left out.
-        seconds: the whole call, reading of images included.
+        seconds: the whole call, preprocessing of images and prefill included.
     """
 
     tokens_per_second: float
@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` measured. ``equal`` is None for sampled outputs, which agree in distribution, not token by token."""
+    """What ``compare`` measured. ``equal`` is None for sampled outputs, which agree in distribution alone."""
 
     rounds: int
     speculative: Speed
@@ -142,12 +142,11 @@ def first_difference(
     shorter = min(len(speculative), len(plain))
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
     if at == shorter:
-        ended = [tokens[at] if at < len(tokens) else None for tokens in (speculative, plain)]
-        return Difference(at, *ended, margin=None)
-    options = {name: value for name, value in keywords.items() if name in ("frames", "fps", "video_backend")}
+        ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
+        return Difference(at, ours, theirs, None)
     scores = next_token_scores(
         target,
-        target.encode([request], **options),
+        target.encode([request]),
         plain[:at],
         SamplingParams(repetition_penalty=keywords.get("repetition_penalty", 1.0)),
     )
@@ -168,4 +167,4 @@ def next_token_scores(
         parents = torch.arange(-1, len(tokens) - 1, device=chain.device)[None]
         step = target.forward_tree(TokenTree(chain, parents))
     history = torch.tensor([prompt.histories()[0] + list(tokens)], device=prompt.input_ids.device)
-    return params.processors()(history, step.logits[:, -1].float())[0]
+    return params.processors()(history, step.logits[:, -1].float())[0]  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from mmspec import plugins
@@ -30,16 +31,18 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
     where = pick_device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise UserError(f"dtype must be auto, {', '.join(_DTYPES)}: got {dtype!r}")
+    if not name or (not Path(name).is_dir() and _is_path(name)):
+        raise UserError(f"cannot load model {name!r}: expected {_expected()}, there is no such folder")
     try:
         config = AutoConfig.from_pretrained(name, **options)
         adapter = plugins.target_class(config)
         model, processor = adapter.read(name, config, **options)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        looked = "local folder" if Path(name).exists() else "embedded model, local folder or reachable hub id"
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        expected = "the folder of a supported model" if Path(name).exists() else _expected()
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load model {name!r}: expected an {looked} of a supported model ({first_line})") from error
+        raise UserError(f"cannot load model {name!r}: expected {expected} ({first_line})") from error
     if dtype != "auto":
         model = model.to(_DTYPES[dtype])
     elif where.type == "cpu" and model.num_parameters() < _LARGE:
@@ -57,7 +60,17 @@ def pick_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-        torch.empty(0, device=picked)
+        torch.zeros(1, device=picked).item()  # meta tensors hold nothing
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
     return picked
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path: hub ids are ``name`` or ``owner/name``."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _expected() -> str:
+    embedded = ", ".join(plugins.names("models")) or "none"
+    return f"an embedded model ({embedded}), a local folder or a reachable hub id"

@@ -59,8 +59,8 @@ def load(
         UserError: the model, drafter, device or dtype is unknown or cannot be had.
     """
     folder = plugins.find("models", model)() if model in plugins.names("models") else model
-    target = load_target(folder, device, dtype, **options)
-    return Pipeline(target, make_drafter(drafter), name=model)
+    speculator = make_drafter(drafter)  # first: a misspelt name should not cost the loading of a large model
+    return Pipeline(load_target(str(folder), device, dtype, **options), speculator, name=model)
 
 
 def make_drafter(drafter: Any) -> Drafter | None:
@@ -76,7 +76,15 @@ def make_drafter(drafter: Any) -> Drafter | None:
             return None
         name, _, argument = ("recycle" if drafter == "auto" else drafter).partition(":")
         cls = plugins.find("drafters", name)
-        return cls(argument) if argument else cls()
+        try:
+            return cls(argument) if argument else cls()
+        except UserError:
+            raise
+        except TypeError as error:
+            raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error
+        except (OSError, ValueError) as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"cannot make drafter {drafter!r}: {first_line}") from error
     if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
         return drafter
     raise UserError(f"drafter must be a name, a Drafter or None: got {type(drafter).__name__}")
@@ -106,7 +114,9 @@ class Pipeline:
     def processor(self) -> Any:
         return self.target.processor
 
-    def generate(self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any) -> Generation:
+    def generate(
+        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+    ) -> Generation:
         """Answer one prompt.
 
         Args:
@@ -128,9 +138,7 @@ class Pipeline:
         if not requests:
             return []
         request = _Request(self, requests, **keywords)
-        rows: list[Row] = []
-        for rows in request.run():
-            pass
+        *_, rows = request.run()
         return [
             Generation(request.text(row.token_ids), row.token_ids, row.finish_reason or "length", row.stats)
             for row in rows
@@ -186,7 +194,7 @@ class _Request:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
         room = max_new_tokens if limit is None else min(max_new_tokens, limit - length)
         self.sampler = Sampler(
-            [*params.processors(), *logits_processor],
+            params.processors(logits_processor),
             do_sample=params.do_sample,
             generator=generator_for(seed, self.prompt.input_ids.device),
         )

@@ -39,7 +39,7 @@ def find(group: str, name: str) -> Any:
     raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(names(group))}, got {name!r}")
 
 
-def target_class(config: Any) -> type:
+def target_class(config: Any) -> Any:
     """The adapter for models of this transformers configuration.
 
     Raises:

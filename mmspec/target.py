@@ -121,7 +121,7 @@ class TransformersTarget:
     @classmethod
     def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
         """Model and processor from a local folder or hub id, with the weights' own dtype, on the CPU."""
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype="auto", **options)
+        model = read_whole(AutoModelForCausalLM, name, config, **options)
         return model, AutoTokenizer.from_pretrained(name, **options)
 
     @property
@@ -253,7 +253,8 @@ class TransformersTarget:
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means all are 0.
             reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each node attends to.
         """
-        assert self._cache is not None and self._position is not None, "prefill comes first"
+        assert self._cache is not None, "prefill comes first"
+        assert self._position is not None
         position = self._position[:, None]
         position = position.expand_as(tokens) if depth is None else position + depth
         out = self.decoder(
@@ -273,7 +274,8 @@ class TransformersTarget:
 
     def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
         """Absorb one path of nodes per row, (batch, depth) padded with -1 and as lists; forget all other nodes."""
-        assert self._cache is not None and self._position is not None
+        assert self._cache is not None
+        assert self._position is not None
         self._cache.commit(path, rows)
         self._tail_depth = None
         grown = [len(row) for row in rows]
@@ -351,6 +353,24 @@ class TransformersTarget:
                 "here: expected head(hidden) to equal the model's logits"
             )
         self._head_checked = True
+
+
+def read_whole(auto_class: Any, name: str, config: Any, **options: Any) -> PreTrainedModel:
+    """A model whose every weight comes from the checkpoint, in the checkpoint's dtype.
+
+    Raises:
+        UserError: the checkpoint lacks weights or has them in other shapes. transformers would draw them at random and
+            merely warn.
+    """
+    model, report = auto_class.from_pretrained(
+        name, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    problems = [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in report["mismatched_keys"]]
+    if problems:
+        shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise UserError(f"cannot load model {name!r}: expected all weights of {type(model).__name__}, but {shown}")
+    return model
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from mmspec.errors import UserError
-from mmspec.target import Prompt, TransformersTarget
+from mmspec.target import Prompt, TransformersTarget, read_whole
 from vision.images import load_image
-from vision.video import Video, load_video
+from vision.video import Backend, Video, load_video
 
 FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _PLAIN_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
@@ -33,7 +33,7 @@ class VisionTarget(TransformersTarget):
 
     @classmethod
     def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        model = AutoModelForImageTextToText.from_pretrained(name, config=config, dtype="auto", **options)
+        model = read_whole(AutoModelForImageTextToText, name, config, **options)
         return model, AutoProcessor.from_pretrained(name, **options)
 
     def encode(
@@ -42,7 +42,7 @@ class VisionTarget(TransformersTarget):
         *,
         frames: int | None = None,
         fps: float | None = None,
-        video_backend: str = "pyav",
+        video_backend: Backend = "pyav",
         **unknown: Any,
     ) -> Prompt:
         """Turn requests into a left-padded batch.
@@ -81,7 +81,7 @@ class VisionTarget(TransformersTarget):
             raise UserError("the prompt must not be empty")
         if isinstance(prompt, str):
             media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
-            messages = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
+            messages: list[dict[str, Any]] = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
         else:
             messages = [dict(message) for message in prompt]
         left, queue, shown, played = list(pictures), list(clips), [], []
@@ -105,7 +105,8 @@ class VisionTarget(TransformersTarget):
                     message["content"].append(item)
         if left or queue:
             raise UserError(
-                f"every image and video needs a place in the messages: {len(left)} images, {len(queue)} videos have none"
+                f"every image and video needs a place in the messages: {len(left)} images and {len(queue)} videos "
+                "have none"
             )
         return self._render(messages), shown, played
 

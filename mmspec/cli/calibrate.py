@@ -39,12 +39,12 @@ def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps({"model": options["model"], **describe(target), "table": rows}))
         return
     facts = describe(target)
-    shown = Table(
-        title=f"{options['model']}: {facts['dtype']} on {facts['device']}",
-        caption="t(N): one verify pass over N nodes" + (f", {facts['threads']} threads" if facts["threads"] else ""),
-    )
+    threads = f", threads: {facts['threads']}" if facts["threads"] else ""
+    out = Console(markup=False, highlight=False)
+    out.print(f"{options['model']}: {facts['dtype']} on {facts['device']}{threads}", soft_wrap=True)
+    shown = Table(caption="t(N): one verify pass over N nodes", caption_justify="left")
     for heading in ("N", "t(N) in ms", "t(N)/t(1)"):
         shown.add_column(heading, justify="right")
     for nodes, seconds in zip(table.tokens, table.seconds, strict=True):
         shown.add_row(str(nodes), f"{1e3 * seconds:.2f}", f"{seconds / base:.2f}")
-    Console().print(shown)
+    out.print(shown)

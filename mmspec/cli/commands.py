@@ -21,16 +21,19 @@ _HELP = {
     "demo": "Open the web demo.",
     "info": "Show devices, versions, models and drafters.",
     "calibrate": "Measure what a tree of N nodes costs here.",
+    "tiny-llava": "The embedded vision-language model.",
 }
 
 CLOSED_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 
+
+def _debug(ctx: click.Context, parameter: click.Parameter, on: bool) -> None:
+    if on:
+        os.environ["MMSPEC_DEBUG"] = "1"
+
+
 debug_option = click.Option(
-    ["--debug"],
-    is_flag=True,
-    expose_value=False,
-    help="Show tracebacks and warnings.",
-    callback=lambda _, __, on: on and os.environ.__setitem__("MMSPEC_DEBUG", "1"),
+    ["--debug"], is_flag=True, expose_value=False, help="Show tracebacks and warnings.", callback=_debug
 )
 
 

@@ -95,6 +95,8 @@ def _kernels() -> dict[str, Any]:
 def _model(name: str) -> dict[str, Any]:
     try:
         folder = Path(plugins.find("models", name)())
+        if not (folder / "config.json").is_file():
+            return {"name": name, "problem": f"expected a model in {folder}, found none"}
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     except Exception as error:  # a plug-in may fail in any way; what else is installed should still be listed
         return {"name": name, "problem": f"{type(error).__name__}: {error}"}
@@ -105,7 +107,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
     def device(d: dict[str, Any]) -> str:
         details = [d["kind"]]
         if "threads" in d:
-            details.append(f"{d['threads']} threads")
+            details.append(f"threads: {d['threads']}")
         if "memory_bytes" in d:
             details += [f"sm_{d['capability'].replace('.', '')}", f"{d['memory_bytes'] / 2**30:.0f} GiB"]
         return f"{d['name']}: {', '.join(details)}"

@@ -36,7 +36,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print exactl
 
 model_options = _stack(
     click.option(
-        "--model", default="tiny-llava", show_default=True, help="Embedded name, local folder or hub id.", metavar="NAME"
+        "--model",
+        default="tiny-llava",
+        show_default=True,
+        help="Embedded name, local folder or hub id.",
+        metavar="NAME",
     ),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
     click.option(
@@ -62,7 +66,9 @@ generation_options = _stack(
     click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Makes sampling repeatable."),
     click.option(
-        "--nodes", type=click.IntRange(0, 512), help="Drafted nodes per step; by default as many as pay, by measurement."
+        "--nodes",
+        type=click.IntRange(0, 512),
+        help="Drafted nodes per step; by default as many as pay, by measurement.",
     ),
     click.option("--compare", is_flag=True, help="Decode plainly too; report speeds and whether the tokens are equal."),
     json_option,

@@ -25,16 +25,17 @@ from mmspec.sampling import SamplingParams
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
-def answer(request: dict[str, Any], options: Mapping[str, Any], **inputs: Any) -> None:
+def answer(request: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Answer one request as the options of ``generation_options`` say.
 
     Args:
         request: ``prompt``, ``images``, ``videos``.
         options: values of all options of ``generation_options``.
-        **inputs: options of the target's adapter (``frames``, ...).
     """
-    keywords = {**{name: options[name] for name in GENERATING}, **inputs}
-    SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})  # before minutes of loading
+    keywords = {name: options[name] for name in GENERATING}
+    SamplingParams(
+        **{name: keywords[name] for name in SamplingParams.__dataclass_fields__}
+    )  # before minutes of loading
     notes = Console(stderr=True)
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING})
     with notes.status("reading the prompt"):
@@ -115,7 +116,8 @@ def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
             click.echo(piece.text.translate(controls), nl=False)
     if show and not text.endswith("\n"):
         click.echo()
-    assert piece.finish_reason is not None and piece.stats is not None
+    assert piece.finish_reason is not None
+    assert piece.stats is not None
     return Generation(text, token_ids, piece.finish_reason, piece.stats)
 
 
