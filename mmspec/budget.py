@@ -11,6 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 
 _BINS = 12
 _PRIOR = 6.0  # an untried bin counts as this many observations that agree with the drafter
@@ -25,10 +27,20 @@ class CostTable:
     Attributes:
         tokens: sizes measured, ascending, the first being 1.
         seconds: the pass's time at each size.
+
+    Raises:
+        ValueError: fewer than two sizes, sizes that do not ascend from 1, or a size without a positive time.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        ascending = len(self.tokens) > 1 and self.tokens[0] == 1 and all(a < b for a, b in pairwise(self.tokens))
+        if not ascending or len(self.seconds) != len(self.tokens):
+            raise ValueError(f"sizes must ascend from 1, with a time each: got {self.tokens} and {self.seconds}")
+        if not all(0 < seconds < inf for seconds in self.seconds):
+            raise ValueError(f"times must be positive: got {self.seconds}")
 
     def __call__(self, count: int) -> float:
         """Seconds for ``count`` tokens, linear between the measured sizes and beyond the last."""
@@ -154,6 +166,8 @@ class AdaptiveBudget(Budget):
             self._pass_seconds = self._draft / self._passes
             self._judge(calibrated, paths)
         for row, path in zip(self._shown, paths, strict=False):
+            if not path:
+                continue  # the row has finished, which says nothing about its drafts
             kept = set(path)
             for i, gain in enumerate(row, start=1):
                 b = min(int(gain * _BINS), _BINS - 1)
@@ -163,7 +177,7 @@ class AdaptiveBudget(Budget):
 
     def _judge(self, calibrated: float, paths: list[list[int]]) -> None:
         """Pause drafting, for longer each time, while it costs more than it gives."""
-        emitted = sum(map(len, paths)) / max(1, len(paths))
+        emitted = sum(map(len, paths)) / max(1, sum(map(bool, paths)))
         plain = self._cost[0] * self._scale
         self._worth += 0.15 * (emitted * plain / (calibrated * self._scale + self._draft) - self._worth)
         if self._worth < 0.99:

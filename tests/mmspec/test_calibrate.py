@@ -1,0 +1,108 @@
+import json
+
+import pytest
+import torch
+from tests.tiny import shared_model
+
+import mmspec.calibrate as calibrate
+from mmspec.budget import CostTable
+from mmspec.target import TransformersTarget
+
+TABLE = CostTable((1, 2, 4), (0.5, 0.25, 1.0))
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "made" / "on demand"))
+    return TransformersTarget(shared_model("llama"))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Counts measurements instead of making them."""
+    calls = []
+    monkeypatch.setattr(calibrate, "measure", lambda target, prefix: calls.append(prefix) or TABLE)
+    return calls
+
+
+def test_measured_once_then_read(target, measured):
+    assert calibrate.stored_cost(target) is None
+    assert [calibrate.cost_table(target) for _ in range(3)] == [TABLE] * 3
+    assert calibrate.stored_cost(target) == TABLE
+    assert len(measured) == 1
+
+
+def test_refresh_measures_again(target, measured):
+    calibrate.cost_table(target)
+    calibrate.cost_table(target, refresh=True)
+    assert len(measured) == 2
+
+
+def test_the_file_says_what_was_measured(target, measured):
+    calibrate.cost_table(target)
+    (path,) = calibrate.cache_folder().iterdir()  # written whole: nothing else is left there
+    stored = json.loads(path.read_text())
+    assert stored["architecture"] == "LlamaForCausalLM"
+    assert stored["dtype"] == "float32"
+    assert stored["tokens"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"tokens": [1, 2]}',
+        '{"tokens": 3, "seconds": 4}',
+        '{"tokens": [], "seconds": []}',
+        '{"tokens": [1], "seconds": [0.5]}',
+        '{"tokens": [1, 2, 4], "seconds": [0.5, 0.2]}',
+        '{"tokens": [1, 4, 2], "seconds": [0.5, 0.2, 0.1]}',
+        '{"tokens": ["1", "2"], "seconds": [0.5, 0.2]}',
+        '{"tokens": [1, 2], "seconds": [0.5, NaN]}',
+        '{"tokens": [1, 2], "seconds": [0.5, 0.0]}',
+        "\u0000\ufffd",
+    ],
+)
+def test_a_damaged_file_is_measured_anew(target, measured, content):
+    calibrate.cost_table(target)
+    (path,) = calibrate.cache_folder().iterdir()
+    path.write_text(content)
+    assert calibrate.cost_table(target) == TABLE
+    assert len(measured) == 2
+    assert calibrate.stored_cost(target) == TABLE
+
+
+def test_a_folder_that_cannot_be_written_costs_a_measurement(target, measured, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "file" / "below a file"))
+    assert calibrate.cost_table(target) == calibrate.cost_table(target) == TABLE
+    assert len(measured) == 2
+
+
+def test_other_models_dtypes_and_thread_counts_are_measured_apart(target):
+    described = [calibrate.describe(target)]
+    described.append(calibrate.describe(TransformersTarget(shared_model("qwen3"))))
+    half = TransformersTarget(type(shared_model("llama"))(shared_model("llama").config).bfloat16())
+    described.append(calibrate.describe(half))
+    assert len({json.dumps(d, sort_keys=True) for d in described}) == 3
+
+
+def test_a_real_measurement(target):
+    table = calibrate.measure(target, prefix=8, seconds=0.01)
+    assert table.tokens == calibrate.SIZES
+    assert all(0 < seconds < 5 for seconds in table.seconds)
+
+
+def test_prefix_leaves_room_within_the_context(monkeypatch):
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 70)
+    seen = []
+    prefill = target.prefill
+    monkeypatch.setattr(target, "prefill", lambda prompt, room: seen.append(prompt.input_ids.shape) or prefill(prompt, room))
+    calibrate.measure(target, prefix=128, seconds=0.01)
+    assert seen == [torch.Size([1, 6])]
