@@ -80,7 +80,8 @@ class TreeCache(Cache):
             path: (batch, depth) int64, node indices padded with -1; node i stands in slot ``length + i``.
             rows: the same paths as Python lists without padding; an empty one leaves its row as it is.
         """
-        assert self._storage is not None and self._attended is not None
+        assert self._storage is not None
+        assert self._attended is not None
         if self._attended.shape[1] < self.capacity:
             extra = self._attended.new_zeros(len(rows), self.capacity - self._attended.shape[1])
             self._attended = torch.cat([self._attended, extra], dim=1)

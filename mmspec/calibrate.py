@@ -78,7 +78,9 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
     model, config = target.model, target.config
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    shape = {k: getattr(config, k, None) for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")}
+    shape = {
+        k: getattr(config, k, None) for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    }
     return {
         "architecture": type(model).__name__,
         **shape,

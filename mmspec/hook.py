@@ -51,13 +51,15 @@ def decode(
         nodes: drafted nodes per step; None takes as many as are expected to be fastest.
 
     Returns:
-        (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``; or a ``SpeculativeOutput``.
+        (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
 
     Raises:
         UserError: beams, returned scores or hidden states, ``inputs_embeds``, a cache that is already filled, or a
             model or processor that speculation cannot serve exactly.
     """
-    return _run(model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, nodes, None, model_kwargs)
+    return _run(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, nodes, None, model_kwargs
+    )
 
 
 def generate(
@@ -85,7 +87,9 @@ def generate(
     if stop_strings:
         if tokenizer is None:
             raise UserError("stop_strings need the tokenizer: none was given")
-        criteria.append(StopStringCriteria(tokenizer, [stop_strings] if isinstance(stop_strings, str) else stop_strings))
+        criteria.append(
+            StopStringCriteria(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
+        )
 
     def method(
         model: PreTrainedModel,
@@ -96,10 +100,18 @@ def generate(
         **model_kwargs: Any,
     ) -> SpeculativeOutput | Tensor:
         return _run(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, nodes, streamer, model_kwargs
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            drafter,
+            nodes,
+            streamer,
+            model_kwargs,
         )
 
-    return model.generate(**inputs, stopping_criteria=criteria, custom_generate=method)
+    return model.generate(**inputs, stopping_criteria=criteria, custom_generate=method)  # type: ignore[operator]
 
 
 def _run(
@@ -141,7 +153,7 @@ def _run(
     sequences = _join(input_ids, rows, config)
     if not config.return_dict_in_generate:
         return sequences
-    return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])
+    return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
 
 
 def _join(input_ids: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:

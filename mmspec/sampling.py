@@ -22,24 +22,39 @@ from mmspec.verify import Verdict, draw, verify, verify_greedy
 # These look at the scores alone, so that one call serves all nodes; every other processor is shown each node's history.
 _HISTORY_FREE = tuple(
     getattr(hf, name)
-    for name in (
-        "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TypicalLogitsWarper "
-        "EpsilonLogitsWarper EtaLogitsWarper TopHLogitsWarper SuppressTokensLogitsProcessor InfNanRemoveLogitsProcessor "
-        "LogitNormalization"
-    ).split()
+    for name in [
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "TopHLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    ]
     if hasattr(hf, name)
 )
-# These keep state between calls or pair rows of scores with other rows; neither survives being asked about many nodes at
-# once.
+# These keep state between calls or pair rows of scores with other rows; neither survives being asked about many nodes
+# at once.
 _UNSUPPORTED = tuple(
     getattr(hf, name)
-    for name in (
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor ClassifierFreeGuidanceLogitsProcessor "
-        "SynthIDTextWatermarkLogitsProcessor HammingDiversityLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor "
-        "EncoderNoRepeatNGramLogitsProcessor WhisperTimeStampLogitsProcessor WhisperNoSpeechDetection "
-        "AlternatingCodebooksLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor "
-        "DiaEOSDelayPatternLogitsProcessor"
-    ).split()
+    for name in [
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "HammingDiversityLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "WhisperTimeStampLogitsProcessor",
+        "WhisperNoSpeechDetection",
+        "AlternatingCodebooksLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSChannelFilterLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+    ]
     if hasattr(hf, name)
 )
 
@@ -165,7 +180,7 @@ def _for_rows(processor: hf.LogitsProcessor, rows: Tensor) -> hf.LogitsProcessor
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):  # how much padding each row's repetition penalty must not count
         bound = copy(processor)
-        bound.prompt_ignore_length = ignored.to(rows.device)[rows]
+        bound.prompt_ignore_length = ignored.to(rows.device)[rows]  # type: ignore[attr-defined]
         return bound
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
         allowed, index = processor._prefix_allowed_tokens_fn, rows.tolist()

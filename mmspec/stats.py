@@ -29,7 +29,7 @@ class Stats:
     time_to_first_token: float = 0.0
 
     def record_step(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
-        """Count one step: drafts in the tree, its depth, drafts on the accepted path, tokens emitted before any stop."""
+        """Count one step: drafts in the tree, its depth, drafts on the accepted path, tokens emitted up to a stop."""
         self.num_spec_tokens = max(self.num_spec_tokens, depth)
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted

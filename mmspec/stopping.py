@@ -74,4 +74,4 @@ class Stopper:
         if not self.criteria:
             return False
         ids = torch.tensor([history])
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria)  # type: ignore[arg-type]
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria)

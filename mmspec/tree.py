@@ -105,17 +105,19 @@ def _validate(tree: TokenTree) -> None:
     if wrong.any():
         b, i = wrong.nonzero()[0].tolist()
         expected = "-1" if i == 0 else f">= 0 and < {i}"
-        raise ValueError(
-            f"parents must point backwards: parents[{b}, {i}] = {int(parents[b, i])}, expected {expected}"
-        )
+        raise ValueError(f"parents must point backwards: parents[{b}, {i}] = {int(parents[b, i])}, expected {expected}")
     alive = torch.ones_like(parents, dtype=torch.bool) if valid is None else valid
     orphan = alive & ~alive.gather(1, parents.clamp(min=0))
     if orphan.any():
         b, i = orphan.nonzero()[0].tolist()
-        raise ValueError(f"a valid node needs a valid parent: node [{b}, {i}] has the padded parent {int(parents[b, i])}")
+        raise ValueError(
+            f"a valid node needs a valid parent: node [{b}, {i}] has the padded parent {int(parents[b, i])}"
+        )
 
     same = (parents[:, :, None] == parents[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
     same = (same & alive[:, :, None] & alive[:, None, :]).tril(-1)
     if same.any():
         b, i, j = same.nonzero()[0].tolist()
-        raise ValueError(f"siblings must carry different tokens: nodes [{b}, {j}] and [{b}, {i}] are {int(tokens[b, i])}")
+        raise ValueError(
+            f"siblings must carry different tokens: nodes [{b}, {j}] and [{b}, {i}] are {int(tokens[b, i])}"
+        )

@@ -100,11 +100,15 @@ def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None 
         ValueError: ``probs`` does not match the tree or its ``draft_probs``.
     """
     if probs.shape[:2] != tree.tokens.shape:
-        raise ValueError(f"probs must be (batch, nodes, vocab) for the tree's {tuple(tree.tokens.shape)}: got {tuple(probs.shape)}")
+        raise ValueError(
+            f"probs must be (batch, nodes, vocab) for the tree's {tuple(tree.tokens.shape)}: got {tuple(probs.shape)}"
+        )
     if tree.draft_probs is None:
         return verify_greedy(tree, draw(probs, generator))
     if tree.draft_probs.shape != probs.shape:
-        raise ValueError(f"draft_probs must have the shape of probs {tuple(probs.shape)}: got {tuple(tree.draft_probs.shape)}")
+        raise ValueError(
+            f"draft_probs must have the shape of probs {tuple(probs.shape)}: got {tuple(tree.draft_probs.shape)}"
+        )
     return verify_greedy(tree, _choose_drawn(tree, probs, generator))
 
 

@@ -61,15 +61,16 @@ def best_first(
 def grow_tree(token: Tensor, first: tuple[Tensor, Tensor], extend: Extend, budget: Budget, top_k: int) -> TokenTree:
     """Grow one tree per row and cut it to the budget: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
 
-    Level by level, the ``top_k`` likeliest nodes are extended by their likeliest children; of everything seen, the nodes
-    with the highest path probability are kept.
+    Level by level, the ``top_k`` likeliest nodes are extended by their likeliest children; of everything seen, the
+    nodes with the highest path probability are kept.
 
     Args:
         token: (batch,) int64, the roots.
         first: the root's children, ``(tokens, log_probs)``, (batch, top_k) each, likeliest first.
-        extend: given the tokens of the next beam (batch, top_k), the nodes they are (batch, top_k; the root is 0, others
-            in the order in which they were seen) and which earlier beam entry each descends from (batch, top_k;
-            meaningless for the first beam), returns their children as ``(tokens, log_probs)``, (batch, top_k, children).
+        extend: given the tokens of the next beam (batch, top_k), the nodes they are (batch, top_k; the root is 0,
+            others in the order in which they were seen) and which earlier beam entry each descends from (batch, top_k;
+            meaningless for the first beam), returns their children as ``(tokens, log_probs)``, each
+            (batch, top_k, children).
         budget: bounds depth and size.
         top_k: nodes extended per level.
     """

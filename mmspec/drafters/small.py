@@ -32,7 +32,9 @@ class Small:
 
     def __init__(self, model: PreTrainedModel | str | None = None, top_k: int = 8) -> None:
         if model is None:
-            raise UserError("the small drafter needs a model: expected small:NAME or mmspec.drafters.small.Small(model)")
+            raise UserError(
+                "the small drafter needs a model: expected small:NAME or mmspec.drafters.small.Small(model)"
+            )
         self.model = AutoModelForCausalLM.from_pretrained(model).eval() if isinstance(model, str) else model
         self.top_k = top_k
         self._lm = TransformersTarget(self.model)
@@ -43,8 +45,10 @@ class Small:
         config: Any = getattr(target, "config", None)
         ours, theirs = self._lm.config.vocab_size, getattr(config, "vocab_size", None)
         if theirs is not None and ours > theirs:
-            raise UserError(f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}")
-        self.model.to(device=target.embed(torch.zeros(1, dtype=torch.long, device=_device(target))).device)
+            raise UserError(
+                f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}"
+            )
+        self.model.to(target.embed(torch.zeros(1, dtype=torch.long, device=_device(target))).device)  # type: ignore[arg-type]
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
@@ -89,7 +93,7 @@ class Small:
         """Accepted tokens are absorbed, with true prefixes, when the next tree is asked for."""
 
     def _absorb(self, device: torch.device) -> Tensor:
-        """Take in the tokens emitted since the last proposal, root included; hidden state of the root (batch, hidden)."""
+        """Take in the tokens emitted since the last proposal, root included; the root's state, (batch, hidden)."""
         new = [row[done:] for row, done in zip(self._history, self._absorbed, strict=True)]
         # A row that has finished has nothing new: its last token is read again and not kept.
         width = max(1, max(map(len, new)))
