@@ -174,9 +174,10 @@ def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> 
         for _ in range(images):
             if name.startswith("qwen"):
                 patch = 3 * 2 * 16
-                add("pixel_values", torch.randn(16, patch, generator=g))
-                add("image_grid_thw", torch.tensor([[1, 4, 4]]))
-                media += [VISION_START, *[IMAGE] * 4, VISION_END]
+                # Taller than wide, so that the position axes of the last visual token differ.
+                add("pixel_values", torch.randn(8 * 4, patch, generator=g))
+                add("image_grid_thw", torch.tensor([[1, 8, 4]]))
+                media += [VISION_START, *[IMAGE] * 8, VISION_END]
             elif name == "llava":
                 add("pixel_values", torch.randn(1, 3, 16, 16, generator=g))
                 media += [IMAGE] * 16

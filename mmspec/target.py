@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -294,10 +295,12 @@ class TransformersTarget:
 
     def _next_position(self, prompt: Prompt, positions: Tensor | None) -> Tensor:
         """(batch,) the position of the first new token, from what the decoder was given for the prompt."""
-        assert positions is not None, "the decoder of this model is not given position_ids"
-        last = positions[..., -1]  # rows of several position axes (Qwen-VL) agree at a text token
-        last = last if last.ndim == 1 else last[-1]
-        return last.expand(prompt.input_ids.shape[0]) + 1
+        if positions is None:
+            raise UserError(f"the decoder must be given position_ids: that of {type(self.model).__name__} is not")
+        if positions.ndim == 3:
+            # Qwen-VL: what follows an image stands behind its largest coordinate; a fourth axis, in front, counts tokens.
+            return positions[-3:].amax((0, 2)) + 1
+        return positions[:, -1].expand(prompt.input_ids.shape[0]) + 1
 
     def _visual(self, prompt: Prompt) -> Tensor | None:
         return None
@@ -381,10 +384,14 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
     other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if other:
         raise UserError(f"layers must be full or sliding-window attention: {name} has {', '.join(other)}")
+    for part, needed in ((model, {"logits_to_keep"}), (model.get_decoder(), {"position_ids", "past_key_values"})):
+        accepted = signature(part.forward).parameters
+        if lacking := sorted(needed - accepted.keys()):
+            raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
         # FlashAttention takes 2D masks only, and a dense 4D mask makes flex attention abort.
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def _logit_scaling(config: Any) -> Any:

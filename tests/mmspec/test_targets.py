@@ -1,0 +1,193 @@
+"""Text models as targets, and what is refused."""
+
+import pytest
+import torch
+from tests.targets import assert_trees_equal_paths, prompt_of
+from tests.tiny import random_tree, shared_model
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import mmspec
+from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from mmspec import TokenTree, UserError
+from mmspec.budget import CostTable
+from mmspec.target import Prompt, TransformersTarget
+
+
+@pytest.mark.parametrize("name", TEXT_CONFIGS)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 12), (3, 4), (3, 20)])
+def test_every_node_equals_its_path(name, batch, length):
+    assert_trees_equal_paths(shared_model(name), text_inputs(batch, length), steps=3, seed=length)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "gemma3"])
+def test_eager_attention(name):
+    model = text_model(name)
+    model.set_attn_implementation("eager")
+    assert_trees_equal_paths(model, text_inputs(3, 9), steps=2)
+
+
+@pytest.mark.parametrize("shape", ["chain", "star"])
+def test_a_big_tree_behind_one_token(shape):
+    target = TransformersTarget(shared_model("llama"))
+    target.prefill(Prompt(torch.tensor([[5]])), 64)
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 63, 90, ragged=False, shape=shape)
+    logits = target.forward_tree(tree).logits
+    for i in (1, 31, 62):
+        path = tree.ancestors[0, i].nonzero().flatten()
+        with torch.no_grad():
+            expected = shared_model("llama")(torch.cat([torch.tensor([5]), tree.tokens[0, path]])[None]).logits[0, -1]
+        torch.testing.assert_close(logits[0, i], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (5, 1), (4, 4), (6, 3)])
+def test_grouped_heads(heads, kv_heads):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=60,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=10,
+        initializer_range=0.25,
+    )
+    assert_trees_equal_paths(AutoModelForCausalLM.from_config(config).eval(), text_inputs(2, 7))
+
+
+def test_learned_positions():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=101, n_embd=48, n_layer=2, n_head=4, n_positions=64, initializer_range=0.25)
+    assert_trees_equal_paths(AutoModelForCausalLM.from_config(config).eval(), text_inputs(1, 7))
+
+
+def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
+    inputs, model = text_inputs(3, 9), shared_model("mistral-window")
+    plain, padded = TransformersTarget(model), TransformersTarget(model)
+    padded.cost = CostTable((1, 12, 48), (3.0, 2.0, 1.0))
+    tree = random_tree(torch.Generator().manual_seed(0), 3, 7, 90)
+    steps = []
+    for target in (plain, padded):
+        target.prefill(prompt_of(inputs), 64)
+        steps.append(target.forward_tree(tree))
+    assert steps[0].logits.shape == steps[1].logits.shape
+    torch.testing.assert_close(steps[0].logits, steps[1].logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(steps[0].hidden, steps[1].hidden, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_commit_at_every_node_is_the_sequential_state():
+    model = shared_model("llama")
+    tree = random_tree(torch.Generator().manual_seed(3), 1, 12, 90, ragged=False)
+    prompt = Prompt(torch.tensor([[5, 6, 7, 8]]))
+    for node in range(12):
+        path = tree.ancestors[0, node].nonzero().flatten()
+        branching, sequential = TransformersTarget(model), TransformersTarget(model)
+        branching.prefill(prompt, 32)
+        branching.forward_tree(tree)
+        branching.commit_nodes(path[None], [path.tolist()])
+        sequential.prefill(prompt, 32)
+        for token in tree.tokens[0, path]:
+            sequential.forward_tree(TokenTree.root(token[None]))
+            sequential.commit_nodes(torch.zeros(1, 1, dtype=torch.long), [[0]])
+        for ours, theirs in zip(branching._cache.layers, sequential._cache.layers, strict=True):
+            nothing = torch.zeros(1, 2, 0, 12)
+            for a, b in zip(ours.update(nothing, nothing), theirs.update(nothing, nothing), strict=True):
+                assert a.shape == b.shape
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_hidden_states_and_embeddings_are_the_models_own():
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    ids = torch.tensor([[5, 6, 7]])
+    step = target.prefill(Prompt(ids), 8)
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+        torch.testing.assert_close(step.hidden, out.hidden_states[-1])
+        torch.testing.assert_close(target.head(step.hidden), out.logits)
+        assert torch.equal(target.embed(ids), model.get_input_embeddings()(ids))
+    assert step.visual is None
+
+
+def test_the_model_stays_as_it_was():
+    model = text_model("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    reference = model.generate(ids, max_new_tokens=5, do_sample=False)
+    mmspec.generate(model, drafter="ngram", nodes=4, input_ids=ids, max_new_tokens=5, do_sample=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not model.get_decoder()._forward_hooks
+    assert not model.get_decoder()._forward_pre_hooks
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), reference)
+
+
+@pytest.mark.parametrize(("asked", "got"), [("sdpa", "sdpa"), ("eager", "eager")])
+def test_attention_that_takes_trees_is_kept(asked, got):
+    model = text_model("llama")
+    model.set_attn_implementation(asked)
+    TransformersTarget(model)
+    assert model.config._attn_implementation == got
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize("model_name", ["llama", "gemma2"])
+def test_attention_that_takes_none_is_switched(name, model_name):
+    model = text_model(model_name)
+    model.config._attn_implementation_internal = name  # what from_pretrained(attn_implementation=...) leaves behind
+    TransformersTarget(model)
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    assert_trees_equal_paths(model, text_inputs(1, 5), steps=1)
+
+
+def _tiny(config_class, **extra):
+    shape = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    return AutoModelForCausalLM.from_config(config_class(**{**shape, **extra}))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
+            "T5ForConditionalGeneration is an encoder-decoder",
+        ),
+        (
+            lambda: _tiny(
+                Llama4TextConfig, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=16
+            ),
+            "Llama4ForCausalLM has chunked_attention",
+        ),
+        (lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1)), "MambaForCausalLM"),
+        (
+            lambda: _tiny(BambaConfig, num_key_value_heads=1, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+            "BambaForCausalLM",
+        ),
+        (lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)), "BloomForCausalLM"),
+    ],
+)
+def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
+    with pytest.raises(UserError, match=message):
+        TransformersTarget(make())
+
+
+def test_a_head_that_does_more_than_is_known_is_refused():
+    model = _tiny(BertConfig, is_decoder=True)
+    with pytest.raises(UserError, match="BertLMHeadModel changes its logits after the output layer"):
+        TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+
+
+def test_no_adapter():
+    with pytest.raises(UserError, match="no target adapter supports T5Config: registered are text, vision"):
+        mmspec.plugins.target_class(T5Config())

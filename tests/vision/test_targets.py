@@ -1,0 +1,61 @@
+"""Vision-language models as targets: trees behind images equal plain passes; greedy tokens equal ``generate``'s."""
+
+import pytest
+import torch
+from tests.targets import assert_trees_equal_paths, prompt_of
+from tests.tiny import shared_model
+
+from eval.losslessness import Case, compare
+from eval.tiny_models import IMAGE, VIDEO, VISION_CONFIGS, vision_inputs, vision_model
+from mmspec import plugins
+
+
+@pytest.mark.parametrize("name", VISION_CONFIGS)
+@pytest.mark.parametrize(("batch", "images"), [(1, 1), (1, 2), (3, 1), (1, 0)])
+def test_every_node_equals_its_path(name, batch, images):
+    assert_trees_equal_paths(shared_model(name), vision_inputs(name, batch, images), steps=2, nodes=6, seed=batch)
+
+
+@pytest.mark.parametrize("name", VISION_CONFIGS)
+def test_eager_attention(name):
+    model = vision_model(name)
+    model.set_attn_implementation("eager")
+    assert_trees_equal_paths(model, vision_inputs(name, 2, 1), steps=1, nodes=6)
+
+
+@pytest.mark.parametrize("name", VISION_CONFIGS)
+@pytest.mark.parametrize(
+    ("batch", "images", "setting", "drafter"),
+    [(1, 1, "greedy", "oracle"), (3, 1, "greedy", "oracle"), (3, 2, "repetition-penalty", "oracle"), (3, 1, "no-repeat-ngram", "small")],
+)
+def test_greedy_tokens_equal_generate(name, batch, images, setting, drafter):
+    case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=drafter)
+    reference, difference = compare(shared_model(name), case, new_tokens=20)
+    assert difference is None
+    assert reference.shape[1] > 20
+
+
+@pytest.mark.parametrize("name", VISION_CONFIGS)
+def test_a_prompt_that_ends_with_an_image(name):
+    """The next position follows the largest one of the image, which is not that of its last token."""
+    inputs = vision_inputs(name, 1, 1)
+    keep = int(torch.isin(inputs["input_ids"][0], torch.tensor([IMAGE, VIDEO])).nonzero().max()) + 1
+    for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        if key in inputs:
+            inputs[key] = inputs[key][:, :keep]
+    assert_trees_equal_paths(shared_model(name), inputs, steps=1, nodes=5)
+
+
+@pytest.mark.parametrize("name", VISION_CONFIGS)
+def test_visual_positions_and_what_was_fed_there(name):
+    inputs = vision_inputs(name, 2, 1)
+    target = plugins.target_class(shared_model(name).config)(shared_model(name))
+    step = target.prefill(prompt_of(inputs), 8)
+    ids = inputs["input_ids"]
+    assert torch.equal(step.visual, (ids == IMAGE) | (ids == VIDEO))
+    assert step.embeds.shape == (*ids.shape, 48)
+    text = ~step.visual
+    with torch.no_grad():
+        torch.testing.assert_close(step.embeds[text], target.embed(ids)[text])
+        assert not torch.allclose(step.embeds[~text], target.embed(ids)[~text])
+    assert step.hidden.shape == step.embeds.shape
