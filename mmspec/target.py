@@ -112,6 +112,7 @@ class TransformersTarget:
         self._head_checked = False
         self._cache: TreeCache | None = None
         self._position: Tensor | None = None  # (batch,) the position of the next token
+        self._last_position: Tensor | None = None  # () the greatest position that a kept token can have
         self._tail_depth: Tensor | None = None  # (batch, offset) depths of nodes behind the committed prefix
 
     @classmethod
@@ -189,6 +190,7 @@ class TransformersTarget:
     def prefill(self, prompt: Prompt, room: int) -> Step:
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
+        _refuse_rope_switch(self.config, length, room if batch == 1 else 2 * room)
         self._cache = TreeCache(self.config.num_hidden_layers, reserve=length + min(room, 4096) + 64)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
@@ -214,6 +216,7 @@ class TransformersTarget:
                 handle.remove()
         self._cache.commit_prompt(length, mask, batch, ids.device)
         self._position = self._next_position(prompt, seen.get("position_ids"))
+        self._last_position = (self._position.amax() + room - 1).clamp(min=(self.context_limit or 0) - 1)
         self._tail_depth = None
         logits = out.logits[:, -1:]
         self._check_head(seen["hidden"][:, -1:], logits)
@@ -256,8 +259,11 @@ class TransformersTarget:
         """
         assert self._cache is not None, "prefill comes first"
         assert self._position is not None
+        assert self._last_position is not None
         position = self._position[:, None]
         position = position.expand_as(tokens) if depth is None else position + depth
+        # In a batch, drafts of a row ahead of the others may lie beyond its end, where there may be no position embedding.
+        position = torch.minimum(position, self._last_position)
         out = self.decoder(
             input_ids=tokens,
             attention_mask=self._masks(tokens, depth, reach),
@@ -392,6 +398,24 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
     if attention not in ("sdpa", "eager"):
         # FlashAttention takes 2D masks only, and a dense 4D mask makes flex attention abort.
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+def _refuse_rope_switch(config: Any, length: int, room: int) -> None:
+    """Rotary frequencies that depend on the sequence's length are one set per pass, yet a tree's nodes differ in length.
+
+    Harmless as long as prompt and answer stay on one side of the length at which longrope changes them.
+    """
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [part for part in given.values() if isinstance(part, dict)] or [given]:
+        kind = rope.get("rope_type", "default")
+        switch = config.max_position_embeddings
+        if kind == "longrope":
+            switch = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", switch)
+        if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
+            raise UserError(
+                f"{kind} rotary embeddings change at {switch} tokens: prompt and answer must "
+                f"{'fit below' if kind == 'dynamic' else 'stay on one side'}, got {length} and up to {room} more"
+            )
 
 
 def _logit_scaling(config: Any) -> Any:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import mmspec
+from eval.oracle import Oracle
 from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.budget import CostTable
@@ -191,3 +192,52 @@ def test_a_head_that_does_more_than_is_known_is_refused():
 def test_no_adapter():
     with pytest.raises(UserError, match="no target adapter supports T5Config: registered are text, vision"):
         mmspec.plugins.target_class(T5Config())
+
+
+def _rope(kind, limit):
+    torch.manual_seed(0)
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        initializer_range=0.25,
+        max_position_embeddings=limit,
+        rope_parameters=rope,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(("kind", "limit", "expected"), [("dynamic", 16, "fit below"), ("longrope", 64, "stay on one side")])
+def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit, expected):
+    target = TransformersTarget(_rope(kind, limit))
+    with pytest.raises(UserError, match=f"^{kind} rotary embeddings change at 16 tokens: .*{expected}, got 9 and up to 9 more$"):
+        target.prefill(Prompt(torch.arange(9)[None]), room=9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "length", "new"), [("dynamic", 16, 6, 10), ("longrope", 64, 6, 10), ("longrope", 64, 17, 20), ("yarn", 64, 9, 20)]
+)
+def test_rotary_embeddings_on_one_side_of_the_change(kind, limit, length, new):
+    model = _rope(kind, limit)
+    inputs, options = text_inputs(1, length), dict(max_new_tokens=new, do_sample=False, eos_token_id=None)
+    reference = model.generate(**inputs, **options)
+    for seed in range(3):
+        oracle = Oracle(reference[:, length:].tolist(), vocab=90, seed=seed)
+        assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
+
+
+def test_rows_ahead_of_others_stay_within_learned_positions():
+    """Up to the last position that the model has, in a batch whose rows advance at different speed."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=101, n_embd=48, n_layer=1, n_head=4, n_positions=32, initializer_range=0.25, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    inputs, options = text_inputs(3, 9), dict(max_new_tokens=23, do_sample=False, eos_token_id=None)
+    reference = model.generate(**inputs, **options)
+    for seed in range(5):
+        oracle = Oracle(reference[:, 9:].tolist(), vocab=90, seed=seed)
+        assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
