@@ -61,4 +61,5 @@ def build_tree(token: Tensor, rows: list[tuple[list[int], list[int]]]) -> TokenT
         check=False,
     )
     tree.max_depth = deepest
+    tree.drafted = [len(tokens) for tokens, _ in rows]
     return tree

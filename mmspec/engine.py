@@ -77,11 +77,13 @@ def decode(
         paths = [path for path, _ in verdict.host]
         verified = clock()
         target.commit(verdict)
-        for row, (path, tokens) in zip(rows, verdict.host, strict=True):
+        for row, drafts, (path, tokens) in zip(rows, tree.drafted, verdict.host, strict=True):
             row.emitted = []
             if row.finish_reason is None:
                 row.emitted, row.finish_reason = stopper.keep(row.history, row.prompt_length, tokens)
-                row.stats.record_step(tree.nodes - 1, tree.max_depth, len(path) - 1, len(row.emitted))
+                # What lies behind a stop is not emitted, and not counted as accepted either.
+                accepted = min(len(path) - 1, len(row.emitted))
+                row.stats.record_step(drafts, tree.max_depth, accepted, len(row.emitted))
         if drafter is not None:
             drafter.observe(tree, verdict, step)
         token = verdict.bonus

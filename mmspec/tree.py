@@ -84,6 +84,13 @@ class TokenTree:
         """The greatest depth of any row. A drafter that knows it sets it, which spares a device-to-host copy."""
         return int(self.depth.max())
 
+    @cached_property
+    def drafted(self) -> list[int]:
+        """Drafted nodes of each row, root and padding left out. A drafter that knows them sets them, as above."""
+        if self.valid is None:
+            return [self.nodes - 1] * self.batch
+        return (self.valid.sum(1) - 1).tolist()
+
     def __repr__(self) -> str:
         return f"TokenTree(batch={self.batch}, nodes={self.nodes}, drawn={self.draft_probs is not None})"
 
