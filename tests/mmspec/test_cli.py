@@ -1,0 +1,294 @@
+"""The command line as a user meets it: what goes to which stream, and with which status it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mmspec
+from mmspec.cli import main
+from mmspec.cli.hub import is_on_hub
+from tests.standin import save_text_model
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_text_model(tmp_path_factory.mktemp("models") / "text"))
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Status, standard output and standard error of a command line."""
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+
+    def call(*args: str) -> tuple[int, str, str]:
+        capfd.readouterr()  # what the test itself has caused so far
+        status = main(args)
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def assert_mistake(result: tuple[int, str, str], *expected: str) -> None:
+    status, out, err = result
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for part in expected:
+        assert part in err
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; from mmspec.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Describe an image or a video." in process.stdout
+
+
+@pytest.mark.parametrize("args", [[], ["train"], ["--help"], ["generate", "--help"]])
+def test_help_goes_to_stdout(run: Run, args: list[str]) -> None:
+    status, out, err = run(*args)
+    assert (status, err) == (0, "")
+    assert out.startswith("Usage: mmspec")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"mmspec, version {mmspec.__version__}\n", "")
+
+
+def test_answer_on_stdout_and_figures_on_stderr(run: Run, model: str) -> None:
+    status, out, err = run("generate", "Describe", "--model", model, "--max-new-tokens", "12")
+    expected = mmspec.load(model, drafter=None).generate("Describe", max_new_tokens=12)
+    assert status == 0
+    assert out.rstrip("\n") == expected.text.rstrip("\n")
+    assert err.count("\n") == 1
+    for figure in (f"{len(expected.token_ids)} tokens", "mean acceptance length", "drafter recycle", "steps"):
+        assert figure in err
+
+
+def test_json_is_one_object(run: Run, model: str) -> None:
+    args = ("generate", "A red circle", "--model", model, "--max-new-tokens", "9", "--drafter", "ngram", "--nodes", "4")
+    status, out, err = run(*args, "--json")
+    expected = mmspec.load(model, drafter=None).generate("A red circle", max_new_tokens=9)
+    answer = json.loads(out)
+    assert (status, err) == (0, "")
+    assert list(answer) == ["text", "token_ids", "finish_reason", "model", "drafter", "stats"]
+    assert answer["token_ids"] == expected.token_ids
+    assert answer["text"] == expected.text
+    assert answer["finish_reason"] == expected.finish_reason
+    assert answer["drafter"] == "ngram"
+    assert answer["stats"]["num_generated_tokens"] == len(expected.token_ids)
+
+
+def test_no_drafter_is_null(run: Run, model: str) -> None:
+    _, out, _ = run("generate", "A", "--model", model, "--max-new-tokens", "3", "--drafter", "none", "--json")
+    assert json.loads(out)["drafter"] is None
+
+
+def test_seed_repeats_a_sampled_answer(run: Run, model: str) -> None:
+    args = ("generate", "A", "--model", model, "--max-new-tokens", "20", "--temperature", "1", "--json")
+    first, again, other = (json.loads(run(*args, "--seed", seed)[1])["token_ids"] for seed in ("1", "1", "2"))
+    assert first == again
+    assert first != other
+
+
+def test_stop_string(run: Run, model: str) -> None:
+    args = ("generate", "A", "--model", model, "--max-new-tokens", "60", "--json")
+    text = json.loads(run(*args)[1])["text"]
+    stopped = json.loads(run(*args, "--stop", text[10:12], "--stop", "never said")[1])
+    assert stopped["text"] == text[: text.index(text[10:12])]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_compare_reports_speeds_and_equality(run: Run, model: str) -> None:
+    args = ("generate", "A", "--model", model, "--max-new-tokens", "10", "--compare")
+    _, out, err = run(*args)
+    assert "plain decoding" in err
+    assert "tokens: equal" in err
+    assert "decoding" not in out
+    compared = json.loads(run(*args, "--json")[1])["compare"]
+    assert compared["equal"] is True
+    assert compared["decode_ratio"] > 0
+    assert compared["end_to_end_ratio"] > 0
+
+
+def test_compare_of_sampled_answers_claims_no_equal_tokens(run: Run, model: str) -> None:
+    args = ("generate", "A", "--model", model, "--max-new-tokens", "5", "--compare", "--temperature", "0.8")
+    assert "equal in distribution" in run(*args)[2]
+    assert json.loads(run(*args, "--json")[1])["compare"]["equal"] is None
+
+
+def test_prompt_from_stdin(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("--model", model, "--max-new-tokens", "5", "--json")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Ein größeres Quadrat\n".encode())))
+    given = json.loads(run("generate", "-", *args)[1])
+    assert given["token_ids"] == json.loads(run("generate", "Ein größeres Quadrat\n", *args)[1])["token_ids"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"A\xff")))
+    assert_mistake(run("generate", "-", *args), "UTF-8", "0xff")
+
+
+def test_calibrate_prints_the_table(run: Run, model: str) -> None:
+    measured = json.loads(run("calibrate", "--model", model, "--json")[1])
+    stored = json.loads(run("calibrate", "--model", model, "--json")[1])
+    assert [row["nodes"] for row in measured["table"]] == sorted(row["nodes"] for row in measured["table"])
+    assert measured["table"][0] == {**measured["table"][0], "nodes": 1, "ratio": 1.0}
+    assert stored["table"] == measured["table"]
+    assert json.loads(run("calibrate", "--model", model, "--json", "--refresh")[1])["table"] != measured["table"]
+    status, out, err = run("calibrate", "--model", model)
+    assert (status, err) == (0, "")
+    assert "t(N)/t(1)" in out
+
+
+def test_info_lists_what_is_registered(run: Run) -> None:
+    facts = json.loads(run("info", "--json")[1])
+    assert {"text", "vision"} <= {target["name"] for target in facts["targets"]}
+    assert {"ngram", "recycle", "small"} <= {drafter["name"] for drafter in facts["drafters"]}
+    assert "tiny-llava" in {embedded["name"] for embedded in facts["models"]}
+    assert facts["devices"][0]["name"] == "cpu"
+    status, out, _ = run("info")
+    assert status == 0
+    assert facts["packages"]["torch"] in out
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["describe"], ["unknown command", "generate", "'describe'"]),
+        (["train", "gpt"], ["unknown command", "'gpt'"]),
+        (["generate"], ["TEXT"]),
+        (["generate", ""], ["TEXT must not be empty"]),
+        (["generate", "\udcff"], ["UTF-8"]),
+        (["generate", "A", "--bogus"], ["--bogus"]),
+        (["generate", "A", "--top-p", "2"], ["--top-p", "2.0", "<=1"]),
+        (["generate", "A", "--top-p", "0"], ["--top-p"]),
+        (["generate", "A", "--temperature", "-1"], ["--temperature", "-1"]),
+        (["generate", "A", "--temperature", "nan"], ["--temperature", "nan"]),
+        (["generate", "A", "--temperature", "inf"], ["--temperature", "inf"]),
+        (["generate", "A", "--min-p", "1.5"], ["--min-p"]),
+        (["generate", "A", "--repetition-penalty", "0"], ["--repetition-penalty"]),
+        (["generate", "A", "--max-new-tokens", "0"], ["--max-new-tokens", "0"]),
+        (["generate", "A", "--max-new-tokens", "many"], ["--max-new-tokens", "'many'"]),
+        (["generate", "A", "--nodes", "-1"], ["--nodes"]),
+        (["generate", "A", "--seed", "-1"], ["--seed"]),
+        (["generate", "A", "--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
+    ],
+)
+def test_mistakes_found_without_a_model(run: Run, args: list[str], expected: list[str]) -> None:
+    assert_mistake(run(*args), *expected)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--stop", ""], ["stop strings must not be empty"]),
+        (["--device", "toaster"], ["device", "'toaster'"]),
+        (["--device", "meta"], ["device", "'meta'"]),
+        (["--drafter", "psychic"], ["unknown drafter", "ngram", "'psychic'"]),
+        (["--drafter", "small"], ["small:NAME"]),
+        (["--drafter", "small:./nowhere"], ["small:./nowhere"]),
+        (["--drafter", "ngram:x"], ["ngram", "'x'"]),
+    ],
+)
+def test_mistakes_about_model_and_drafter(run: Run, model: str, args: list[str], expected: list[str]) -> None:
+    assert_mistake(run("generate", "A", "--model", model, *args), *expected)
+
+
+def test_drafter_of_another_vocabulary(run: Run, model: str, tmp_path: Path) -> None:
+    other = save_text_model(tmp_path / "other", vocab=400)
+    result = run("generate", "A", "--model", model, "--drafter", f"small:{other}")
+    assert_mistake(result, "vocabulary", "400", "320")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", ""])
+def test_a_path_that_is_not_there(run: Run, name: str) -> None:
+    assert_mistake(run("generate", "A", "--model", name), "no such folder", "tiny-llava")
+
+
+def test_hub_that_cannot_be_reached(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://localhost:1")
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert_mistake(run("generate", "A", "--model", "nobody/nothing"), "nobody/nothing", "hub id")
+    assert constants.HF_HUB_OFFLINE
+
+
+def test_damaged_models(run: Run, model: str, tmp_path: Path) -> None:
+    for name in ("empty", "config", "weights"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "config" / "config.json").write_text("{")
+    weights = Path(model, "model.safetensors").read_bytes()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (tmp_path / "weights" / "config.json").write_bytes(Path(model, "config.json").read_bytes())
+    for name in ("empty", "config", "weights"):
+        assert_mistake(run("generate", "A", "--model", str(tmp_path / name)), str(tmp_path / name))
+
+
+def test_checkpoint_without_all_its_weights(run: Run, model: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(Path(model, "model.safetensors"))
+    lost = next(name for name in state if "up_proj" in name)
+    for folder, changed in (
+        ("lacking", {name: value for name, value in state.items() if name != lost}),
+        ("misshapen", {**state, lost: state[lost][1:].contiguous()}),
+    ):
+        (tmp_path / folder).mkdir()
+        save_file(changed, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / folder / "config.json").write_bytes(Path(model, "config.json").read_bytes())
+        assert_mistake(run("generate", "A", "--model", str(tmp_path / folder)), lost)
+
+
+def test_our_own_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("two\nlines \x1b[31m")
+
+    monkeypatch.setattr("mmspec.cli.info.collect", broken)
+    monkeypatch.delenv("MMSPEC_DEBUG", raising=False)
+    status, out, err = run("info")
+    assert (status, out) == (1, "")
+    assert err == "internal error: RuntimeError: two lines \\x1b[31m (--debug shows where)\n"
+    monkeypatch.setenv("MMSPEC_DEBUG", "1")
+    assert "Traceback" in run("info")[2]
+
+
+def test_closed_pipe_ends_quietly(model: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from mmspec.cli import main; sys.exit(main())"
+    args = ["generate", "A", "--model", model, "--max-new-tokens", "20"]
+    process = subprocess.run([sys.executable, "-c", code, *args], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_interrupt() -> None:
+    # The command waits on a standard input that never ends.
+    code = (
+        "import os, signal, sys, threading; from mmspec.cli import main\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "sys.exit(main(['generate', '-']))"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.wait(timeout=60) == 130
+        assert process.stderr is not None
+        assert process.stderr.read().strip() == "interrupted"
+
+
+def test_what_is_looked_for_on_the_hub(tmp_path: Path) -> None:
+    assert is_on_hub("nobody/nothing")
+    assert not is_on_hub("tiny-llava")
+    assert not is_on_hub(str(tmp_path))

@@ -1,0 +1,153 @@
+"""``mmspec caption`` on images, videos and files that are neither."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+import mmspec
+from mmspec.cli import main
+from tests.standin import save_llava, save_text_model
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llava(tmp_path_factory.mktemp("models") / "llava"))
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("media") / "noise.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("media") / "noise.mp4"
+    rng = np.random.default_rng(1)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=5)
+        stream.width = stream.height = 64
+        for _ in range(10):
+            picture = rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
+    return str(path)
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Status, standard output and standard error of ``mmspec caption``."""
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+
+    def call(*args: str) -> tuple[int, str, str]:
+        capfd.readouterr()  # what the test itself has caused so far
+        status = main(["caption", *args])
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def test_image(run: Run, model: str, image: str) -> None:
+    expected = mmspec.load(model, drafter=None).generate("Describe the image.", images=[image], max_new_tokens=12)
+    status, out, err = run(image, "--model", model, "--max-new-tokens", "12", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["token_ids"] == expected.token_ids
+    status, out, err = run(image, "--model", model, "--max-new-tokens", "12")
+    assert status == 0
+    assert out.rstrip("\n") == expected.text.rstrip("\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"frames": 2}, {"fps": 1.0}])
+def test_video(run: Run, model: str, video: str, options: dict[str, float]) -> None:
+    pipe = mmspec.load(model, drafter=None)
+    expected = pipe.generate("Describe the video.", videos=[video], max_new_tokens=6, **options)
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    status, out, err = run(video, "--model", model, "--max-new-tokens", "6", "--json", *flags)
+    assert (status, err) == (0, "")
+    assert json.loads(out)["token_ids"] == expected.token_ids
+
+
+def test_kind_is_decided_by_content(run: Run, model: str, image: str, tmp_path: Path) -> None:
+    misnamed = tmp_path / "picture.mp4"
+    misnamed.write_bytes(Path(image).read_bytes())
+    answers = [
+        json.loads(run(str(file), "--model", model, "--max-new-tokens", "5", "--json")[1]) for file in (misnamed, image)
+    ]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+
+
+def test_prompt(run: Run, model: str, image: str) -> None:
+    args = (image, "--model", model, "--max-new-tokens", "8", "--json")
+    asked = json.loads(run(*args, "--prompt", "A red star")[1])["token_ids"]
+    pipe = mmspec.load(model, drafter=None)
+    assert asked == pipe.generate("A red star", images=[image], max_new_tokens=8).token_ids
+
+
+def test_compare_in_float32_gives_equal_tokens(run: Run, model: str, image: str) -> None:
+    args = (image, "--model", model, "--max-new-tokens", "10", "--compare", "--json", "--repetition-penalty", "1.2")
+    compared = json.loads(run(*args)[1])["compare"]
+    assert compared["equal"] is True
+    assert compared["difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "no such file"),
+        (b"", "empty file"),
+        (b"just words", "text"),
+        (bytes(range(256)) * 8, "an image or a video"),
+    ],
+)
+def test_file_that_is_neither(run: Run, model: str, tmp_path: Path, content: bytes | None, expected: str) -> None:
+    path = tmp_path / "file.png"
+    if content is not None:
+        path.write_bytes(content)
+    assert_mistake(run(str(path), "--model", model), "file.png", expected)
+
+
+def test_broken_media(run: Run, model: str, image: str, video: str, tmp_path: Path) -> None:
+    for source in (image, video):
+        whole = Path(source).read_bytes()
+        cut = tmp_path / Path(source).name
+        cut.write_bytes(whole[: len(whole) // 2])
+        assert_mistake(run(str(cut), "--model", model), cut.name)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--frames", "0"], "--frames"),
+        (["--fps", "0"], "--fps"),
+        (["--fps", "nan"], "--fps"),
+        (["--video-backend", "gstreamer"], "decord"),
+        (["--prompt", ""], "prompt must not be empty"),
+    ],
+)
+def test_options_out_of_range(run: Run, model: str, image: str, args: list[str], expected: str) -> None:
+    assert_mistake(run(image, "--model", model, *args), expected)
+
+
+def test_model_that_cannot_see(run: Run, image: str, tmp_path: Path) -> None:
+    assert_mistake(run(image, "--model", str(save_text_model(tmp_path / "text"))), "text only")
+
+
+def assert_mistake(result: tuple[int, str, str], *expected: str) -> None:
+    status, out, err = result
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for part in expected:
+        assert part in err
