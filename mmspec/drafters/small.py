@@ -98,6 +98,7 @@ class Small:
         # A row that has finished has nothing new: its last token is read again and not kept.
         width = max(1, max(map(len, new)))
         ids = torch.tensor([(row or [0]) + [0] * (width - max(1, len(row))) for row in new], device=device)
+        ids = ids.clamp(max=self._lm.config.vocab_size - 1)  # the target may say what this model cannot read
         chain = torch.ones(width, width, dtype=torch.bool, device=device).tril()[None].expand(len(new), -1, -1)
         depth = torch.arange(width, device=device).expand(len(new), -1)
         states = self._lm.forward_nodes(ids, depth, chain)

@@ -1,0 +1,319 @@
+"""Inside transformers' ``generate``: the same arguments, the same tokens."""
+
+import threading
+
+import pytest
+import torch
+from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+
+import mmspec
+from eval.losslessness import Case, cases, compare
+from eval.oracle import Oracle
+from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from mmspec import UserError
+
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+
+
+def reference_and_oracle(model, inputs, **options):
+    reference = model.generate(**inputs, **{**GREEDY, **options})
+    return reference, Oracle(reference[:, inputs["input_ids"].shape[1] :].tolist(), vocab=90)
+
+
+def both(model, inputs, **options):
+    """What generate gives, and what it gives through ``decode`` and through ``mmspec.generate``."""
+    options = {**GREEDY, **options}
+    reference, oracle = reference_and_oracle(model, inputs, **options)
+    hooked = model.generate(**inputs, **options, custom_generate=mmspec.decode, drafter=oracle, nodes=10)
+    wrapped = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options)
+    return reference, hooked, wrapped
+
+
+@pytest.mark.parametrize("name", TEXT_CONFIGS)
+@pytest.mark.parametrize(
+    ("batch", "length", "setting", "drafter"),
+    [
+        (1, 1, "greedy", "oracle"),
+        (1, 9, "repetition-penalty", "oracle"),
+        (3, 9, "greedy", "oracle"),
+        (3, 23, "no-repeat-ngram", "oracle"),
+        (3, 9, "repetition-penalty", "oracle"),
+        (1, 9, "min-new-tokens", "ngram"),
+        (3, 9, "greedy", "recycle"),
+        (3, 9, "greedy", "small"),
+    ],
+)
+def test_greedy_tokens_equal_generate(name, batch, length, setting, drafter):
+    case = Case(name, batch, 0, length, seed=7, setting=setting, drafter=drafter)
+    reference, difference = compare(shared_model(name), case, new_tokens=20)
+    assert difference is None
+    answer = reference[0, length:].tolist()
+    assert len(set(answer)) >= min(4, len(answer))  # one token over and over would hide mistakes
+
+
+def test_the_evaluation_covers_every_model_and_reports_margins():
+    every = cases()
+    assert len(every) > 500
+    assert {case.model for case in cases(60)} == {case.model for case in every}
+    case = Case("llama", 3, 0, 9, 7, "greedy", "oracle")
+    reference, none = compare(shared_model("llama"), case, 8)
+    assert none is None
+    wrong = reference.clone()
+    wrong[1, 9 + 4] += 1
+    _, difference = compare(shared_model("llama"), case, 8, wrong)
+    assert (difference.row, difference.position) == (1, 4)
+    assert difference.margin > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_length": 15, "max_new_tokens": None},
+        {"eos_token_id": list(range(2, 40))},
+        {"eos_token_id": list(range(2, 40)), "pad_token_id": 77},
+        {"eos_token_id": None},
+        {"bad_words_ids": [[5], [7, 8], [84, 3]]},
+        {"sequence_bias": {(5,): 9.0, (5, 6): 8.0}},
+        {"forced_eos_token_id": 2},
+        {"forced_bos_token_id": 5},
+        {"begin_suppress_tokens": list(range(3, 50))},
+        {"exponential_decay_length_penalty": (3, 1.5)},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5},
+        {"watermarking_config": {"bias": 2.5, "seeding_scheme": "lefthash"}},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [10 + row, 40 + row, 3 + row + len(ids) % 7]},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"max_time": 1e6},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_options_of_generate(batch, options):
+    reference, hooked, wrapped = both(shared_model("llama"), text_inputs(batch, 9), **options)
+    assert torch.equal(hooked, reference)
+    assert torch.equal(wrapped, reference)
+
+
+def test_rows_of_different_length_are_padded_as_by_generate():
+    inputs = text_inputs(3, 9, seed=1)
+    plain = shared_model("llama").generate(**inputs, **GREEDY, eos_token_id=None)
+    # Two tokens, each of which ends some row early and at its own place.
+    eos = [int(plain[0, 9 + 3]), int(plain[1, 9 + 11])]
+    reference, hooked, wrapped = both(shared_model("llama"), inputs, eos_token_id=eos, pad_token_id=0)
+    assert (reference[:, -1] == 0).any()
+    assert torch.equal(hooked, reference)
+    assert torch.equal(wrapped, reference)
+
+
+@pytest.mark.parametrize("drop", ["attention_mask", "both"])
+def test_inputs_that_generate_completes(drop):
+    inputs = {} if drop == "both" else {"input_ids": text_inputs(1, 9)["input_ids"]}
+    model = shared_model("llama")
+    reference = model.generate(**inputs, **GREEDY)
+    assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=4, **inputs, **GREEDY), reference)
+
+
+def test_positions_of_the_users_own():
+    inputs = text_inputs(3, 9)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0) + 4
+    reference, hooked, wrapped = both(shared_model("llama"), inputs)
+    assert torch.equal(hooked, reference)
+    assert torch.equal(wrapped, reference)
+
+
+def test_several_sequences_per_prompt():
+    model, inputs = shared_model("llama"), text_inputs(2, 9)
+    options = dict(num_return_sequences=3, do_sample=True, top_k=1, max_new_tokens=12)
+    reference = model.generate(**inputs, **options)
+    ours = mmspec.generate(model, drafter="recycle", nodes=6, **inputs, **options)
+    assert ours.shape[0] == 6
+    assert torch.equal(ours, reference)  # top_k=1 leaves nothing to chance
+
+
+def test_sampling_follows_torchs_seed():
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+
+    def sampled(seed):
+        torch.manual_seed(seed)
+        return mmspec.generate(model, drafter="ngram", nodes=4, **inputs, do_sample=True, max_new_tokens=12).tolist()
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+class Tail(StoppingCriteria):
+    """Per row: the last two tokens add up to a multiple of five."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -1] + input_ids[:, -2]) % 5 == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_custom_criteria(batch):
+    inputs, criteria = text_inputs(batch, 9, seed=2), StoppingCriteriaList([Tail()])
+    reference, hooked, wrapped = both(shared_model("llama"), inputs, stopping_criteria=criteria)
+    assert reference.shape[1] < 9 + 20
+    assert torch.equal(hooked, reference)
+    assert torch.equal(wrapped, reference)
+
+
+# ---------------------------------------------------------------------- text
+
+
+def scripted(text, prompt="Say: "):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    options = {**GREEDY, "max_new_tokens": 60, "logits_processor": [Script(tokenizer(text)["input_ids"], ids.shape[1])]}
+    return tokenizer, {"input_ids": ids}, options
+
+
+TEXT = "Größe: 3 €, 日本語 und 🙂!\nEND of it. Größe: 3 €, 日本語 END"
+
+
+@pytest.mark.parametrize("stop", [["END"], "本語", ["nowhere"], [" und", "Größe: 4"]])
+def test_stop_strings(stop):
+    tokenizer, inputs, options = scripted(TEXT)
+    reference = byte_model().generate(**inputs, **options, stop_strings=stop, tokenizer=tokenizer)
+    oracle = Oracle([reference[0, inputs["input_ids"].shape[1] :].tolist()], vocab=90)
+    ours = mmspec.generate(
+        byte_model(), drafter=oracle, nodes=10, tokenizer=tokenizer, stop_strings=stop, **inputs, **options
+    )
+    assert torch.equal(ours, reference)
+
+
+def test_a_text_streamer_prints_the_same(capsys):
+    tokenizer, inputs, options = scripted(TEXT)
+    reference = byte_model().generate(**inputs, **options, streamer=TextStreamer(tokenizer))
+    theirs = capsys.readouterr().out
+    oracle = Oracle([reference[0, 5:].tolist()], vocab=90)
+    mmspec.generate(byte_model(), drafter=oracle, nodes=10, **inputs, **options, streamer=TextStreamer(tokenizer))
+    assert capsys.readouterr().out == theirs
+    assert "🙂" in theirs
+
+
+def test_an_iterator_streamer_gives_the_same_text():
+    tokenizer, inputs, options = scripted(TEXT)
+
+    def streamed(generate):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+        thread = threading.Thread(target=generate, kwargs={**inputs, **options, "streamer": streamer})
+        thread.start()
+        pieces = list(streamer)
+        thread.join()
+        return "".join(pieces)
+
+    theirs = streamed(byte_model().generate)
+    assert streamed(lambda **kw: mmspec.generate(byte_model(), drafter="ngram", nodes=4, **kw)) == theirs
+    assert theirs.startswith("Größe: 3 €")
+
+
+class Order:
+    """A streamer that writes down what it is given, and when the end comes."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")
+
+
+def test_a_streamer_is_fed_as_generate_feeds_it():
+    model, inputs = shared_model("llama"), text_inputs(1, 4)
+    theirs, ours = Order(), Order()
+    reference, oracle = reference_and_oracle(model, inputs, streamer=theirs)
+    mmspec.generate(model, drafter=oracle, nodes=10, streamer=ours, **inputs, **GREEDY)
+    assert ours.calls == theirs.calls
+    assert len(ours.calls) == 2 + reference.shape[1] - 4
+
+
+# ---------------------------------------------------------------------- results and refusals
+
+
+def test_a_dict_carries_stats_per_row():
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    reference, oracle = reference_and_oracle(model, inputs)
+    out = mmspec.generate(model, drafter=oracle, nodes=10, return_dict_in_generate=True, **inputs, **GREEDY)
+    assert torch.equal(out.sequences, reference)
+    assert len(out.stats) == 3
+    for row, stats in zip(reference[:, 9:].tolist(), out.stats, strict=True):
+        length = row.index(2) + 1 if 2 in row else len(row)
+        assert stats.num_generated_tokens == length
+    assert max(stats.mean_acceptance_length for stats in out.stats) > 1.2
+
+
+@pytest.mark.parametrize("drafter", [None, "none", "ngram", "recycle", "auto"])
+def test_whatever_load_takes_as_a_drafter(drafter, tmp_path, monkeypatch):
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    reference = model.generate(**inputs, **GREEDY)
+    nodes = None if drafter == "auto" else 6
+    assert torch.equal(mmspec.generate(model, drafter=drafter, nodes=nodes, **inputs, **GREEDY), reference)
+
+
+def test_a_drafter_object_keeps_what_it_learned():
+    model, inputs, drafter = shared_model("llama"), text_inputs(1, 9), mmspec.plugins.find("drafters", "recycle")()
+    options = {**GREEDY, "return_dict_in_generate": True, "drafter": drafter, "nodes": 12}
+    first = mmspec.generate(model, **inputs, **options).stats[0]
+    again = mmspec.generate(model, **inputs, **options).stats[0]
+    assert again.num_spec_steps < first.num_spec_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "^num_beams must be 1: speculation keeps one sequence per prompt, got 2$"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "only sequences and stats are returned: output_scores cannot be"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor does not, use model.generate for it"),
+        ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor does not"),
+        ({"drafter": "nobody"}, "unknown drafter: expected one of .*, got 'nobody'"),
+        ({"drafter": 5}, "drafter must be a name, a Drafter or None: got int"),
+        ({"stop_strings": ["x"]}, "stop_strings need the tokenizer: none was given"),
+    ],
+)
+def test_refuses(options, message):
+    with pytest.raises(UserError, match=message):
+        mmspec.generate(shared_model("llama"), **{"drafter": "ngram", "nodes": 4, **text_inputs(1, 9), **GREEDY, **options})
+
+
+def test_refuses_embeddings_and_filled_caches():
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    with pytest.raises(UserError, match="input_ids: inputs_embeds were given"):
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        mmspec.generate(model, drafter="ngram", nodes=4, inputs_embeds=embeds, **GREEDY)
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=inputs["input_ids"][:, :5], past_key_values=past)
+    with pytest.raises(UserError, match="past_key_values must be empty: the cache given holds 5 tokens"):
+        mmspec.generate(model, drafter="ngram", nodes=4, past_key_values=past, **inputs, **GREEDY)
+
+
+def test_beyond_the_context_as_generate_does():
+    model = text_model("llama")
+    inputs = {"input_ids": torch.randint(3, 90, (1, 505), generator=torch.Generator().manual_seed(0))}
+    reference, hooked, wrapped = both(model, inputs, eos_token_id=None)
+    assert reference.shape[1] == 525 > model.config.max_position_embeddings
+    assert torch.equal(hooked, reference)
+    assert torch.equal(wrapped, reference)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_half_precision_differs_at_near_ties_at_most(name):
+    """bfloat16: where tokens part, both must have been almost equally good."""
+    model = text_model(name).bfloat16()
+    for seed in range(6):
+        inputs = text_inputs(1, 9, seed)
+        reference, oracle = reference_and_oracle(model, inputs)
+        ours = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **GREEDY)
+        width = min(ours.shape[1], reference.shape[1])
+        parted = (ours[0, :width] != reference[0, :width]).nonzero().flatten().tolist()
+        if parted:
+            with torch.no_grad():
+                logits = model(reference[:, : parted[0]]).logits[0, -1].float()
+            margin = float(logits.max() - logits[ours[0, parted[0]]])
+            assert margin < 0.02 * float(logits.abs().max())
+        else:
+            assert torch.equal(ours, reference)
