@@ -160,13 +160,18 @@ class TransformersTarget:
 
     def _token_ids(self, prompt: Any) -> list[int]:
         tokenizer = self.tokenizer
-        if isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
+        template = getattr(tokenizer, "chat_template", None)
+        if not prompt:
+            raise UserError("the prompt must not be empty")
+        if not isinstance(prompt, str) and not template:
+            raise UserError("chat messages need a chat template: the tokenizer has none")
+        if not template:
             ids = tokenizer(prompt)["input_ids"]
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids or not prompt:
+        if not ids:
             raise UserError("the prompt must not be empty")
         return ids
 
@@ -410,7 +415,9 @@ def _refuse_rope_switch(config: Any, length: int, room: int) -> None:
         kind = rope.get("rope_type", "default")
         switch = config.max_position_embeddings
         if kind == "longrope":
-            switch = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", switch)
+            switch = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", switch
+            )
         if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
             raise UserError(
                 f"{kind} rotary embeddings change at {switch} tokens: prompt and answer must "
