@@ -24,6 +24,9 @@ caption: $(VENV)/.installed
 	$(BIN)/mmspec caption $(SAMPLES)/scene.png
 	$(BIN)/mmspec caption $(SAMPLES)/clip.mp4
 
+# Tiny models gain nothing from threads, and lose much where several processes share few cores.
+test slow: export OMP_NUM_THREADS ?= 1
+
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
     where = pick_device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise UserError(f"dtype must be auto, {', '.join(_DTYPES)}: got {dtype!r}")
-    if not name or (not Path(name).is_dir() and _is_path(name)):
-        raise UserError(f"cannot load model {name!r}: expected {_expected()}, there is no such folder")
+    if not name or (not os.path.isdir(name) and is_path(name)):
+        raise UserError(f"cannot load model {name!r}: expected {_expected()}, there is no such folder to be read")
     try:
         config = AutoConfig.from_pretrained(name, **options)
         adapter = plugins.target_class(config)
@@ -40,7 +40,7 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
     except UserError:
         raise
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        expected = "the folder of a supported model" if Path(name).exists() else _expected()
+        expected = "the folder of a supported model" if os.path.exists(name) else _expected()
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot load model {name!r}: expected {expected} ({first_line})") from error
     if dtype != "auto":
@@ -66,9 +66,9 @@ def pick_device(device: str) -> torch.device:
     return picked
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Whether a name can only be meant as a path: hub ids are ``name`` or ``owner/name``."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
 
 
 def _expected() -> str:

@@ -94,10 +94,12 @@ def _share_cores() -> None:
 
 
 def _accept_any_text() -> None:
-    # A model may say what the terminal's encoding lacks.
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us (``>&-``)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a model may say what the terminal's encoding lacks
 
 
 def _discard_output() -> None:

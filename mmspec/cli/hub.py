@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from mmspec import plugins
+from mmspec.loading import is_path
 
 _PATIENCE = 3.0  # seconds
 
 
 def is_on_hub(model: str) -> bool:
     """Whether a model's name is neither an embedded one nor a local path."""
-    return model not in plugins.names("models") and not Path(model).exists()
+    return model not in plugins.names("models") and not is_path(model)
 
 
 def fail_fast_offline() -> None:
@@ -28,5 +28,5 @@ def fail_fast_offline() -> None:
     hub = urlsplit(constants.ENDPOINT)
     try:
         socket.create_connection((hub.hostname or "", hub.port or 443), timeout=_PATIENCE).close()
-    except OSError:
+    except (OSError, UnicodeError):
         constants.HF_HUB_OFFLINE = True

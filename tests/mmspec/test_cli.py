@@ -208,7 +208,7 @@ def test_drafter_of_another_vocabulary(run: Run, model: str, tmp_path: Path) -> 
     assert_mistake(result, "vocabulary", "400", "320")
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", ""])
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "", "/" + "x" * 5000])
 def test_a_path_that_is_not_there(run: Run, name: str) -> None:
     assert_mistake(run("generate", "A", "--model", name), "no such folder", "tiny-llava")
 
