@@ -95,7 +95,7 @@ def test_no_drafter_is_null(run: Run, model: str) -> None:
 
 
 def test_seed_repeats_a_sampled_answer(run: Run, model: str) -> None:
-    args = ("generate", "A", "--model", model, "--max-new-tokens", "20", "--temperature", "1", "--json")
+    args = ("generate", "A", "--model", model, "--max-new-tokens", "20", "--temperature", "1", "--nodes", "4", "--json")
     first, again, other = (json.loads(run(*args, "--seed", seed)[1])["token_ids"] for seed in ("1", "1", "2"))
     assert first == again
     assert first != other
