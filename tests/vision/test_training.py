@@ -152,6 +152,7 @@ def test_batches_depend_on_their_step_alone(tokenizer_folder: Path) -> None:
         assert torch.equal(again.tokens, in_order[step].tokens)
         assert torch.equal(again.pixels, in_order[step].pixels)
     assert not torch.equal(in_order[0].tokens, in_order[1].tokens)
+    assert len({one.kind for one in in_order[:POOL]}) > 1
     batch = in_order[0]
     known = batch.labels != IGNORE
     assert known.any()
@@ -245,9 +246,9 @@ def test_the_loss_falls(start: Callable[..., Run]) -> None:
     run = start("falls", steps=(20, 80), checkpoint_minutes=9.0, report_minutes=0.0)
     run.notify = rows.append
     run.train()
-    for stage, most in (("tower", 0.93), ("language", 0.85)):
+    for stage in ("tower", "language"):
         losses = [row["loss"] for row in rows if row["event"] == stage]
-        assert np.mean(losses[-5:]) < most * losses[0], losses
+        assert np.mean(losses[-5:]) < 0.93 * losses[0], losses
     logged = [json.loads(line) for line in (run.folder / LOG).read_text().splitlines()]
     assert logged == rows
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import random
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,8 +22,10 @@ from vision.scenes.vocabulary import SIDE
 from vision.training.perception import IGNORE, TASKS, patch_labels
 from vision.training.text import IMAGE_TOKENS, encode
 
-POOL = 4
-"""Batches that are drawn together, so that sorting by length saves padding."""
+KINDS_PER_POOL = 4
+BATCHES_PER_KIND = 4
+POOL = KINDS_PER_POOL * BATCHES_PER_KIND
+"""Batches drawn together: sorted by length within a kind to save padding, shuffled so that no kind is forgotten."""
 
 BUCKET = 16
 """Sequence lengths are padded to multiples of this."""
@@ -57,13 +61,13 @@ FIRST_LESSONS: dict[str, Kind] = {
 }
 
 ALL_LESSONS: dict[str, Kind] = {
-    "image": Kind(one_image, 48, 0.52),
-    "lists": Kind(lists_only, 64, 0.1),
-    "several": Kind(several_images, 32, 0.06),
-    "video4": Kind(lambda rng: video(rng, 4), 28, 0.17),
-    "video8": Kind(lambda rng: video(rng, 8), 16, 0.08),
-    "video16": Kind(lambda rng: video(rng, 16), 8, 0.03),
-    "words": Kind(words_only, 64, 0.04),
+    "image": Kind(one_image, 48, 0.5),
+    "lists": Kind(lists_only, 64, 0.07),
+    "several": Kind(several_images, 32, 0.05),
+    "video4": Kind(lambda rng: video(rng, 4), 28, 0.19),
+    "video8": Kind(lambda rng: video(rng, 8), 16, 0.1),
+    "video16": Kind(lambda rng: video(rng, 16), 8, 0.04),
+    "words": Kind(words_only, 64, 0.05),
 }
 
 
@@ -125,17 +129,25 @@ class Lessons:
 
     def _draw_pool(self, number: int, kinds: dict[str, Kind], factor: float) -> list[Batch]:
         rng = random.Random(f"pool {number}")
-        name = rng.choices(list(kinds), [kind.share for kind in kinds.values()])[0]
-        kind = kinds[name]
-        size = max(2, round(kind.batch * factor))
-        rngs = [seeded("train", (number << 12) + k) for k in range(size * POOL)]
-        examples = [(kind.make(each), each) for each in rngs]
-        encoded = sorted(
-            ((*encode(ex, self.tokenizer), ex, each) for ex, each in examples), key=lambda row: len(row[0])
-        )
-        batches = [collate(name, encoded[k * size : (k + 1) * size], self.tokenizer.pad_token_id) for k in range(POOL)]
+        batches: list[Batch] = []
+        for index, name in enumerate(_draw_kinds(kinds, rng.random())):
+            size = max(2, round(kinds[name].batch * factor))
+            first = (number * KINDS_PER_POOL + index) << 12
+            rngs = [seeded("train", first + k) for k in range(size * BATCHES_PER_KIND)]
+            examples = [(kinds[name].make(each), each) for each in rngs]
+            rows = [(*encode(example, self.tokenizer), example, each) for example, each in examples]
+            rows.sort(key=lambda row: len(row[0]))
+            for start in range(0, len(rows), size):
+                batches.append(collate(name, rows[start : start + size], self.tokenizer.pad_token_id))
         rng.shuffle(batches)
         return batches
+
+
+def _draw_kinds(kinds: dict[str, Kind], offset: float) -> list[str]:
+    """Names of the kinds in a pool: evenly spaced points on the line of shares, so that every pool is a fair mix."""
+    bounds = list(accumulate(kind.share for kind in kinds.values()))
+    points = [(k + offset) / KINDS_PER_POOL * bounds[-1] for k in range(KINDS_PER_POOL)]
+    return [list(kinds)[bisect(bounds[:-1], point)] for point in points]
 
 
 def collate(kind: str, rows: Sequence[tuple[list[int], list[bool], Example, random.Random]], pad: int) -> Batch:
