@@ -88,7 +88,9 @@ def build(name: str) -> Any:
     return text_model(name) if name in TEXT_CONFIGS else vision_model(name)
 
 
-def compare(model: Any, case: Case, new_tokens: int, reference: Tensor | None = None) -> tuple[Tensor, Difference | None]:
+def compare(
+    model: Any, case: Case, new_tokens: int, reference: Tensor | None = None
+) -> tuple[Tensor, Difference | None]:
     """Decode a case both ways.
 
     Args:
@@ -99,7 +101,7 @@ def compare(model: Any, case: Case, new_tokens: int, reference: Tensor | None = 
     Returns:
         ``generate``'s output (batch, length), and the first difference or None.
     """
-    inputs = inputs_of(case)
+    inputs: dict[str, Any] = inputs_of(case)
     options = {**SETTINGS[case.setting], "do_sample": False, "max_new_tokens": new_tokens}
     with torch.no_grad():
         if reference is None:
@@ -126,11 +128,13 @@ def _first_difference(
     width = min(reference.shape[1], ours.shape[1])
     places = (reference[:, :width] != ours[:, :width]).nonzero().tolist()
     row, place = min(places, key=lambda found: found[1]) if places else (0, width)
-    return Difference(case, row, place - inputs["input_ids"].shape[1], logit_margin(model, inputs, reference[:, :place])[row])
+    return Difference(
+        case, row, place - inputs["input_ids"].shape[1], logit_margin(model, inputs, reference[:, :place])[row]
+    )
 
 
 def logit_margin(model: Any, inputs: dict[str, Tensor], ids: Tensor) -> list[float]:
-    """How far the best raw logit after ``ids`` (batch, length), a prompt and its answer so far, leads the second, by row."""
+    """The lead of the best raw logit over the second in each row, after ``ids`` (batch, length): prompt and answer."""
     extra = ids.shape[1] - inputs["input_ids"].shape[1]
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, extra), value=1)
     rest = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}

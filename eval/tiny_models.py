@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     CLIPVisionConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -28,7 +30,6 @@ from transformers import (
     Qwen3VLConfig,
     SiglipVisionConfig,
 )
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCAB = 101
 IMAGE, VIDEO, VISION_START, VISION_END = 96, 97, 98, 99
@@ -89,7 +90,7 @@ def _qwen_text() -> dict[str, Any]:
     return {**_TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}}
 
 
-def _qwen_marks() -> dict[str, int]:
+def _qwen_marks() -> dict[str, Any]:
     return dict(
         image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END
     )
@@ -128,7 +129,13 @@ VISION_CONFIGS: dict[str, Any] = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config=_qwen_text(),
         vision_config=dict(
-            depth=2, hidden_size=32, out_hidden_size=48, num_heads=2, patch_size=4, intermediate_size=32, window_size=16,
+            depth=2,
+            hidden_size=32,
+            out_hidden_size=48,
+            num_heads=2,
+            patch_size=4,
+            intermediate_size=32,
+            window_size=16,
             fullatt_block_indexes=[1],
         ),
         **_qwen_marks(),
@@ -136,8 +143,14 @@ VISION_CONFIGS: dict[str, Any] = {
     "qwen3_vl": lambda: Qwen3VLConfig(
         text_config=_qwen_text(),
         vision_config=dict(
-            depth=3, hidden_size=32, out_hidden_size=48, num_heads=2, patch_size=4, intermediate_size=32,
-            deepstack_visual_indexes=[0, 1], num_position_embeddings=16,
+            depth=3,
+            hidden_size=32,
+            out_hidden_size=48,
+            num_heads=2,
+            patch_size=4,
+            intermediate_size=32,
+            deepstack_visual_indexes=[0, 1],
+            num_position_embeddings=16,
         ),
         **_qwen_marks(),
     ),
@@ -163,7 +176,7 @@ def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> 
     """Random prompts with ``images`` random images each (and one video, for the models that take any)."""
     g = torch.Generator().manual_seed(seed)
     inputs = text_inputs(batch, 8, seed)
-    rows, masks, types = [], [], []
+    rows, masks = [], []
     extras: dict[str, list[torch.Tensor]] = {}
 
     def add(key: str, value: torch.Tensor) -> None:

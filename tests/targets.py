@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
-from tests.tiny import random_tree, root_path, valid_nodes
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.target import Prompt, TransformersTarget
+from tests.tiny import random_tree, root_path, valid_nodes
 
 
 def prompt_of(inputs: dict[str, Tensor]) -> Prompt:
@@ -67,7 +68,7 @@ def assert_trees_equal_paths(
                 expected = plain_logits(model, rows[b], tokens)[-len(path) :]
                 torch.testing.assert_close(logits[b, path], expected, **close)
             kept = root_path(tree, b, alive[int(torch.randint(len(alive), (1,), generator=g))])
-            for parent, child in zip(kept, kept[1:], strict=False):
+            for parent, child in pairwise(kept):
                 choices[b, parent] = tree.tokens[b, child]
             said[b] += [int(tree.tokens[b, i]) for i in kept]
         verdict = verify_greedy(tree, choices)

@@ -93,7 +93,7 @@ def byte_model() -> LlamaForCausalLM:
 
 
 class Script(LogitsProcessor):
-    """Makes the model say given texts: after ``prompt_length`` tokens, the k-th new token is ``script[k]``, then EOS."""
+    """Makes the model say a given text: after ``prompt_length`` tokens, the k-th new one is ``script[k]``, then EOS."""
 
     def __init__(self, script: list[int], prompt_length: int, eos: int = 2) -> None:
         self.script, self.prompt_length, self.eos = script, prompt_length, eos

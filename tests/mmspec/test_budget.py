@@ -33,106 +33,126 @@ def test_a_fixed_budget_is_fixed(nodes):
     assert not budget.drafts()
 
 
-def enumerated_best(cost, gains, batch):
-    """The size with the most expected tokens per second, all tried; the smallest of equals."""
-    rates = []
-    for n in range(max(map(len, gains)) + 1):
-        tokens = batch + sum(sum(row[:n]) for row in gains)
-        rates.append(tokens / cost(batch * cost.width(n + 1, batch)))
-    return rates.index(max(rates))
+# ---------------------------------------------------------------------- adaptive
 
 
-@pytest.mark.parametrize("cost", [FLAT, STEEP, FREE])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_takes_the_enumerated_best_size(cost, batch):
-    rng = random.Random(batch)
-    for _ in range(50):
-        gains = [sorted((rng.random() ** 2 for _ in range(rng.randint(0, 40))), reverse=True) for _ in range(batch)]
-        budget = AdaptiveBudget(cost, nodes=64, batch=batch)  # untried: trusts the drafter as it is
-        assert budget.take(gains) == enumerated_best(cost, gains, batch)
+def drafted(budget, claims, accepted, cost, draft_seconds):
+    """One step with a chain of the given path probabilities; seconds it took and tokens it gave, drafts asked for."""
+    budget.remaining = 1000
+    if not budget.drafts():
+        budget.observe(1, [[0]], 0.0, cost(1))
+        return cost(1), 1, 0
+    size = budget.take([claims])
+    path = list(range(1 + min(size, accepted)))
+    budget.observe(size + 1, [path], draft_seconds, cost(size + 1))
+    return cost(size + 1) + draft_seconds, len(path), size
+
+
+def simulate(budget, steps, acceptance, cost=FLAT, draft_seconds=0.02, claim=0.8, seed=0):
+    """Seconds per token over many steps of a chain drafter that says ``claim`` and is right with ``acceptance``."""
+    rng, seconds, tokens = random.Random(seed), 0.0, 0
+    for _ in range(steps):
+        accepted = 0
+        while accepted < 12 and rng.random() < acceptance:
+            accepted += 1
+        spent, emitted, _ = drafted(budget, [claim ** (i + 1) for i in range(12)], accepted, cost, draft_seconds)
+        seconds, tokens = seconds + spent, tokens + emitted
+    return seconds / tokens
+
+
+def adaptive(cost=FLAT, **keywords):
+    budget = AdaptiveBudget(cost, **keywords)
+    budget.begin()
+    return budget
+
+
+def best_fixed(cost, acceptance, draft_seconds):
+    """Seconds per token of the best chain length, by enumeration; no drafting is one of them."""
+    rates = [cost(1)]
+    for n in range(1, 13):
+        expected = sum(acceptance**i for i in range(n + 1))
+        rates.append((cost(n + 1) + draft_seconds) / expected)
+    return min(rates)
+
+
+@pytest.mark.parametrize("cost", [FLAT, FREE], ids=["flat", "free"])
+@pytest.mark.parametrize("acceptance", [0.6, 0.8, 0.95])
+@pytest.mark.parametrize("claim", [0.7, 0.9])
+def test_comes_close_to_the_enumerated_best_size(cost, acceptance, claim):
+    budget = adaptive(cost)
+    simulate(budget, 400, acceptance, cost, claim=claim)
+    assert simulate(budget, 600, acceptance, cost, claim=claim, seed=1) < 1.15 * best_fixed(cost, acceptance, 0.02)
+
+
+def test_takes_all_that_is_free_and_nothing_that_is_too_dear():
+    gains = [0.9**i for i in range(1, 30)]
+    assert adaptive(FREE).take([gains]) >= 8
+    assert adaptive(STEEP).take([[0.2, 0.1, 0.05]]) == 0
+    assert adaptive(FLAT).take([[]]) == 0
+
+
+def test_never_takes_more_than_its_limit():
+    for limit in (0, 1, 7):
+        assert adaptive(FREE, nodes=limit).take([[0.99] * 50]) <= limit
+
+
+@pytest.mark.parametrize(("cost", "draft_seconds"), [(FLAT, 0.02), (FLAT, 0.5), (STEEP, 0.02), (STEEP, 1.0)])
+@pytest.mark.parametrize("claim", [0.5, 0.95])
+def test_useless_drafts_cost_next_to_nothing(cost, draft_seconds, claim):
+    assert simulate(adaptive(cost), 500, 0.0, cost, draft_seconds, claim) < 1.05 * cost(1)
+
+
+def test_drafting_stops_while_it_is_useless_and_comes_back():
+    budget = adaptive()
+    good = simulate(budget, 300, 0.9)
+    assert good < 0.5 * FLAT(1)
+    budget.begin()
+    simulate(budget, 300, 0.0, draft_seconds=0.3)
+    asked = [drafted(budget, [0.8**i for i in range(1, 12)], 0, FLAT, 0.3)[2] for _ in range(300)]
+    assert sum(size > 0 for size in asked) < 60
+    simulate(budget, 500, 0.9)
+    assert simulate(budget, 300, 0.9, seed=2) < 1.2 * good
 
 
 def test_trust_follows_what_was_accepted():
-    budget = AdaptiveBudget(FLAT)
-    before = budget.take([[0.9, 0.8, 0.7, 0.6] * 4])
-    assert before > 0
-    for _ in range(200):
-        size = budget.take([[0.9] * 16])
-        budget.observe(size + 1, [[0]], 0.0, FLAT(size + 1))  # all of it refused
-    # At most eight nodes are free of charge; none of more is taken on trust.
-    assert budget.take([[0.9] * 16]) <= 7
-    assert budget._correct(0.9) < 0.1
-    for _ in range(400):
-        size = budget.take([[0.9] * 16])
-        budget.observe(size + 1, [list(range(size + 1))], 0.0, FLAT(size + 1))
-    assert budget._correct(0.9) > 0.8
+    budget = adaptive()
+    for _ in range(300):
+        drafted(budget, [0.5, 0.4, 0.3], 0, FREE, 0.0)
+    doubtful = budget._correct(0.5)
+    for _ in range(600):
+        drafted(budget, [0.5, 0.4, 0.3], 3, FREE, 0.0)
+    assert doubtful < 0.45 < 0.9 < budget._correct(0.5)
 
 
 def test_rows_that_have_finished_teach_nothing():
-    budget, alone = AdaptiveBudget(FLAT, batch=2), AdaptiveBudget(FLAT, batch=2)
+    both, alone = adaptive(FREE, batch=2), adaptive(FREE, batch=2)
     for _ in range(30):
-        size = budget.take([[0.9] * 6, [0.9] * 6])
-        budget.observe(size + 1, [list(range(size + 1)), []], 0.001, FLAT(2 * size + 2))
-        same = alone.take([[0.9] * 6])
-        alone.observe(same + 1, [list(range(same + 1))], 0.001, FLAT(2 * same + 2))
-    assert budget._correct(0.9) == pytest.approx(alone._correct(0.9), rel=1e-6)
-    assert budget._worth == pytest.approx(alone._worth, rel=0.2)
-
-
-def simulate(budget, cost, steps, acceptance, draft_seconds, rng):
-    """Steps with a chain drafter that claims 0.8 per token and is right with probability ``acceptance``; share drafted."""
-    drafted = 0
-    for _ in range(steps):
-        budget.remaining = 1000
-        if not budget.drafts():
-            budget.observe(1, [[0]], 0.0, cost(1))
-            continue
-        drafted += 1
-        size = budget.take([[0.8 ** (i + 1) for i in range(8)]])
-        path = [0]
-        while len(path) <= size and rng.random() < acceptance:
-            path.append(len(path))
-        budget.observe(size + 1, [path], draft_seconds, cost(size + 1))
-    return drafted / steps
-
-
-def test_gives_up_useless_drafts_and_comes_back():
-    rng = random.Random(0)
-    budget = AdaptiveBudget(FLAT)
-    simulate(budget, FLAT, 50, 0.9, 0.05, rng)
-    assert simulate(budget, FLAT, 100, 0.9, 0.05, rng) == 1.0
-    simulate(budget, FLAT, 200, 0.0, 0.5, rng)
-    assert simulate(budget, FLAT, 300, 0.0, 0.5, rng) < 0.15
-    simulate(budget, FLAT, 300, 0.9, 0.05, rng)
-    assert simulate(budget, FLAT, 100, 0.9, 0.05, rng) > 0.9
-
-
-def test_pauses_are_bounded():
-    rng = random.Random(0)
-    budget = AdaptiveBudget(FLAT)
-    simulate(budget, FLAT, 2000, 0.0, 1.0, rng)
-    waited = 0
-    while not budget.drafts():
-        waited += 1
-    assert waited <= 64
+        size = both.take([[0.5] * 6, [0.5] * 6])
+        both.observe(size + 1, [list(range(size + 1)), []], 0.0, FREE(1))
+        same = alone.take([[0.5] * 6])
+        alone.observe(same + 1, [list(range(same + 1))], 0.0, FREE(1))
+        assert size == same > 0
+    assert both._correct(0.5) == pytest.approx(alone._correct(0.5))
 
 
 def test_one_more_drafter_pass_must_pay():
-    budget = AdaptiveBudget(FLAT)
+    budget = adaptive()
     assert budget.deeper(0.1)  # its price is not known yet
+    budget.drafts()
+    budget.take([[0.5]])
     budget.observe(1, [[0]], 0.5, 1.0)
-    assert budget.deeper(0.9)
+    budget.drafts()
+    assert budget.deeper(0.95)
     assert not budget.deeper(0.01)
 
 
 def test_a_hiccup_is_not_the_price_of_a_tree():
-    budget = AdaptiveBudget(FLAT)
-    for _ in range(20):
-        budget.observe(9, [[0]], 0.01, FLAT(9))
-    before = budget.take([[0.9, 0.8, 0.7]])
-    budget.observe(9, [[0]], 50.0, 500.0)
-    assert budget._scale <= 1.2
-    assert budget.take([[0.9, 0.8, 0.7]]) == before
+    budget = adaptive()
+    simulate(budget, 200, 0.9)
+    before = simulate(budget, 50, 0.9, seed=3)
+    budget.take([[0.8**i for i in range(1, 9)]])
+    budget.observe(9, [list(range(9))], 50.0, 500.0)
+    assert simulate(budget, 50, 0.9, seed=3) < 1.2 * before
 
 
 @pytest.mark.parametrize(

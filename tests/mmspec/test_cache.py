@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.tiny import random_tree, root_path, valid_nodes
 
 from mmspec import UserError
 from mmspec.cache import TreeCache
+from tests.tiny import random_tree, root_path, valid_nodes
 
 LAYERS, HEADS, WIDTH = 2, 2, 3
 
@@ -26,7 +26,10 @@ def start(batch, length, mask=None, **keywords):
     ids = torch.arange(1, batch * length + 1).view(batch, length)
     write(cache, ids)
     cache.commit_prompt(length, mask, batch, ids.device)
-    rows = [[int(t) for t, m in zip(ids[b], mask[b] if mask is not None else [1] * length, strict=True) if m] for b in range(batch)]
+    rows = [
+        [int(t) for t, m in zip(ids[b], mask[b] if mask is not None else [1] * length, strict=True) if m]
+        for b in range(batch)
+    ]
     return cache, rows
 
 

@@ -2,11 +2,11 @@ import json
 
 import pytest
 import torch
-from tests.tiny import shared_model
 
 import mmspec.calibrate as calibrate
 from mmspec.budget import CostTable
 from mmspec.target import TransformersTarget
+from tests.tiny import shared_model
 
 TABLE = CostTable((1, 2, 4), (0.5, 0.25, 1.0))
 
@@ -103,6 +103,8 @@ def test_prefix_leaves_room_within_the_context(monkeypatch):
     monkeypatch.setattr(model.config, "max_position_embeddings", 70)
     seen = []
     prefill = target.prefill
-    monkeypatch.setattr(target, "prefill", lambda prompt, room: seen.append(prompt.input_ids.shape) or prefill(prompt, room))
+    monkeypatch.setattr(
+        target, "prefill", lambda prompt, room: seen.append(prompt.input_ids.shape) or prefill(prompt, room)
+    )
     calibrate.measure(target, prefix=128, seconds=0.01)
     assert seen == [torch.Size([1, 6])]

@@ -1,8 +1,7 @@
-"""Drafters propose sensible trees; whatever they propose, the output is the target's (tests of engine, hook, targets)."""
+"""Drafters propose sensible trees; that the output stays the target's is for other tests."""
 
 import pytest
 import torch
-from tests.tiny import root_path, shared_model, valid_nodes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
@@ -17,6 +16,7 @@ from mmspec.drafters.small import Small
 from mmspec.pipeline import make_drafter
 from mmspec.target import Prompt, Step, TransformersTarget
 from mmspec.verify import verify_greedy
+from tests.tiny import root_path, shared_model, valid_nodes
 
 
 def begun(drafter, rows, vocab=30):
@@ -71,11 +71,13 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth):
 
     extend(0, 1.0, ())
     expected = sorted((c for c, _ in every if c >= floor), reverse=True)[:nodes]
-    tokens, parents, gains = best_first(0, lambda last: [(t, float(p[last, t]), t) for t in range(3)], depth, nodes, floor)
+    tokens, parents, gains = best_first(
+        0, lambda last: [(t, float(p[last, t]), t) for t in range(3)], depth, nodes, floor
+    )
     assert gains == pytest.approx(expected)
     tree = build_tree(torch.tensor([0]), [(tokens, parents)])
     assert_well_formed(tree)
-    chances = dict((path, c) for c, path in every)
+    chances = {path: c for c, path in every}
     assert [chances[tuple(path)] for path in paths(tree)] == pytest.approx(gains)
 
 

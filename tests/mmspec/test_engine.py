@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from tests.tiny import table_model
 from transformers import StoppingCriteria
 
 from eval.oracle import Oracle
@@ -18,6 +17,7 @@ from mmspec.engine import decode, generator_for
 from mmspec.sampling import Sampler, SamplingParams
 from mmspec.stopping import Stopper
 from mmspec.target import Prompt, Step
+from tests.tiny import table_model
 
 VOCAB = 7
 
@@ -138,7 +138,9 @@ def test_rows_end_at_their_own_time(eos):
             assert_consistent(row, [step[b] for step in steps])
             lengths.add(len(expected))
             # A row that has ended emits nothing and costs no more steps.
-            ended = next(i for i, step in enumerate(itertools.accumulate(len(s[b]) for s in steps)) if step == len(expected))
+            ended = next(
+                i for i, step in enumerate(itertools.accumulate(len(s[b]) for s in steps)) if step == len(expected)
+            )
             assert row.stats.num_spec_steps == ended
     assert len(lengths) > 1 or eos not in set(itertools.chain(*(said_plainly(table, row, 25) for row in rows)))
 
@@ -190,7 +192,9 @@ class Fixed:
         return build_tree(token, self.trees.pop(0)) if self.trees else TokenTree.root(token)
 
     def observe(self, tree, verdict, step):
-        self.observed.append(([len(row) for row in self.history], verdict.length.tolist(), tree.nodes, step.logits.shape[1]))
+        self.observed.append(
+            ([len(row) for row in self.history], verdict.length.tolist(), tree.nodes, step.logits.shape[1])
+        )
 
 
 def test_padding_is_not_counted_as_drafts():
@@ -274,7 +278,9 @@ def test_samples_are_distributed_as_plain_ones(name):
     random_references = random.Random(0)
     drafter = {
         "plain": lambda: None,
-        "oracle": lambda: Oracle([[random_references.randrange(vocab) for _ in range(9)] for _ in range(batch)], vocab=vocab, nodes=5),
+        "oracle": lambda: Oracle(
+            [[random_references.randrange(vocab) for _ in range(9)] for _ in range(batch)], vocab=vocab, nodes=5
+        ),
         "drawn": lambda: Drawn(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(9)).softmax(-1), 3),
         "recycle": lambda: Recycle(top_k=2),
     }[name]()

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
 import mmspec
@@ -12,6 +11,7 @@ from eval.losslessness import Case, cases, compare
 from eval.oracle import Oracle
 from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import UserError
+from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
@@ -266,7 +266,10 @@ def test_a_drafter_object_keeps_what_it_learned():
     ("options", "message"),
     [
         ({"num_beams": 2}, "^num_beams must be 1: speculation keeps one sequence per prompt, got 2$"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "only sequences and stats are returned: output_scores cannot be"),
+        (
+            {"output_scores": True, "return_dict_in_generate": True},
+            "only sequences and stats are returned: output_scores cannot be",
+        ),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor does not, use model.generate for it"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor does not"),
         ({"drafter": "nobody"}, "unknown drafter: expected one of .*, got 'nobody'"),
@@ -276,13 +279,15 @@ def test_a_drafter_object_keeps_what_it_learned():
 )
 def test_refuses(options, message):
     with pytest.raises(UserError, match=message):
-        mmspec.generate(shared_model("llama"), **{"drafter": "ngram", "nodes": 4, **text_inputs(1, 9), **GREEDY, **options})
+        mmspec.generate(
+            shared_model("llama"), **{"drafter": "ngram", "nodes": 4, **text_inputs(1, 9), **GREEDY, **options}
+        )
 
 
 def test_refuses_embeddings_and_filled_caches():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
     with pytest.raises(UserError, match="input_ids: inputs_embeds were given"):
-        embeds = model.get_input_embeddings()(inputs["input_ids"])
         mmspec.generate(model, drafter="ngram", nodes=4, inputs_embeds=embeds, **GREEDY)
     past = DynamicCache(config=model.config)
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.tiny import Script, byte_model, byte_tokenizer
 from transformers import MinNewTokensLengthLogitsProcessor
 
 import mmspec
@@ -11,6 +10,7 @@ from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.target import TransformersTarget
+from tests.tiny import Script, byte_model, byte_tokenizer
 
 PROMPT = "Say: "
 TEXT = "Größe: 3 €, 日本語 und 🙂! EN ENDE and END."
@@ -153,7 +153,9 @@ def test_the_context_is_filled_and_not_overrun():
     assert len(answer.token_ids) == 8
     assert answer.finish_reason == "length"
     assert len(pipe.generate("x" * 127, max_new_tokens=50, nodes=6).token_ids) == 1
-    with pytest.raises(UserError, match=r"^the prompt must be shorter than the model's context of 128 tokens: got 128$"):
+    with pytest.raises(
+        UserError, match=r"^the prompt must be shorter than the model's context of 128 tokens: got 128$"
+    ):
         pipe.generate("x" * 128)
 
 
@@ -175,7 +177,8 @@ def test_a_checkpoint_folder(tmp_path):
 def test_chat_messages(tmp_path):
     tokenizer = type(byte_tokenizer())(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="</s>")
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
     )
     target = TransformersTarget(byte_model(), tokenizer)
     said = target.encode([{"prompt": "hi"}]).input_ids[0].tolist()
@@ -208,7 +211,10 @@ def test_mistakes_are_named(keywords, message):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"model": "/no/such/folder"}, "cannot load model '/no/such/folder': expected an embedded model .*local folder"),
+        (
+            {"model": "/no/such/folder"},
+            "cannot load model '/no/such/folder': expected an embedded model .*local folder",
+        ),
         ({"model": "{folder}"}, "cannot load model .*: expected"),
         ({"model": "{folder}", "dtype": "int3"}, "dtype must be auto, float32, bfloat16, float16: got 'int3'"),
         ({"model": "{folder}", "device": "abacus"}, "device must be auto or one that torch can use here: got 'abacus'"),

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process as hf
 
 import mmspec.sampling
 from mmspec import SamplingParams, TokenTree, UserError
 from mmspec.sampling import Sampler
+from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
 VOCAB = 23
 HISTORIES = [[3, 4, 5, 3, 4], [9, 8, 9], [11]]

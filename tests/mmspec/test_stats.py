@@ -25,10 +25,22 @@ def test_nothing_done_divides_by_nothing():
 
 
 def test_the_contracts_names_are_plain_json():
-    names = (
-        "mean_acceptance_length draft_acceptance_rate acceptance_histogram num_spec_steps num_draft_tokens "
-        "num_accepted_draft_tokens num_spec_tokens num_generated_tokens prefill_seconds draft_seconds verify_seconds "
-        "commit_seconds wall_seconds time_to_first_token tokens_per_second"
-    ).split()
+    names = [
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "acceptance_histogram",
+        "num_spec_steps",
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "num_spec_tokens",
+        "num_generated_tokens",
+        "prefill_seconds",
+        "draft_seconds",
+        "verify_seconds",
+        "commit_seconds",
+        "wall_seconds",
+        "time_to_first_token",
+        "tokens_per_second",
+    ]
     figures = json.loads(json.dumps(Stats().to_dict()))
     assert set(names) <= set(figures)

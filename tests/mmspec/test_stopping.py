@@ -1,10 +1,10 @@
 import pytest
 import torch
-from tests.tiny import byte_tokenizer
 from transformers import StoppingCriteria
 
 from mmspec import UserError
 from mmspec.stopping import Stopper
+from tests.tiny import byte_tokenizer
 
 PROMPT = [5, 6, 7]
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from tests.targets import assert_trees_equal_paths, prompt_of
-from tests.tiny import random_tree, shared_model
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -23,6 +21,8 @@ from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.budget import CostTable
 from mmspec.target import Prompt, TransformersTarget
+from tests.targets import assert_trees_equal_paths, prompt_of
+from tests.tiny import random_tree, shared_model
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
@@ -161,7 +161,9 @@ def _tiny(config_class, **extra):
     ("make", "message"),
     [
         (
-            lambda: T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+            ),
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
         (
@@ -170,12 +172,25 @@ def _tiny(config_class, **extra):
             ),
             "Llama4ForCausalLM has chunked_attention",
         ),
-        (lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1)), "MambaForCausalLM"),
         (
-            lambda: _tiny(BambaConfig, num_key_value_heads=1, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+            lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1)),
+            "MambaForCausalLM",
+        ),
+        (
+            lambda: _tiny(
+                BambaConfig,
+                num_key_value_heads=1,
+                attn_layer_indices=[1],
+                mamba_n_heads=4,
+                mamba_d_head=8,
+                mamba_d_state=8,
+            ),
             "BambaForCausalLM",
         ),
-        (lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)), "BloomForCausalLM"),
+        (
+            lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)),
+            "BloomForCausalLM",
+        ),
     ],
 )
 def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
@@ -212,15 +227,20 @@ def _rope(kind, limit):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize(("kind", "limit", "expected"), [("dynamic", 16, "fit below"), ("longrope", 64, "stay on one side")])
+@pytest.mark.parametrize(
+    ("kind", "limit", "expected"), [("dynamic", 16, "fit below"), ("longrope", 64, "stay on one side")]
+)
 def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit, expected):
     target = TransformersTarget(_rope(kind, limit))
-    with pytest.raises(UserError, match=f"^{kind} rotary embeddings change at 16 tokens: .*{expected}, got 9 and up to 9 more$"):
+    with pytest.raises(
+        UserError, match=f"^{kind} rotary embeddings change at 16 tokens: .*{expected}, got 9 and up to 9 more$"
+    ):
         target.prefill(Prompt(torch.arange(9)[None]), room=9)
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit", "length", "new"), [("dynamic", 16, 6, 10), ("longrope", 64, 6, 10), ("longrope", 64, 17, 20), ("yarn", 64, 9, 20)]
+    ("kind", "limit", "length", "new"),
+    [("dynamic", 16, 6, 10), ("longrope", 64, 6, 10), ("longrope", 64, 17, 20), ("yarn", 64, 9, 20)],
 )
 def test_rotary_embeddings_on_one_side_of_the_change(kind, limit, length, new):
     model = _rope(kind, limit)
@@ -234,7 +254,9 @@ def test_rotary_embeddings_on_one_side_of_the_change(kind, limit, length, new):
 def test_rows_ahead_of_others_stay_within_learned_positions():
     """Up to the last position that the model has, in a batch whose rows advance at different speed."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=101, n_embd=48, n_layer=1, n_head=4, n_positions=32, initializer_range=0.25, pad_token_id=0)
+    config = GPT2Config(
+        vocab_size=101, n_embd=48, n_layer=1, n_head=4, n_positions=32, initializer_range=0.25, pad_token_id=0
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     inputs, options = text_inputs(3, 9), dict(max_new_tokens=23, do_sample=False, eos_token_id=None)
     reference = model.generate(**inputs, **options)

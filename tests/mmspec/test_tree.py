@@ -1,8 +1,8 @@
 import pytest
 import torch
-from tests.tiny import random_tree, root_path
 
 from mmspec import TokenTree
+from tests.tiny import random_tree, root_path
 
 
 def tree(tokens, parents, **keywords):
@@ -37,7 +37,11 @@ def test_root_alone():
 @pytest.mark.parametrize(
     ("tokens", "parents", "message"),
     [
-        ([[1, 2, 3, 4]], [[-1, 0, 1, 5]], r"^parents must point backwards: parents\[0, 3\] = 5, expected >= 0 and < 3$"),
+        (
+            [[1, 2, 3, 4]],
+            [[-1, 0, 1, 5]],
+            r"^parents must point backwards: parents\[0, 3\] = 5, expected >= 0 and < 3$",
+        ),
         ([[1, 2], [1, 2]], [[-1, 0], [-1, 1]], r"parents\[1, 1\] = 1, expected >= 0 and < 1$"),
         ([[1, 2]], [[-1, -1]], r"parents\[0, 1\] = -1, expected >= 0 and < 1$"),
         ([[1, 2]], [[0, 0]], r"parents\[0, 0\] = 0, expected -1$"),

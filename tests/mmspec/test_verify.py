@@ -12,9 +12,9 @@ from importlib import import_module
 
 import pytest
 import torch
-from tests.tiny import random_tree, valid_nodes
 
 from mmspec import TokenTree, verify, verify_greedy
+from tests.tiny import random_tree, valid_nodes
 
 module = import_module("mmspec.verify")  # the attribute of that name is the function
 VOCAB = 5
@@ -66,9 +66,7 @@ def test_greedy_equals_a_loop(shape, nodes, batch):
 
 
 def test_padding_is_never_accepted():
-    tree = TokenTree(
-        torch.tensor([[3, 7, 7]]), torch.tensor([[-1, 0, 0]]), valid=torch.tensor([[True, False, False]])
-    )
+    tree = TokenTree(torch.tensor([[3, 7, 7]]), torch.tensor([[-1, 0, 0]]), valid=torch.tensor([[True, False, False]]))
     verdict = verify_greedy(tree, torch.tensor([[7, 7, 7]]))
     assert verdict.host == [([0], [7])]
 
@@ -124,7 +122,7 @@ def choices_of(verifier, tree, probs, chances):
 
 def choice_distribution(verifier, tree, probs):
     """(batch, nodes, vocab): how probable each token is to be put after each node, for the trees as they are."""
-    batch, nodes, vocab = probs.shape
+    batch, nodes, _ = probs.shape
     ranks = 0
     if tree.draft_probs is not None:
         counts = (tree.parents[:, :, None] == torch.arange(nodes)).sum(1)
@@ -166,7 +164,9 @@ def emitted_distribution(verifier, trees, weights, bigram):
     for row in range(trees.batch):
         weight = weights[row] * per_node[row, torch.arange(trees.nodes), combinations].prod(-1)
         many = TokenTree(
-            trees.tokens[row].expand(len(combinations), -1), trees.parents[row].expand(len(combinations), -1), check=False
+            trees.tokens[row].expand(len(combinations), -1),
+            trees.parents[row].expand(len(combinations), -1),
+            check=False,
         )
         verdict = verify_greedy(many, combinations)
         for w, (_, tokens) in zip(weight, verdict.host, strict=True):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.targets import assert_trees_equal_paths, prompt_of
-from tests.tiny import shared_model
 
 from eval.losslessness import Case, compare
 from eval.tiny_models import IMAGE, VIDEO, VISION_CONFIGS, vision_inputs, vision_model
 from mmspec import plugins
+from tests.targets import assert_trees_equal_paths, prompt_of
+from tests.tiny import shared_model
 
 
 @pytest.mark.parametrize("name", VISION_CONFIGS)
@@ -26,7 +26,12 @@ def test_eager_attention(name):
 @pytest.mark.parametrize("name", VISION_CONFIGS)
 @pytest.mark.parametrize(
     ("batch", "images", "setting", "drafter"),
-    [(1, 1, "greedy", "oracle"), (3, 1, "greedy", "oracle"), (3, 2, "repetition-penalty", "oracle"), (3, 1, "no-repeat-ngram", "small")],
+    [
+        (1, 1, "greedy", "oracle"),
+        (3, 1, "greedy", "oracle"),
+        (3, 2, "repetition-penalty", "oracle"),
+        (3, 1, "no-repeat-ngram", "small"),
+    ],
 )
 def test_greedy_tokens_equal_generate(name, batch, images, setting, drafter):
     case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=drafter)
