@@ -68,7 +68,7 @@ class LateBan(hf.TemperatureLogitsWarper):
     """Inherits from a processor that ignores the history, and does not ignore it."""
 
     def __call__(self, input_ids, scores):
-        return scores.scatter(1, input_ids[:, -1:], -50.0)
+        return scores.scatter(1, input_ids, -50.0)
 
 
 def allowed(row, ids):
