@@ -70,8 +70,13 @@ def said_plainly(table, row, count, eos=()):
 def run(table, rows, drafter, stopper, sampler=None, budget=None):
     """All steps: the rows at the end, and what each step emitted for each row."""
     target, steps, result = TableTarget(table), [], []
+    before, ended = [0] * len(rows), [False] * len(rows)
     for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, budget or Budget(10, 6)):
         steps.append([list(row.emitted) for row in result])
+        absorbed = [len(row) for row in target.said]
+        # A row that had finished before this step absorbs nothing more.
+        assert all(now == then for now, then, over in zip(absorbed, before, ended, strict=True) if over)
+        before, ended = absorbed, [row.finish_reason is not None for row in result]
     for b, row in enumerate(result):
         # The target has absorbed everything but what was emitted last.
         assert row.history[: len(target.said[b])] == target.said[b][: len(row.history)]
