@@ -9,7 +9,14 @@ import pytest
 from vision.scenes.captions import brief, caption, listing
 from vision.scenes.chat import invention, small_talk
 from vision.scenes.clips import ask_clip, describe_clip, sample_clip
-from vision.scenes.conversations import describe_prompt, one_image, several_images, video, words_only
+from vision.scenes.conversations import (
+    describe_prompt,
+    one_image,
+    questions_only,
+    several_images,
+    video,
+    words_only,
+)
 from vision.scenes.questions import KINDS, Question, ask
 from vision.scenes.reading import Happening, clauses, read_events, read_names, read_objects, read_places, read_sign
 from vision.scenes.scene import Item, Scene, sample_scene, seeded
@@ -221,6 +228,7 @@ def test_conversations_fit_their_images() -> None:
         assert 2 <= len(several_images(seeded("train", index)).scenes) <= 3
         assert len(video(seeded("train", index), 8).scenes) == 8
         assert not words_only(seeded("train", index)).scenes
+        assert len(questions_only(seeded("train", index)).scenes) == 1
         for example in (one_image(seeded("train", index)), words_only(seeded("train", index))):
             assert example.turns
             assert all(user and answer for user, answer in example.turns)

@@ -136,6 +136,15 @@ def one_image(rng: random.Random) -> Example:
     return Example((scene,), tuple(turns))
 
 
+def questions_only(rng: random.Random) -> Example:
+    """One image and four to seven questions with no caption to copy the answers from."""
+    while True:
+        scene = sample_scene(rng)
+        turns = _questions(scene, rng, rng.randint(4, 7))
+        if turns:
+            return Example((scene,), tuple(turns))
+
+
 def several_images(rng: random.Random) -> Example:
     """Two or three simple images described in order, with a question about one of them."""
     scenes = tuple(_simple_scene(rng) for _ in range(rng.choice((2, 2, 3))))

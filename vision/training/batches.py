@@ -15,7 +15,15 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from vision.scenes.conversations import Example, lists_only, one_image, several_images, video, words_only
+from vision.scenes.conversations import (
+    Example,
+    lists_only,
+    one_image,
+    questions_only,
+    several_images,
+    video,
+    words_only,
+)
 from vision.scenes.drawing import draw
 from vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, seeded
 from vision.scenes.vocabulary import SIDE
@@ -61,8 +69,9 @@ FIRST_LESSONS: dict[str, Kind] = {
 }
 
 ALL_LESSONS: dict[str, Kind] = {
-    "image": Kind(one_image, 48, 0.5),
-    "lists": Kind(lists_only, 64, 0.07),
+    "image": Kind(one_image, 48, 0.38),
+    "questions": Kind(questions_only, 56, 0.14),
+    "lists": Kind(lists_only, 64, 0.05),
     "several": Kind(several_images, 32, 0.05),
     "video4": Kind(lambda rng: video(rng, 4), 28, 0.19),
     "video8": Kind(lambda rng: video(rng, 8), 16, 0.1),
