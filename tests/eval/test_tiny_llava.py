@@ -64,6 +64,7 @@ def test_nonsense_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(accuracy, "answer", nonsense)
     report = accuracy.measure(None, Words(), scenes=40)
+    assert report["question text"] == report["question shape"] == 0.0
     zero = {name: value for name, value in report.items() if name.startswith(("video", "objects", "words", "whole"))}
     assert set(zero.values()) == {0.0}
     assert report["question position"] == report["question colour"] == 0.0

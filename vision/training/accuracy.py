@@ -152,14 +152,16 @@ def _measure_questions(model: Any, processor: Any, count: int) -> dict[str, floa
 def is_right(question: Question, text: str) -> bool:
     """Whether an answer carries the question's key."""
     words = text.lower().replace(".", " ").replace(",", " ").split()
+    if not question.key:
+        return bool({"nothing", "no"} & set(words)) and not read_names(text) and read_sign(text) is None
     if question.kind == "text":
-        return read_sign(text) == (question.key or None)
+        return read_sign(text) == question.key
     if question.kind == "position":
         return [f"{row},{col}" for row, col in read_places(text)] == [question.key]
     if question.kind == "relation":
         return any(f"{name.colour} {name.shape}" == question.key for name in read_names(text)[:1])
     if question.kind == "shape":
-        return [name.shape for name in read_names(text)[:1]] == ([question.key] if question.key else [])
+        return [name.shape for name in read_names(text)[:1]] == [question.key]
     return question.key in words
 
 

@@ -16,7 +16,11 @@ import click
 @click.command("tiny-llava")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
 @click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), default=100.0, show_default=True, help="Budget."
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=105.0,
+    show_default=True,
+    help="Wall-clock budget.",
 )
 @click.option("--steps", type=click.IntRange(1), nargs=2, help="Steps of the two stages, instead of --minutes.")
 @click.option("--size", type=click.FloatRange(0.05, 8), default=1.0, show_default=True, help="Factor on batch sizes.")
@@ -33,9 +37,11 @@ def tiny_llava(
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from transformers.utils import logging
 
     from vision.training.loop import MODEL, Plan, Run
 
+    logging.disable_progress_bar()
     torch.set_num_threads(threads)
     plan = Plan(steps=steps, size=size) if steps else Plan(minutes=minutes, size=size)
     console = Console(stderr=True)
