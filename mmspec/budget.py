@@ -12,12 +12,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import inf, log2
 
-_BINS = 12
+_BINS = 16
 _PRIOR = 6.0  # an untried bin counts as this many observations that agree with the drafter
-_DECAY = 0.995
-_LONGEST_PAUSE = 64
+_DECAY = 0.995  # of what a bin has seen, per observation
+_FADE = 0.95  # of tokens and seconds of late, per step
+_THRIFT = 0.7  # time is priced below its worth: a look-up drafter also learns from the nodes that a tree shows it
+_TRIAL = 3.0  # plain steps that a drafter is taken to save per request before any was seen
+_CREDIT = 0.25  # plain steps that drafting may lose before it has won any
+_CREDIT_PER_TOKEN = 0.005  # and more for every token emitted
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class Budget:
         self.depth = depth
         self.remaining = depth
 
+    def begin(self) -> None:
+        """A new request starts."""
+
     @property
     def max_depth(self) -> int:
         return min(self.depth, self.remaining)
@@ -102,7 +109,11 @@ class Budget:
 
 
 class AdaptiveBudget(Budget):
-    """The tree size with the most expected tokens per second.
+    """The tree size that earns most: tokens gained, less the time they cost at what time has been worth of late.
+
+    What it learns (which confidences hold, what drafting costs) outlives requests. Each request has an account of the
+    time saved against plain decoding: drafting may use up what it saved, a small credit, and half of what it saved in
+    earlier requests, so that a text that no drafter can guess costs next to nothing.
 
     Args:
         cost: the target's verify time.
@@ -115,40 +126,44 @@ class AdaptiveBudget(Budget):
         self.batch = batch
         self.limit = nodes
         self._cost = [cost(batch * cost.width(n, batch)) for n in range(1, nodes + 2)]
+        self._scale = 1.0  # measured over calibrated seconds: the prefix grows, machines slow down
+        self._draft = 0.0  # seconds of drafting per step
+        self._passes, self._pass_seconds = 1, 0.0
+        self._tokens, self._seconds = float(batch), self._cost[0]  # of late: their ratio is what time is worth
         self._accepted = [0.0] * _BINS
         self._seen = [0.0] * _BINS
         self._shown: list[list[float]] = []
-        self._scale = 1.0  # measured over calibrated seconds: the prefix grows, machines slow down
-        self._draft = 0.0
-        self._passes = 1
-        self._pass_seconds = 0.0
-        self._worth = 1.0  # tokens per second of recent drafted steps over plain decoding
-        self._pause = self._next_pause = 0
         self._usual = 8.0
+        self._account = 0.0
+        self._saved, self._record = 0.0, _TRIAL  # plain steps saved in this request, and lately per request
+
+    def begin(self) -> None:
+        super().begin()
+        if self._saved:
+            self._record += 0.3 * (self._saved - self._record)
+        self._saved = 0.0
+        self._account = (_CREDIT + max(_CREDIT, 0.5 * self._record)) * self._cost[0] * self._scale
 
     def drafts(self) -> bool:
-        if self._pause:
-            self._pause -= 1
-            return False
         self._passes = 1
-        return super().drafts()
+        return super().drafts() and self._account > self._extra(1) + self._draft
 
     def deeper(self, gain: float) -> bool:
-        seconds_per_token = self._cost[0] * self._scale / max(self._worth, 1.0)
-        pays = gain * seconds_per_token > self._pass_seconds
+        pays = gain * self._seconds / self._tokens > self._pass_seconds
         self._passes += pays
         return pays
 
     def take(self, gains: Sequence[Sequence[float]]) -> int:
         widest = min(self.nodes, max(map(len, gains), default=0))
         corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
-        expected = float(self.batch)
-        best, best_rate = 0, expected / (self._cost[0] * self._scale + self._draft)
+        price = _THRIFT * self._tokens / self._seconds
+        best, profit, best_profit = 0, 0.0, 0.0
         for n in range(1, widest + 1):
-            expected += sum(row[n - 1] for row in corrected if len(row) >= n)
-            rate = expected / (self._cost[n] * self._scale + self._draft)
-            if rate > best_rate:
-                best, best_rate = n, rate
+            if self._extra(n) + self._draft > self._account:
+                break
+            profit += sum(row[n - 1] for row in corrected if len(row) >= n)
+            if profit - price * self._extra(n) > best_profit:
+                best, best_profit = n, profit - price * self._extra(n)
         self._shown = [list(row[:best]) for row in gains]
         # Listing candidates costs time too: look only somewhat further than what paid lately.
         self._usual += 0.2 * (best - self._usual)
@@ -164,28 +179,35 @@ class AdaptiveBudget(Budget):
             drafted = draft_seconds if not self._draft else min(draft_seconds, 3 * self._draft)
             self._draft += (0.2 if self._draft else 1.0) * (drafted - self._draft)
             self._pass_seconds = self._draft / self._passes
-            self._judge(calibrated, paths)
+        spent = calibrated * self._scale + (self._draft if draft_seconds > 0 else 0.0)
+        emitted = sum(map(len, paths))
+        self._tokens = _FADE * self._tokens + emitted
+        self._seconds = _FADE * self._seconds + spent
+        alive = sum(map(bool, paths))
+        plain = self._cost[0] * self._scale
+        each = emitted / max(alive, 1)
+        self._saved += each - spent / plain
+        self._account += each * plain * (1 + _CREDIT_PER_TOKEN) - spent
         for row, path in zip(self._shown, paths, strict=False):
             if not path:
                 continue  # the row has finished, which says nothing about its drafts
             kept = set(path)
             for i, gain in enumerate(row, start=1):
-                b = min(int(gain * _BINS), _BINS - 1)
+                b = _bin(gain)
                 self._seen[b] = self._seen[b] * _DECAY + 1.0
                 self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
         self._shown = []
 
-    def _judge(self, calibrated: float, paths: list[list[int]]) -> None:
-        """Pause drafting, for longer each time, while it costs more than it gives."""
-        emitted = sum(map(len, paths)) / max(1, sum(map(bool, paths)))
-        plain = self._cost[0] * self._scale
-        self._worth += 0.15 * (emitted * plain / (calibrated * self._scale + self._draft) - self._worth)
-        if self._worth < 0.99:
-            self._next_pause = min(max(2, 2 * self._next_pause), _LONGEST_PAUSE)
-            self._pause, self._worth = self._next_pause, 1.0
-        elif self._worth > 1.05:
-            self._next_pause = 0
+    def _extra(self, nodes: int) -> float:
+        """Seconds that a tree of so many drafted nodes costs beyond plain decoding."""
+        return (self._cost[nodes] - self._cost[0]) * self._scale
 
     def _correct(self, gain: float) -> float:
-        b = min(int(gain * _BINS), _BINS - 1)
+        """Probability that a node of path probability ``gain`` is accepted, by what was seen so far."""
+        b = _bin(gain)
         return (self._accepted[b] + _PRIOR * gain) / (self._seen[b] + _PRIOR)
+
+
+def _bin(gain: float) -> int:
+    """Half octaves of probability: 1, 0.7, 0.5, 0.35, ..."""
+    return min(int(-2.0 * log2(gain)), _BINS - 1) if gain > 0.0 else _BINS - 1

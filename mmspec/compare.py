@@ -32,13 +32,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two greedy outputs part.
+    """Where two outputs part.
 
     Attributes:
         position: index of the first token that differs, counted from the first new one.
         speculative, plain: the tokens there; None where that output had ended.
-        margin: the target's highest logit there minus the lower of the two tokens' (after repetition penalty), from one
-            more pass over prompt and common tokens. Near zero in half precision means a tie that rounding decides.
+        margin: for greedy outputs, the target's highest logit there minus the lower of the two tokens' (after repetition
+            penalty), from one more pass over prompt and common tokens. Near zero in half precision means a tie that
+            rounding decides.
     """
 
     position: int
@@ -49,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` measured. ``equal`` is None for sampled outputs, which agree in distribution alone."""
+    """What ``compare`` measured. ``equal`` is None for outputs sampled without a seed: they agree in distribution."""
 
     rounds: int
     speculative: Speed
@@ -118,7 +119,8 @@ def compare(
         Speed(median(g.stats.tokens_per_second for g, _ in runs[kind]), median(s for _, s in runs[kind]))
         for kind in (True, False)
     )
-    if keywords.get("temperature", 0.0) > 0:
+    sampled = keywords.get("temperature", 0.0) > 0
+    if sampled and keywords.get("seed") is None:
         return Comparison(rounds, fast, slow, None, None)
     pairs = [(a.token_ids, b.token_ids) for (a, _), (b, _) in zip(runs[True], runs[False], strict=True)]
     unequal = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -141,7 +143,7 @@ def first_difference(
     """
     shorter = min(len(speculative), len(plain))
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
-    if at == shorter:
+    if at == shorter or keywords.get("temperature", 0.0) > 0:
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, ours, theirs, None)
     scores = next_token_scores(

@@ -49,6 +49,7 @@ def decode(
         The rows, always the same objects; each row's ``emitted`` holds its tokens of this step.
     """
     start = clock()
+    budget.begin()
     step = target.prefill(prompt, stopper.max_new_tokens)
     rows = [Row(ids, len(ids), Stats(), []) for ids in prompt.histories()]
     history = [row.history for row in rows]

@@ -97,11 +97,13 @@ class Pipeline:
         model, processor: the plain transformers objects.
         target, drafter: what generation runs on; ``drafter`` may be None.
         name: how the model was asked for.
+        budgets: by batch size, what adaptive budgets have learnt of this drafter on this target.
     """
 
     def __init__(self, target: TransformersTarget, drafter: Drafter | None = None, name: str = "") -> None:
         self.target = target
         self.drafter = drafter
+        self.budgets: dict[int, AdaptiveBudget] = {}
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
         if drafter is not None:
             drafter.attach(target)
@@ -205,7 +207,7 @@ class _Request:
             criteria=stopping_criteria,
             tokenizer=self.target.tokenizer,
         )
-        self.budget = budget_for(self.target, self.drafter, nodes, len(requests))
+        self.budget = budget_for(self.target, self.drafter, nodes, len(requests), pipe.budgets)
 
     def run(self) -> Iterator[list[Row]]:
         return decode(self.target, self.drafter, self.prompt, self.sampler, self.stopper, self.budget)
@@ -222,8 +224,18 @@ class _Request:
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text
 
 
-def budget_for(target: TransformersTarget, drafter: Drafter | None, nodes: int | None, batch: int) -> Budget:
-    """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None."""
+def budget_for(
+    target: TransformersTarget,
+    drafter: Drafter | None,
+    nodes: int | None,
+    batch: int,
+    learnt: dict[int, AdaptiveBudget] | None = None,
+) -> Budget:
+    """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None.
+
+    Args:
+        learnt: adaptive budgets by batch size, to go on with and to add to.
+    """
     if target.cost is None:
         target.cost = stored_cost(target)
     if drafter is None:
@@ -232,4 +244,7 @@ def budget_for(target: TransformersTarget, drafter: Drafter | None, nodes: int |
         return Budget(nodes)
     if target.cost is None:
         target.cost = cost_table(target)
-    return AdaptiveBudget(target.cost, batch=batch)
+    learnt = {} if learnt is None else learnt
+    if batch not in learnt:
+        learnt[batch] = AdaptiveBudget(target.cost, batch=batch)
+    return learnt[batch]

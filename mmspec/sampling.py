@@ -17,7 +17,7 @@ from transformers.generation import logits_process as hf
 
 from mmspec.errors import UserError
 from mmspec.tree import TokenTree
-from mmspec.verify import Verdict, draw, verify, verify_greedy
+from mmspec.verify import Verdict, verify, verify_greedy
 
 # These look at the scores alone, so that one call serves all nodes; every other processor is shown each node's history.
 _HISTORY_FREE = tuple(
@@ -58,6 +58,9 @@ _UNSUPPORTED = tuple(
     if hasattr(hf, name)
 )
 
+_COLDEST = 1e-4  # logits divided by less may overflow
+_BLOCK = 64  # random numbers drawn at a time per row
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -79,7 +82,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, holds, rule in (
-            ("temperature", self.temperature >= 0, ">= 0"),
+            ("temperature", self.temperature == 0 or self.temperature >= _COLDEST, f"0 or >= {_COLDEST}"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k, "a whole number >= 0"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
@@ -115,6 +118,11 @@ class SamplingParams:
 class Sampler:
     """Chooses tokens as plain decoding would.
 
+    The n-th new token of a row is drawn with the n-th random number of that row, at whichever node of a tree it is
+    decided: a path passes one node per depth, so sharing the number among the nodes of a depth biases nothing, and the
+    same seed gives the same tokens whatever was drafted. (Drawn trees need randomness of their own, and give up the
+    latter.)
+
     Args:
         processors: applied in order to float32 logits, each row with its own history.
         do_sample: draw from the processed distribution; False takes its argmax.
@@ -141,21 +149,38 @@ class Sampler:
         self.do_sample = do_sample
         self.generator = generator
         # A subclass may look at the history although its base does not.
+        self._uniforms = torch.empty(0)  # (batch, new tokens), drawn in blocks as the rows grow
+        self._prompt_lengths: list[int] = []
         self._needs_history = any(type(p) not in _HISTORY_FREE for p in self.processors)
 
     def first(self, history: list[list[int]], logits: Tensor) -> Tensor:
         """The token after the prompt. ``history``: token ids per row; ``logits``: (batch, 1, vocab) -> (batch,)."""
-        root_only = TokenTree.root(torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device))
-        scores = self._process(history, root_only, logits)
-        return (draw(scores.softmax(-1), self.generator) if self.do_sample else scores.argmax(-1))[:, 0]
+        batch = logits.shape[0]
+        root_only = TokenTree.root(torch.zeros(batch, dtype=torch.long, device=logits.device))
+        self._prompt_lengths = []
+        return self._choose(history, root_only, self._process(history, root_only, logits))[:, 0]
 
     def verify(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Verdict:
         """Judge a tree. ``history``: prompt and emitted tokens of each row, the root being the last; ``logits``:
         (batch, nodes, vocab) raw logits of the target."""
         scores = self._process(history, tree, logits)
+        if self.do_sample and tree.draft_probs is not None:
+            return verify(tree, scores.softmax(-1), generator=self.generator)
+        return verify_greedy(tree, self._choose(history, tree, scores))
+
+    def _choose(self, history: list[list[int]], tree: TokenTree, scores: Tensor) -> Tensor:
+        """(batch, nodes) the token after each node."""
         if not self.do_sample:
-            return verify_greedy(tree, scores.argmax(-1))
-        return verify(tree, scores.softmax(-1), generator=self.generator)
+            return scores.argmax(-1)
+        if len(self._prompt_lengths) != len(history):  # new rows
+            self._prompt_lengths = [len(row) for row in history]
+            self._uniforms = torch.empty(len(history), 0, device=scores.device)
+        new = [len(row) - length for row, length in zip(history, self._prompt_lengths, strict=True)]
+        while self._uniforms.shape[1] <= max(new) + tree.max_depth:
+            block = torch.rand(len(new), _BLOCK, generator=self.generator, device=scores.device)
+            self._uniforms = torch.cat([self._uniforms, block], dim=1)
+        place = torch.tensor(new, device=scores.device)[:, None] + (tree.depth if tree.nodes > 1 else 0)
+        return quantile(scores.softmax(-1), self._uniforms.gather(1, place))
 
     def _process(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:
         if not self.processors:
@@ -173,6 +198,22 @@ class Sampler:
                 group = _for_rows(processor, row)(ids, group)
             scores[row, node] = group.to(scores.dtype)
         return scores
+
+
+def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulative distribution passes ``uniform``.
+
+    Args:
+        probs: (..., vocab) float, need not sum to one.
+        uniform: (...) float in [0, 1).
+
+    Returns:
+        (...) int64; a token of probability 0 is never taken.
+    """
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64
+    total = probs.to(exact).cumsum(-1)
+    token = torch.searchsorted(total, (uniform.to(exact) * total[..., -1])[..., None], right=True)[..., 0]
+    return token.clamp(max=probs.shape[-1] - 1)
 
 
 def _for_rows(processor: hf.LogitsProcessor, rows: Tensor) -> hf.LogitsProcessor:

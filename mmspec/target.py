@@ -267,7 +267,7 @@ class TransformersTarget:
         assert self._last_position is not None
         position = self._position[:, None]
         position = position.expand_as(tokens) if depth is None else position + depth
-        # In a batch, drafts of a row ahead of the others may lie beyond its end, where there may be no position embedding.
+        # In a batch, drafts of a row ahead of the others may lie beyond its end, where a model may have no position.
         position = torch.minimum(position, self._last_position)
         out = self.decoder(
             input_ids=tokens,
@@ -309,7 +309,7 @@ class TransformersTarget:
         if positions is None:
             raise UserError(f"the decoder must be given position_ids: that of {type(self.model).__name__} is not")
         if positions.ndim == 3:
-            # Qwen-VL: what follows an image stands behind its largest coordinate; a fourth axis, in front, counts tokens.
+            # Qwen-VL: what follows an image stands behind its largest coordinate; a fourth axis, in front, counts.
             return positions[-3:].amax((0, 2)) + 1
         return positions[:, -1].expand(prompt.input_ids.shape[0]) + 1
 
@@ -406,7 +406,7 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
 
 
 def _refuse_rope_switch(config: Any, length: int, room: int) -> None:
-    """Rotary frequencies that depend on the sequence's length are one set per pass, yet a tree's nodes differ in length.
+    """Rotary frequencies that depend on the length are one set per pass, yet the paths of a tree differ in length.
 
     Harmless as long as prompt and answer stay on one side of the length at which longrope changes them.
     """

@@ -64,7 +64,7 @@ generation_options = _stack(
     click.option("--min-p", type=Number(0, 1), default=0.0, show_default=True),
     click.option("--repetition-penalty", type=Number(0, min_open=True), default=1.0, show_default=True),
     click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."),
-    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of sampling; answers repeat for the same --nodes."),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of sampling: the same seed gives the same answer."),
     click.option(
         "--nodes",
         type=click.IntRange(0, 512),

@@ -149,7 +149,7 @@ def _comparison_lines(comparison: Comparison, pipe: Pipeline) -> Iterator[str]:
         "after a warm-up, each with a fresh drafter"
     )
     if comparison.equal is None:
-        yield "tokens: sampled; equal in distribution, not token by token"
+        yield "tokens: sampled; equal in distribution (with --seed, token by token)"
     elif comparison.equal:
         yield "tokens: equal"
     else:

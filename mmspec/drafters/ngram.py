@@ -20,7 +20,7 @@ from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
 _OCCURRENCES = 12  # the latest occurrences of a suffix that are looked at
-_TRUST = (0.35, 0.6, 0.75, 0.85, 0.9)  # first guess of how often a continuation of a suffix of 1, 2, ... tokens holds
+_TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # first guess of how often a continuation of a suffix of 1, 2, ... tokens holds
 
 
 class Ngram:

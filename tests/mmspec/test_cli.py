@@ -125,6 +125,7 @@ def test_compare_of_sampled_answers_claims_no_equal_tokens(run: Run, model: str)
     args = ("generate", "A", "--model", model, "--max-new-tokens", "5", "--compare", "--temperature", "0.8")
     assert "equal in distribution" in run(*args)[2]
     assert json.loads(run(*args, "--json")[1])["compare"]["equal"] is None
+    assert json.loads(run(*args, "--json", "--seed", "3")[1])["compare"]["equal"] is True
 
 
 def test_prompt_from_stdin(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

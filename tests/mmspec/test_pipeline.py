@@ -126,6 +126,16 @@ def test_seeds():
     assert pipe.generate(PROMPT, seed=4, **options).token_ids != first
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_seed_gives_the_same_tokens_whatever_is_drafted(batch):
+    prompts = [{"prompt": p} for p in ("a", "The second one", "Three")[:batch]]
+    options = dict(max_new_tokens=30, temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=11)
+    plain = [row.token_ids for row in pipeline().generate_batch(prompts, **options)]
+    for drafter, nodes in ((Ngram(), 4), (Recycle(), 9), (Recycle(), 30)):
+        rows = pipeline(drafter).generate_batch(prompts, nodes=nodes, **options)
+        assert [row.token_ids for row in rows] == plain
+
+
 def test_sampling_without_choice_is_greedy():
     pipe = pipeline(Ngram())
     greedy = pipe.generate(PROMPT, max_new_tokens=20, nodes=6).token_ids
@@ -195,7 +205,7 @@ def test_chat_messages(tmp_path):
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1: got 0"),
         ({"nodes": -1}, "nodes must be at least 0: got -1"),
-        ({"temperature": -1}, "temperature must be >= 0: got -1"),
+        ({"temperature": -1}, "temperature must be 0 or >= 0.0001: got -1"),
         ({"top_p": 2}, r"top_p must be in \(0, 1\]: got 2"),
         ({"stop": ""}, "stop strings must not be empty"),
         ({"images": ["a.png"]}, "LlamaForCausalLM reads text only: images or videos were given"),

@@ -7,7 +7,7 @@ from transformers.generation import logits_process as hf
 
 import mmspec.sampling
 from mmspec import SamplingParams, TokenTree, UserError
-from mmspec.sampling import Sampler
+from mmspec.sampling import Sampler, quantile
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
 VOCAB = 23
@@ -29,7 +29,7 @@ def unrolled(history, tree, row, node):
 def processed(monkeypatch, processors, history, tree, logits):
     """The distributions that a sampler verifies with."""
     seen = []
-    monkeypatch.setattr(mmspec.sampling, "verify", lambda tree, probs, generator: seen.append(probs))
+    monkeypatch.setattr(mmspec.sampling, "quantile", lambda probs, uniform: seen.append(probs) or probs.argmax(-1))
     Sampler(processors, do_sample=True).verify(history, tree, logits)
     return seen[0]
 
@@ -134,8 +134,8 @@ def test_greedy_takes_the_processed_argmax():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be >= 0: got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be >= 0: got nan"),
+        ({"temperature": -0.1}, "temperature must be 0 or >= 0.0001: got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be 0 or >= 0.0001: got nan"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]: got 0.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\]: got 1.5"),
         ({"top_k": -1}, "top_k must be a whole number >= 0: got -1"),
@@ -188,3 +188,42 @@ def test_one_generator_decides_the_draws():
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+
+
+def test_quantile_takes_each_token_as_often_as_it_is_probable():
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
+    grid = (torch.arange(80) + 0.5) / 80
+    taken = quantile(weights.expand(80, -1), grid)
+    assert torch.equal(torch.bincount(taken, minlength=6), (weights * 10).long())
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24])
+def test_quantile_never_takes_an_impossible_token(uniform):
+    probs = torch.softmax(torch.randn(50, 300, generator=torch.Generator().manual_seed(0)), -1)
+    probs[:, ::2] = 0.0
+    probs[:, -4:] = 0.0
+    taken = quantile(probs, torch.full((50,), uniform))
+    assert (probs.gather(1, taken[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tree_samples_what_single_tokens_would(seed):
+    """Walking down the tree with the n-th number for the n-th new token, one node at a time, by a plain loop."""
+    history, tree = histories_and_tree(seed, nodes=40)
+    # Few tokens are likely, so that walks go deep.
+    logits = 4.0 * torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
+    logits.scatter_(2, tree.tokens[:, None, :].expand(-1, tree.nodes, -1), 3.0, reduce="add")
+    verdict = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed)).verify(history, tree, logits)
+    numbers = torch.rand(3, 64, generator=torch.Generator().manual_seed(seed))
+    for b, (path, tokens) in enumerate(verdict.host):
+        walked, said = [0], []
+        while True:
+            probs = logits[b, walked[-1]].softmax(-1).double()
+            said.append(int((probs.cumsum(0) <= numbers[b, len(said)].double() * probs.sum()).sum()))
+            below = [
+                i for i in valid_nodes(tree, b) if tree.parents[b, i] == walked[-1] and tree.tokens[b, i] == said[-1]
+            ]
+            if not below:
+                break
+            walked += below
+        assert (path, tokens) == (walked, said)
