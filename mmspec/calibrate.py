@@ -16,7 +16,8 @@ import torch
 import transformers
 
 from mmspec.budget import CostTable
-from mmspec.target import Prompt, TransformersTarget
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
 from mmspec.tree import TokenTree
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

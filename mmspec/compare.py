@@ -13,7 +13,8 @@ import torch
 from mmspec.drafter import Drafter
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling import SamplingParams
-from mmspec.target import Prompt, TransformersTarget
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
 from mmspec.tree import TokenTree
 
 
@@ -37,9 +38,9 @@ class Difference:
     Attributes:
         position: index of the first token that differs, counted from the first new one.
         speculative, plain: the tokens there; None where that output had ended.
-        margin: for greedy outputs, the target's highest logit there minus the lower of the two tokens' (after repetition
-            penalty), from one more pass over prompt and common tokens. Near zero in half precision means a tie that
-            rounding decides.
+        margin: for greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
+            repetition penalty), from one more pass over prompt and common tokens. Near zero in half precision means a
+            tie that rounding decides.
     """
 
     position: int

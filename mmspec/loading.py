@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from mmspec import plugins
 from mmspec.errors import UserError
-from mmspec.target import TransformersTarget
+from mmspec.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LARGE = 1_000_000_000  # parameters from which float32 on a CPU would cost more memory than it is worth

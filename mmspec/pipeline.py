@@ -16,7 +16,8 @@ from mmspec.loading import load_target
 from mmspec.sampling import Sampler, SamplingParams
 from mmspec.stats import Stats
 from mmspec.stopping import FinishReason, Stopper
-from mmspec.target import Prompt, TransformersTarget
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
 
 Message = Mapping[str, Any]
 

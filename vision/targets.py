@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from mmspec.errors import UserError
-from mmspec.target import Prompt, TransformersTarget, read_whole
+from mmspec.support import read_whole
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
 from vision.images import load_image
 from vision.video import Backend, Video, load_video
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mmspec.budget import Budget
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
-from mmspec.target import Prompt, Step, Target, TransformersTarget
+from mmspec.target import Prompt, Step, Target
+from mmspec.transformers_target import TransformersTarget
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 

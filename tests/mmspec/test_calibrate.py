@@ -5,7 +5,7 @@ import torch
 
 import mmspec.calibrate as calibrate
 from mmspec.budget import CostTable
-from mmspec.target import TransformersTarget
+from mmspec.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 
 TABLE = CostTable((1, 2, 4), (0.5, 0.25, 1.0))

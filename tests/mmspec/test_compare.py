@@ -7,7 +7,8 @@ import torch
 
 from mmspec.compare import first_difference, next_token_scores
 from mmspec.sampling import SamplingParams
-from mmspec.target import Prompt, TransformersTarget
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 
 PROMPT = [5, 17, 40, 9]

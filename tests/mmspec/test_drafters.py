@@ -14,7 +14,8 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.pipeline import make_drafter
-from mmspec.target import Prompt, Step, TransformersTarget
+from mmspec.target import Prompt, Step
+from mmspec.transformers_target import TransformersTarget
 from mmspec.verify import verify_greedy
 from tests.tiny import root_path, shared_model, valid_nodes
 

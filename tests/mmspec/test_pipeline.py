@@ -9,7 +9,7 @@ from eval.oracle import Oracle
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.target import TransformersTarget
+from mmspec.transformers_target import TransformersTarget
 from tests.tiny import Script, byte_model, byte_tokenizer
 
 PROMPT = "Say: "

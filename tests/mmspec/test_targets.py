@@ -20,7 +20,8 @@ from eval.oracle import Oracle
 from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.budget import CostTable
-from mmspec.target import Prompt, TransformersTarget
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
 

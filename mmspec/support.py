@@ -1,0 +1,86 @@
+"""What a model of transformers must be like to be a target, and what its head does behind the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mmspec.errors import UserError
+
+
+def read_whole(auto_class: Any, name: str, config: Any, **options: Any) -> PreTrainedModel:
+    """A model whose every weight comes from the checkpoint, in the checkpoint's dtype.
+
+    Raises:
+        UserError: the checkpoint lacks weights or has them in other shapes. transformers would draw them at random and
+            merely warn.
+    """
+    model, report = auto_class.from_pretrained(
+        name, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    problems = [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in report["mismatched_keys"]]
+    if problems:
+        shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise UserError(f"cannot load model {name!r}: expected all weights of {type(model).__name__}, but {shown}")
+    return model
+
+
+def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
+    """Name what trees cannot pass through exactly; switch attention that takes no 4D mask to one that does.
+
+    Raises:
+        UserError: an encoder-decoder, layers other than full or sliding-window attention, or a forward that cannot be
+            told positions, cache or which logits to compute.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or []
+    other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if other:
+        raise UserError(f"layers must be full or sliding-window attention: {name} has {', '.join(other)}")
+    for part, needed in ((model, {"logits_to_keep"}), (model.get_decoder(), {"position_ids", "past_key_values"})):
+        accepted = signature(part.forward).parameters
+        if lacking := sorted(needed - accepted.keys()):
+            raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
+    attention = config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        # FlashAttention takes 2D masks only, and a dense 4D mask makes flex attention abort.
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+def refuse_rope_switch(config: Any, length: int, room: int) -> None:
+    """Rotary frequencies that depend on the length are one set per pass, yet the paths of a tree differ in length.
+
+    Harmless as long as prompt and answer stay on one side of the length at which longrope changes them.
+    """
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [part for part in given.values() if isinstance(part, dict)] or [given]:
+        kind = rope.get("rope_type", "default")
+        switch = config.max_position_embeddings
+        if kind == "longrope":
+            switch = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", switch
+            )
+        if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
+            raise UserError(
+                f"{kind} rotary embeddings change at {switch} tokens: prompt and answer must "
+                f"{'fit below' if kind == 'dynamic' else 'stay on one side'}, got {length} and up to {room} more"
+            )
+
+
+def logit_scaling(config: Any) -> Any:
+    """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap:
+        return lambda logits: torch.tanh(logits / cap) * cap
+    if scale := getattr(config, "logit_scale", None):
+        return lambda logits: logits * scale
+    if scale := getattr(config, "logits_scaling", None):
+        return lambda logits: logits / scale
+    return lambda logits: logits

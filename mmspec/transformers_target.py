@@ -1,0 +1,259 @@
+"""Any decoder-only model of transformers as a target, its code and weights unmodified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from mmspec.budget import CostTable
+from mmspec.cache import TreeCache
+from mmspec.errors import UserError
+from mmspec.masks import tree_mask
+from mmspec.support import logit_scaling, read_whole, refuse_rope_switch, refuse_unsupported
+from mmspec.target import Prompt, Step
+from mmspec.tree import TokenTree
+from mmspec.verify import Verdict
+
+
+class TransformersTarget:
+    """A decoder-only model of transformers as a target; the model's code and weights stay as they are.
+
+    Trees enter the decoder as a 4D attention mask over (prefix, tree) with ``position_ids = prefix + depth`` and a
+    ``TreeCache``. Sliding windows go into the mask, so that no layer drops the tree.
+
+    Args:
+        model: any causal language model; subclasses take multimodal ones.
+        processor: its tokenizer or processor, for text in and out.
+
+    Attributes:
+        cost: measured time of a pass; where it is known, trees are padded to a width at which the pass is cheapest.
+
+    Raises:
+        UserError: the model has an architecture part that trees cannot pass through exactly.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: Any = None) -> None:
+        self.model = model
+        self.processor = processor
+        self.config = model.config.get_text_config()
+        refuse_unsupported(model, self.config)
+        self.decoder = model.get_decoder()
+        self._scale_logits = logit_scaling(self.config)
+        self.cost: CostTable | None = None
+        self._head_checked = False
+        self._cache: TreeCache | None = None
+        self._position: Tensor | None = None  # (batch,) the position of the next token
+        self._last_position: Tensor | None = None  # () the greatest position that a kept token can have
+        self._tail_depth: Tensor | None = None  # (batch, offset) depths of nodes behind the committed prefix
+
+    @classmethod
+    def supports(cls, config: Any) -> bool:
+        """Whether this class is the adapter for models of this configuration."""
+        return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+    @classmethod
+    def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
+        """Model and processor from a local folder or hub id, with the weights' own dtype, on the CPU."""
+        model = read_whole(AutoModelForCausalLM, name, config, **options)
+        return model, AutoTokenizer.from_pretrained(name, **options)
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end an answer, from the generation config."""
+        eos = self.model.generation_config.eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def encode(self, requests: Sequence[Mapping[str, Any]], **inputs: Any) -> Prompt:
+        """Turn requests into a left-padded batch.
+
+        Args:
+            requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
+            **inputs: options of the adapter (none for text).
+
+        Raises:
+            UserError: images or videos for a text model, unknown options, or an empty prompt.
+        """
+        if inputs:
+            raise UserError(f"unknown option for a text model: got {', '.join(inputs)}")
+        if any(request.get("images") or request.get("videos") for request in requests):
+            raise UserError(f"{type(self.model).__name__} reads text only: images or videos were given")
+        rows = [self._token_ids(request["prompt"]) for request in requests]
+        longest = max(map(len, rows))
+        pads = [longest - len(row) for row in rows]
+        device = self.model.device
+        ids = torch.tensor([[0] * pad + row for pad, row in zip(pads, rows, strict=True)], device=device)
+        mask = torch.tensor([[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)], device=device)
+        return Prompt(ids, mask if any(pads) else None)
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        tokenizer = self.tokenizer
+        template = getattr(tokenizer, "chat_template", None)
+        if not prompt:
+            raise UserError("the prompt must not be empty")
+        if not isinstance(prompt, str) and not template:
+            raise UserError("chat messages need a chat template: the tokenizer has none")
+        if not template:
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise UserError("the prompt must not be empty")
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of generated tokens, special tokens left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    @property
+    def context_limit(self) -> int | None:
+        """Tokens of prompt and output that the model was made for; None where its config does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens of the longest row."""
+        return self._cache.length if self._cache is not None else 0
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Prompt, room: int) -> Step:
+        ids, mask = prompt.input_ids, prompt.attention_mask
+        batch, length = ids.shape
+        refuse_rope_switch(self.config, length, room if batch == 1 else 2 * room)
+        self._cache = TreeCache(self.config.num_hidden_layers, reserve=length + min(room, 4096) + 64)
+        positions = prompt.inputs.get("position_ids")
+        if positions is None:
+            positions = self._prompt_positions(ids, mask)
+        inputs = {k: v for k, v in prompt.inputs.items() if k not in ("position_ids", "use_cache", "logits_to_keep")}
+        seen: dict[str, Any] = {}
+        handles = [
+            self.decoder.register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True),
+            self.decoder.register_forward_hook(lambda _, a, out: seen.update(hidden=out[0])),
+        ]
+        try:
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **inputs,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._cache.commit_prompt(length, mask, batch, ids.device)
+        self._position = self._next_position(prompt, seen.get("position_ids"))
+        self._last_position = (self._position.amax() + room - 1).clamp(min=(self.context_limit or 0) - 1)
+        self._tail_depth = None
+        logits = out.logits[:, -1:]
+        self._check_head(seen["hidden"][:, -1:], logits)
+        return Step(logits, seen["hidden"], self._visual(prompt), seen.get("inputs_embeds"))
+
+    @torch.inference_mode()
+    def forward_tree(self, tree: TokenTree) -> Step:
+        nodes, batch = tree.nodes, tree.batch
+        width = nodes if self.cost is None else self.cost.width(nodes, batch)
+        if width == nodes:
+            hidden = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
+        else:
+            extra = (0, width - nodes)
+            reach = torch.nn.functional.pad(tree.ancestors, extra + extra)
+            reach = reach | torch.eye(width, dtype=torch.bool, device=reach.device)
+            tokens, depth = (torch.nn.functional.pad(x, extra) for x in (tree.tokens, tree.depth))
+            hidden = self.forward_nodes(tokens, depth, reach)[:, :nodes]
+        return Step(self.head(hidden), hidden)
+
+    @torch.inference_mode()
+    def commit(self, verdict: Verdict) -> None:
+        rows = [path for path, _ in verdict.host]
+        self.commit_nodes(verdict.path, rows)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(token_ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._scale_logits(self.model.get_output_embeddings()(hidden))
+
+    def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
+        """Last hidden states of new nodes behind the committed prefix and the nodes already forwarded.
+
+        Args:
+            tokens: (batch, nodes) int64.
+            depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means all are 0.
+            reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each node attends to.
+        """
+        assert self._cache is not None, "prefill comes first"
+        assert self._position is not None
+        assert self._last_position is not None
+        position = self._position[:, None]
+        position = position.expand_as(tokens) if depth is None else position + depth
+        # In a batch, drafts of a row ahead of the others may lie beyond its end, where a model may have no position.
+        position = torch.minimum(position, self._last_position)
+        out = self.decoder(
+            input_ids=tokens,
+            attention_mask=tree_mask(self.config, self._cache, depth, self._tail_depth, reach, self.model.dtype),
+            position_ids=position,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return out[0]
+
+    def keep_nodes(self, depth: Tensor) -> None:
+        """Let the nodes of the last ``forward_nodes`` stand, uncommitted, for further nodes to attend to."""
+        assert self._cache is not None
+        self._tail_depth = depth if self._tail_depth is None else torch.cat([self._tail_depth, depth], dim=1)
+        self._cache.offset = self._tail_depth.shape[1]
+
+    def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
+        """Absorb one path of nodes per row, (batch, depth) padded with -1 and as lists; forget all other nodes."""
+        assert self._cache is not None
+        assert self._position is not None
+        self._cache.commit(path, rows)
+        self._tail_depth = None
+        grown = [len(row) for row in rows]
+        if len(set(grown)) == 1:
+            self._position = self._position + grown[0]
+        else:
+            self._position = self._position + torch.tensor(grown, device=self._position.device)
+
+    def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+        """``position_ids`` of the prompt, (batch, length); None lets the model compute its own."""
+        if mask is None:
+            return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+    def _next_position(self, prompt: Prompt, positions: Tensor | None) -> Tensor:
+        """(batch,) the position of the first new token, from what the decoder was given for the prompt."""
+        if positions is None:
+            raise UserError(f"the decoder must be given position_ids: that of {type(self.model).__name__} is not")
+        if positions.ndim == 3:
+            # Qwen-VL: what follows an image stands behind its largest coordinate; a fourth axis, in front, counts.
+            return positions[-3:].amax((0, 2)) + 1
+        return positions[:, -1].expand(prompt.input_ids.shape[0]) + 1
+
+    def _visual(self, prompt: Prompt) -> Tensor | None:
+        return None
+
+    def _check_head(self, hidden: Tensor, logits: Tensor) -> None:
+        """Once per model: the head as applied to trees must give the logits that the model itself gives."""
+        if self._head_checked:
+            return
+        ours = self.head(hidden)
+        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
+        if not torch.allclose(ours.float(), logits.float(), atol=tolerance, rtol=tolerance):
+            raise UserError(
+                f"{type(self.model).__name__} changes its logits after the output layer in a way that is not known "
+                "here: expected head(hidden) to equal the model's logits"
+            )
+        self._head_checked = True
