@@ -71,12 +71,15 @@ def test_captions_are_true_complete_and_two_to_six_sentences() -> None:
     for index in range(1500):
         rng = seeded("train", index)
         scene = sample_scene(rng)
-        text = caption(scene, rng)
+        order = ("rows", "columns", "reversed")[index % 3]
+        text = caption(scene, rng, order)
         sentences = clauses(text)
         assert 2 <= len(sentences) <= 6, text
         false = [sentence for sentence in sentences if not holds(scene, sentence)]
         assert not false, (false, scene)
-        assert sorted(mention.cell for mention in read_objects(text)) == [item.cell for item in scene.items]
+        cells = [item.cell for item in scene.items]
+        wanted = {"rows": cells, "columns": sorted(cells, key=lambda cell: cell[::-1]), "reversed": cells[::-1]}
+        assert [mention.cell for mention in read_objects(text)] == wanted[order]
         assert read_sign(text) == (scene.sign.text if scene.sign else None)
 
 

@@ -50,6 +50,21 @@ VIDEO = (
     "Caption this video.",
     "Please describe the video.",
 )
+ORDERED: dict[str, tuple[str, ...]] = {
+    "columns": (
+        "Describe the image from left to right.",
+        "Describe the picture column by column.",
+        "What is in the image, from left to right?",
+        "Go through the picture from left to right.",
+    ),
+    "reversed": (
+        "Describe the image from bottom to top.",
+        "Describe the picture in reverse order.",
+        "What is in the image, from bottom to top?",
+        "Go through the picture backwards.",
+    ),
+}
+"""Requests that say in which order the objects are to be named."""
 BOTH = (
     "Describe the images.",
     "Describe all images.",
@@ -122,7 +137,10 @@ def one_image(rng: random.Random) -> Example:
     scene = sample_scene(rng)
     draw = rng.random()
     turns: list[tuple[str, str]] = []
-    if draw < 0.7:
+    if draw < 0.08:
+        order = rng.choice(tuple(ORDERED))
+        turns.append((casual(rng.choice(ORDERED[order]), rng), caption(scene, rng, order)))
+    elif draw < 0.7:
         turns.append((casual(describe_prompt(rng), rng), caption(scene, rng)))
     elif draw < 0.78:
         turns.append((casual(rng.choice(BRIEF), rng), brief(scene, rng)))
