@@ -28,7 +28,8 @@ import mmspec
 from mmspec.budget import AdaptiveBudget
 from mmspec.calibrate import cost_table, describe
 from mmspec.drafter import Drafter
-from mmspec.pipeline import Pipeline, make_drafter
+from mmspec.loading import make_drafter
+from mmspec.pipeline import Pipeline
 from vision.scenes.clips import sample_clip
 from vision.scenes.drawing import draw
 from vision.scenes.scene import sample_scene, seeded
@@ -165,7 +166,7 @@ def report(ways: Sequence[Way], console: Console) -> list[dict[str, Any]]:
 @click.option("--warm-up", default=4, show_default=True, help="Other held-out images that every way decodes first.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--max-new-tokens", default=160, show_default=True)
-@click.option("--drafters", default="ngram,recycle", show_default=True)
+@click.option("--drafters", default="ngram,recycle,auto", show_default=True)
 @click.option("--nodes", default=16, show_default=True, help="Tree size where the budget is not adaptive.")
 @click.option("--dtype", default="auto", show_default=True)
 def main(
@@ -181,10 +182,10 @@ def main(
 ) -> None:
     """Measure decoding speed on held-out captions: a table, then one JSON line."""
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    ways = [Way(TRANSFORMERS), Way(PLAIN)]
+    ways, home = [Way(TRANSFORMERS), Way(PLAIN)], pipe.model.config.name_or_path
     for name in drafters.split(","):
-        ways.append(Way(f"{name}, {nodes} nodes", make_drafter(name), nodes))
-        ways.append(Way(f"{name}, adaptive", make_drafter(name), None))
+        ways.append(Way(f"{name}, {nodes} nodes", make_drafter(name, home), nodes))
+        ways.append(Way(f"{name}, adaptive", make_drafter(name, home), None))
     cost_table(pipe.target, refresh=True)
     measure(pipe, held_out_requests(warm_up, 0, first=4000), ways, 1, max_new_tokens)
     for way in ways:

@@ -15,7 +15,8 @@ import click
 
 import mmspec
 from eval.speed import held_out_requests
-from mmspec.pipeline import make_drafter
+from mmspec import plugins
+from mmspec.loading import make_drafter
 
 _COLUMN, _ROW, _BOX = 128, 34, 26
 
@@ -133,7 +134,8 @@ def _box(at: tuple[float, float], text: str, kind: str) -> str:
 @click.option("--nodes", default=12, show_default=True)
 def main(model: str, drafter: str, out: Path, nodes: int) -> None:
     """Draw the best step of a held-out caption as SVG."""
-    watch = Watch(make_drafter(drafter))
+    home = plugins.find("models", model)() if model in plugins.names("models") else model
+    watch = Watch(make_drafter(drafter, str(home)))
     pipe = mmspec.load(model, drafter=watch)
     for request in held_out_requests(images=8, videos=0):
         pipe.generate(**request, nodes=nodes)

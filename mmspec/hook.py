@@ -20,7 +20,8 @@ from mmspec import plugins
 from mmspec.engine import Row
 from mmspec.engine import decode as run_engine
 from mmspec.errors import UserError
-from mmspec.pipeline import budget_for, make_drafter
+from mmspec.loading import make_drafter
+from mmspec.pipeline import budget_for
 from mmspec.sampling import Sampler
 from mmspec.stats import Stats
 from mmspec.stopping import Stopper
@@ -127,7 +128,7 @@ def _run(
 ) -> SpeculativeOutput | Tensor:
     _refuse_unsupported(config, input_ids, model_kwargs)
     target = plugins.target_class(model.config)(model)
-    speculator = make_drafter(drafter)
+    speculator = make_drafter(drafter, model.config.name_or_path or "")
     if speculator is not None:
         speculator.attach(target)
     mask = model_kwargs.get("attention_mask")

@@ -1,15 +1,17 @@
-"""From a name to a target: configuration, adapter, weights, processor."""
+"""From names to a target (configuration, adapter, weights, processor) and its drafter."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
-from mmspec import plugins
+from mmspec import checkpoint, plugins
+from mmspec.drafter import Drafter
 from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
 
@@ -74,3 +76,40 @@ def is_path(name: str) -> bool:
 def _expected() -> str:
     embedded = ", ".join(plugins.names("models")) or "none"
     return f"an embedded model ({embedded}), a local folder or a reachable hub id"
+
+
+def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
+    """A drafter from whatever ``mmspec.load`` takes as one.
+
+    Args:
+        home: the target's folder or name; ``"auto"`` looks for a checkpoint in its ``drafter`` folder.
+
+    Raises:
+        UserError: unknown name, a damaged checkpoint, or an object without a drafter's methods.
+    """
+    if drafter is None or drafter == "none":
+        return None
+    if isinstance(drafter, str | Path):
+        if drafter == "auto":
+            embedded = Path(home) / "drafter"
+            drafter = embedded if home and checkpoint.drafter_name(embedded) else "recycle"
+        if name := checkpoint.drafter_name(Path(drafter)):
+            return plugins.find("drafters", name).from_checkpoint(Path(drafter))
+        return _registered_drafter(str(drafter))
+    if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
+        return drafter
+    raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
+
+
+def _registered_drafter(drafter: str) -> Drafter:
+    name, _, argument = drafter.partition(":")
+    cls = plugins.find("drafters", name)
+    try:
+        return cls(argument) if argument else cls()
+    except UserError:
+        raise
+    except TypeError as error:
+        raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error
+    except (OSError, ValueError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot make drafter {drafter!r}: {first_line}") from error

@@ -12,7 +12,7 @@ from mmspec.calibrate import cost_table, stored_cost
 from mmspec.drafter import Drafter
 from mmspec.engine import Row, decode, generator_for
 from mmspec.errors import UserError
-from mmspec.loading import load_target
+from mmspec.loading import load_target, make_drafter
 from mmspec.sampling import Sampler, SamplingParams
 from mmspec.stats import Stats
 from mmspec.stopping import FinishReason, Stopper
@@ -49,8 +49,9 @@ def load(
 
     Args:
         model: hub id, local folder, or an embedded name (``tiny-llava``).
-        drafter: ``"auto"``, a registered name (``"ngram"``, ``"recycle"``, ``"small:NAME"``, ...), a ``Drafter``
-            object, or None for plain decoding.
+        drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
+            ``"recycle"``, ``"small:NAME"``, ...), the folder of a drafter checkpoint, a ``Drafter`` object, or None for
+            plain decoding.
         device: ``"auto"`` takes a GPU where there is one; else a torch device name.
         dtype: ``"auto"`` is float32 on a CPU for models below a billion parameters and the checkpoint's own
             otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``.
@@ -59,36 +60,9 @@ def load(
     Raises:
         UserError: the model, drafter, device or dtype is unknown or cannot be had.
     """
-    folder = plugins.find("models", model)() if model in plugins.names("models") else model
-    speculator = make_drafter(drafter)  # first: a misspelt name should not cost the loading of a large model
-    return Pipeline(load_target(str(folder), device, dtype, **options), speculator, name=model)
-
-
-def make_drafter(drafter: Any) -> Drafter | None:
-    """A drafter from whatever ``load`` takes as one.
-
-    Raises:
-        UserError: unknown name, or an object without a drafter's methods.
-    """
-    if drafter is None:
-        return None
-    if isinstance(drafter, str):
-        if drafter == "none":
-            return None
-        name, _, argument = ("recycle" if drafter == "auto" else drafter).partition(":")
-        cls = plugins.find("drafters", name)
-        try:
-            return cls(argument) if argument else cls()
-        except UserError:
-            raise
-        except TypeError as error:
-            raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error
-        except (OSError, ValueError) as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"cannot make drafter {drafter!r}: {first_line}") from error
-    if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
-        return drafter
-    raise UserError(f"drafter must be a name, a Drafter or None: got {type(drafter).__name__}")
+    folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
+    speculator = make_drafter(drafter, folder)  # first: a misspelt name should not cost the loading of a large model
+    return Pipeline(load_target(folder, device, dtype, **options), speculator, name=model)
 
 
 class Pipeline:

@@ -19,7 +19,8 @@ from mmspec.cli.hub import fail_fast_offline, is_on_hub
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafter import Drafter
-from mmspec.pipeline import Generation, Piece, Pipeline, load, make_drafter
+from mmspec.loading import make_drafter
+from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling import SamplingParams
 
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
@@ -128,7 +129,7 @@ def _compare(
         task = bar.add_task("comparing with plain decoding", total=2 * (rounds + 1))
         return compare(
             pipe.target,
-            lambda: make_drafter(drafter),
+            lambda: make_drafter(drafter, pipe.model.config.name_or_path),
             request,
             keywords,
             rounds=rounds,

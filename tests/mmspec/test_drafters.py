@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
@@ -13,7 +14,7 @@ from mmspec.drafters.growth import best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from mmspec.pipeline import make_drafter
+from mmspec.loading import make_drafter
 from mmspec.target import Prompt, Step
 from mmspec.transformers_target import TransformersTarget
 from mmspec.verify import verify_greedy
@@ -183,9 +184,64 @@ def test_recycle_learns_from_every_node():
     drafter.observe(tree, verify_greedy(tree, torch.tensor([[5, 7, 8]])), Step(logits, logits))
     for token, successor in ((2, 5), (4, 7), (6, 8)):
         drafter._last = [(0, token)]
-        assert paths(drafter.propose(torch.tensor([token]), Budget(4, 1))) == [[successor]]
+        assert paths(drafter.propose(torch.tensor([token]), Budget(1, 1))) == [[successor]]
     drafter.reset()
     assert drafter.propose(torch.tensor([2]), Budget(4)).nodes == 1
+
+
+def test_recycle_averages_what_the_target_ranked():
+    drafter = Recycle(top_k=4)
+    rankings = [torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.0, 0.5, 0.1, 0.4])]
+    for ranking in rankings:
+        prompt = Prompt(torch.tensor([[1, 2]]))
+        drafter.begin(prompt, Step(ranking.log().view(1, 1, 4), torch.zeros(1, 2, 4)), [[1, 2, 3]])
+    expected = dict(enumerate((0.7 * rankings[0] + 0.3 * rankings[1]).tolist()))
+    for context in ((1, 2), (-1, 2)):
+        assert {token: p for token, p, _ in drafter._successors(context)} == pytest.approx(expected)
+    assert {token: p for token, p, _ in drafter._successors((9, 2))} == pytest.approx(expected)  # falls back
+
+
+def test_recycle_learns_nothing_from_a_row_that_has_finished():
+    drafter = Recycle()
+    begun(drafter, [[1, 2], [3, 4]], vocab=9)
+    before = drafter.entries
+    tree = TokenTree.root(torch.tensor([5, 6]))
+    verdict = verify_greedy(tree, torch.tensor([[7], [8]])).only([True, False])
+    drafter.observe(tree, verdict, Step(torch.randn(2, 1, 9), torch.zeros(2, 1, 4)))
+    assert drafter.entries == before + 2  # the context of 5, in both forms, and none of 6
+
+
+def test_recycle_checkpoints(tmp_path):
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    drafter = Recycle(top_k=3)
+    mmspec.generate(model, drafter=drafter, nodes=6, max_new_tokens=20, do_sample=False, **text_inputs(1, 9))
+    drafter.save(tmp_path, target, smallest=0.0)
+    again = make_drafter(str(tmp_path))
+    again.attach(target)
+    assert again.entries == drafter.entries > 10
+    for context, ranking in drafter._table.items():
+        best = sorted(ranking.values(), reverse=True)[:3]
+        assert sorted(again._table[context].values(), reverse=True) == pytest.approx(best, abs=1e-3)
+    home = tmp_path / "model"
+    (tmp_path / "model").mkdir()
+    assert make_drafter("auto", str(home)).entries == 0
+    drafter.save(home / "drafter", target)
+    assert make_drafter("auto", str(home)).entries == drafter.entries
+    with pytest.raises(UserError, match=r"the drafter was made for .* \(architectures .*Llama.*\): got .*Qwen3"):
+        again.attach(TransformersTarget(shared_model("qwen3")))
+
+
+def test_damaged_drafter_checkpoints_are_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"mmspec_drafter": "recycle", "top_k": 2}')
+    with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
+        make_drafter(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
+        make_drafter(str(tmp_path))
+    save_file({"tokens": torch.zeros(1, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="expected the tensors contexts, probs, tokens and a verifier, received tokens"):
+        make_drafter(str(tmp_path))
 
 
 def test_recycle_forgets_another_vocabulary():
@@ -277,7 +333,7 @@ def test_registered_names():
         (lambda: make_drafter("ngram:x"), "drafter 'ngram' does not take the argument 'x'"),
         (lambda: make_drafter("recycle:8"), "drafter 'recycle' does not take the argument '8'"),
         (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
-        (lambda: make_drafter(object()), "drafter must be a name, a Drafter or None: got object"),
+        (lambda: make_drafter(object()), "drafter must be a name, a folder, a Drafter or None: got object"),
     ],
 )
 def test_mistakes_are_named(make, message):

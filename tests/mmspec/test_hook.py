@@ -273,7 +273,7 @@ def test_a_drafter_object_keeps_what_it_learned():
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor does not, use model.generate for it"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor does not"),
         ({"drafter": "nobody"}, "unknown drafter: expected one of .*, got 'nobody'"),
-        ({"drafter": 5}, "drafter must be a name, a Drafter or None: got int"),
+        ({"drafter": 5}, "drafter must be a name, a folder, a Drafter or None: got int"),
         ({"stop_strings": ["x"]}, "stop_strings need the tokenizer: none was given"),
     ],
 )

@@ -1,0 +1,69 @@
+"""`mmspec train recycle`: the successor table of the recycle drafter, filled before the first user comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from PIL import Image
+from rich.progress import track
+
+import mmspec
+from mmspec.drafters.recycle import Recycle
+from mmspec.errors import UserError
+from vision.scenes.clips import sample_clip
+from vision.scenes.drawing import draw
+from vision.scenes.scene import sample_scene, seeded
+from vision.video import Video
+
+_BATCH = 16
+
+
+@click.command()
+@click.option("--model", default="tiny-llava", show_default=True, help="The target whose answers fill the table.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write.")
+@click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines: prompt, images, videos.")
+@click.option("--scenes", default=800, show_default=True, help="Training scenes and clips, where no prompts are given.")
+@click.option("--max-new-tokens", default=200, show_default=True)
+def recycle(model: str, out: Path, prompts: Path | None, scenes: int, max_new_tokens: int) -> None:
+    """Fill a recycle drafter's table with what a model ranks while it answers prompts.
+
+    Without --prompts, the prompts are captions of drawn training scenes and clips, as tiny-llava was trained on.
+    """
+    requests = list(_read(prompts) if prompts else _drawn(scenes))
+    drafter = Recycle()
+    pipe = mmspec.load(model, drafter=drafter)
+    for start in track(range(0, len(requests), _BATCH), description="answering"):
+        # No drafts: every entry then comes from a context that the target really was in.
+        pipe.generate_batch(requests[start : start + _BATCH], max_new_tokens=max_new_tokens, nodes=0)
+    drafter.save(out, pipe.target)
+    click.echo(f"{len(requests)} prompts, {drafter.entries} contexts: {out}", err=True)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines, start=1):
+            request = json.loads(line)
+            if not isinstance(request, dict) or "prompt" not in request:
+                raise UserError(f"{path}:{number}: expected an object with a prompt, received {line[:60]}")
+            yield request
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: expected JSON lines, received {error}") from error
+
+
+def _drawn(count: int) -> Iterator[dict[str, Any]]:
+    """Four images to one clip of 8 frames."""
+    for index in range(count):
+        if index % 5:
+            picture = Image.fromarray(draw(sample_scene(seeded("train", index))))
+            yield {"prompt": "Describe the image.", "images": [picture]}
+        else:
+            frames = [Image.fromarray(draw(scene)) for scene in sample_clip(seeded("train", index)).frames(8)]
+            clip = Video(frames, [float(k) for k in range(8)], 8.0, "clip")
+            yield {"prompt": "Describe the video.", "videos": [clip]}
