@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
@@ -93,12 +94,31 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
         if drafter == "auto":
             embedded = Path(home) / "drafter"
             drafter = embedded if home and checkpoint.drafter_name(embedded) else "recycle"
-        if name := checkpoint.drafter_name(Path(drafter)):
-            return plugins.find("drafters", name).from_checkpoint(Path(drafter))
+        folder = Path(drafter)
+        if not folder.exists() and "/" in str(drafter) and ":" not in str(drafter):
+            if is_path(str(drafter)):
+                raise UserError(f"{drafter}: expected the folder of a drafter checkpoint, there is none")
+            folder = _from_hub(str(drafter))
+        if name := checkpoint.drafter_name(folder):
+            return plugins.find("drafters", name).from_checkpoint(folder)
+        if folder.is_dir():
+            raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
         return _registered_drafter(str(drafter))
     if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
         return drafter
     raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
+
+
+def _from_hub(name: str) -> Path:
+    """The local copy of a drafter checkpoint on the hub."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"unknown drafter: expected one of {', '.join(plugins.names('drafters'))}, a local folder or a reachable "
+            f"hub id, got {name!r} ({first_line})"
+        ) from error
 
 
 def _registered_drafter(drafter: str) -> Drafter:

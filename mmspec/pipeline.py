@@ -50,8 +50,8 @@ def load(
     Args:
         model: hub id, local folder, or an embedded name (``tiny-llava``).
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
-            ``"recycle"``, ``"small:NAME"``, ...), the folder of a drafter checkpoint, a ``Drafter`` object, or None for
-            plain decoding.
+            ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
+            or None for plain decoding.
         device: ``"auto"`` takes a GPU where there is one; else a torch device name.
         dtype: ``"auto"`` is float32 on a CPU for models below a billion parameters and the checkpoint's own
             otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``.

@@ -57,8 +57,9 @@ def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, 
     """``mmspec.load`` with a sign of life on a terminal, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
-    if is_on_hub(model):
+    if is_on_hub(model) or "/" in (drafter or ""):
         fail_fast_offline()
+    if is_on_hub(model):
         if notes.is_terminal:  # a download of gigabytes shows its own progress
             return load(model, drafter, device, dtype)
     transformers.logging.disable_progress_bar()

@@ -332,6 +332,11 @@ def test_registered_names():
         (lambda: make_drafter("small:/nowhere/at/all"), "cannot make drafter 'small:/nowhere/at/all'"),
         (lambda: make_drafter("ngram:x"), "drafter 'ngram' does not take the argument 'x'"),
         (lambda: make_drafter("recycle:8"), "drafter 'recycle' does not take the argument '8'"),
+        (
+            lambda: make_drafter("/nowhere/at/all"),
+            "/nowhere/at/all: expected the folder of a drafter checkpoint, there",
+        ),
+        (lambda: make_drafter("tests"), "tests: expected a drafter's config.json with mmspec_drafter, received none"),
         (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
         (lambda: make_drafter(object()), "drafter must be a name, a folder, a Drafter or None: got object"),
     ],

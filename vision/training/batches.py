@@ -69,14 +69,14 @@ FIRST_LESSONS: dict[str, Kind] = {
 }
 
 ALL_LESSONS: dict[str, Kind] = {
-    "image": Kind(one_image, 48, 0.42),
-    "questions": Kind(questions_only, 56, 0.14),
-    "lists": Kind(lists_only, 64, 0.04),
-    "several": Kind(several_images, 32, 0.04),
+    "image": Kind(one_image, 48, 0.3),
+    "questions": Kind(questions_only, 56, 0.28),
+    "lists": Kind(lists_only, 64, 0.03),
+    "several": Kind(several_images, 32, 0.03),
     "video4": Kind(lambda rng: video(rng, 4), 28, 0.18),
     "video8": Kind(lambda rng: video(rng, 8), 16, 0.09),
-    "video16": Kind(lambda rng: video(rng, 16), 8, 0.04),
-    "words": Kind(words_only, 64, 0.05),
+    "video16": Kind(lambda rng: video(rng, 16), 8, 0.05),
+    "words": Kind(words_only, 64, 0.04),
 }
 
 

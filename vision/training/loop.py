@@ -190,7 +190,7 @@ class Run:
         with torch.autocast("cpu", torch.bfloat16):
             losses = self.network(batch, perception_weight=0.1)
         losses.total.backward()
-        self.optimisers.step(rate(progress, self.step, warmup=50, hold=0.1))
+        self.optimisers.step(rate(progress, self.step, warmup=50, hold=0.4))
         return {
             "event": "language",
             "kind": batch.kind,
