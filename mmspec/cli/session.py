@@ -59,9 +59,8 @@ def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, 
         transformers.logging.set_verbosity_error()
     if is_on_hub(model) or "/" in (drafter or ""):
         fail_fast_offline()
-    if is_on_hub(model):
-        if notes.is_terminal:  # a download of gigabytes shows its own progress
-            return load(model, drafter, device, dtype)
+    if is_on_hub(model) and notes.is_terminal:  # a download of gigabytes shows its own progress
+        return load(model, drafter, device, dtype)
     transformers.logging.disable_progress_bar()
     with notes.status(f"loading {model}"):
         return load(model, drafter, device, dtype)

@@ -334,7 +334,7 @@ def test_registered_names():
         (lambda: make_drafter("recycle:8"), "drafter 'recycle' does not take the argument '8'"),
         (
             lambda: make_drafter("/nowhere/at/all"),
-            "/nowhere/at/all: expected the folder of a drafter checkpoint, there",
+            "/nowhere/at/all: expected the folder of a drafter",
         ),
         (lambda: make_drafter("tests"), "tests: expected a drafter's config.json with mmspec_drafter, received none"),
         (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
