@@ -136,6 +136,18 @@ def test_a_seed_gives_the_same_tokens_whatever_is_drafted(batch):
         assert [row.token_ids for row in rows] == plain
 
 
+def test_what_a_budget_learnt_stays_with_the_pipeline():
+    pipe = pipeline(Ngram())
+    pipe.generate(PROMPT, max_new_tokens=5)
+    first = pipe.budgets[1]
+    pipe.generate(PROMPT, max_new_tokens=5)
+    pipe.generate_batch([{"prompt": "a"}, {"prompt": "b"}], max_new_tokens=5)
+    assert pipe.budgets[1] is first
+    assert set(pipe.budgets) == {1, 2}
+    pipe.generate(PROMPT, max_new_tokens=5, nodes=3)
+    assert set(pipe.budgets) == {1, 2}
+
+
 def test_sampling_without_choice_is_greedy():
     pipe = pipeline(Ngram())
     greedy = pipe.generate(PROMPT, max_new_tokens=20, nodes=6).token_ids
