@@ -26,6 +26,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 def cost_table(target: TransformersTarget, *, refresh: bool = False, prefix: int = 128) -> CostTable:
     """The verify times of a target, measured once per model shape, device, dtype and software, then read from disk.
 
+    A measurement that other work on the machine has spoilt is used, but not kept.
+
     Args:
         target: what to measure; it must not be in the middle of a generation.
         refresh: measure again and replace what is on disk.
@@ -34,9 +36,17 @@ def cost_table(target: TransformersTarget, *, refresh: bool = False, prefix: int
     table = None if refresh else stored_cost(target)
     if table is None:
         table = measure(target, prefix=prefix)
+        if _disturbed(table):
+            return table
         content = {**describe(target), "prefix": prefix, "tokens": table.tokens, "seconds": table.seconds}
         _write_whole(_path(target), content)
     return table
+
+
+def _disturbed(table: CostTable) -> bool:
+    """Whether other work on the machine must have spoilt the measurement, so that it should not be kept: a pass over n
+    tokens took far longer than n passes over one."""
+    return any(t > 1.5 * n * table.seconds[0] for n, t in zip(table.tokens, table.seconds, strict=True))
 
 
 def stored_cost(target: TransformersTarget) -> CostTable | None:

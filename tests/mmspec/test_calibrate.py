@@ -76,6 +76,13 @@ def test_a_damaged_file_is_measured_anew(target, measured, content):
     assert calibrate.stored_cost(target) == TABLE
 
 
+def test_a_spoilt_measurement_is_not_kept(target, monkeypatch):
+    spoilt = CostTable((1, 2, 4), (0.01, 1.0, 0.02))
+    monkeypatch.setattr(calibrate, "measure", lambda target, prefix: spoilt)
+    assert calibrate.cost_table(target) == spoilt
+    assert calibrate.stored_cost(target) is None
+
+
 def test_a_folder_that_cannot_be_written_costs_a_measurement(target, measured, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "file" / "below a file"))

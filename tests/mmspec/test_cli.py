@@ -279,6 +279,7 @@ def test_interrupt() -> None:
     # The command waits on a standard input that never ends.
     code = (
         "import os, signal, sys, threading; from mmspec.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "sys.exit(main(['generate', '-']))"
     )
