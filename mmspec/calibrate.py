@@ -43,6 +43,16 @@ def cost_table(target: TransformersTarget, *, refresh: bool = False, prefix: int
     return table
 
 
+def _processor() -> str:
+    """The CPU's model name, or as much of it as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def _disturbed(table: CostTable) -> bool:
     """Whether other work on the machine must have spoilt the measurement, so that it should not be kept: a pass over n
     tokens took far longer than n passes over one."""
@@ -88,7 +98,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
     """What a calibration depends on."""
     model, config = target.model, target.config
     device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     shape = {
         k: getattr(config, k, None) for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
     }
