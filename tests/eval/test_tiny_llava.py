@@ -6,12 +6,18 @@ import json
 import random
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval import tiny_llava
+from vision import embedded
 from vision.scenes.captions import caption
 from vision.scenes.clips import describe_clip, sample_clip
+from vision.scenes.drawing import draw
 from vision.scenes.questions import KINDS, ask
 from vision.scenes.scene import Item, Scene, sample_scene, seeded
 from vision.training import accuracy
@@ -110,3 +116,23 @@ def test_the_command_prints_a_table_and_one_json_line(monkeypatch: pytest.Monkey
     assert line["objects"] == 0.91
     assert line["model"] == "somewhere"
     assert line["scenes"] == 3
+
+
+def test_the_embedded_model_reaches_its_goals() -> None:
+    folder = embedded.tiny_llava()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
+    report = accuracy._measure_captions(model, AutoProcessor.from_pretrained(folder), 20)
+    for name, goal in tiny_llava.GOALS.items():
+        assert report[name] >= goal, report
+    assert report["caption tokens"] > 25
+    assert report["distinct captions"] == 1.0
+
+
+def test_the_samples_show_held_out_scenes() -> None:
+    shown = np.asarray(Image.open(embedded.samples() / "scene.png"))
+    assert np.array_equal(shown, draw(sample_scene(seeded("heldout", 23)), 4))
+    with av.open(str(embedded.samples() / "clip.mp4")) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    scenes = sample_clip(seeded("heldout", 25)).frames(len(frames))
+    for frame, scene in zip(frames, scenes, strict=True):
+        assert np.abs(frame.astype(int) - draw(scene, 4)).mean() < 12

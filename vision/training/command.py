@@ -18,7 +18,7 @@ import click
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),
-    default=105.0,
+    default=107.0,
     show_default=True,
     help="Wall-clock budget.",
 )
