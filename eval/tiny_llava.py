@@ -43,7 +43,9 @@ def main(model: str | None, scenes: int, threads: int | None) -> None:
     Console().print(table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
     click.echo(
-        json.dumps({"model": folder, "scenes": scenes, "seconds": round(time.monotonic() - began, 1), **figures})
+        json.dumps(
+            {"model": model or "tiny-llava", "scenes": scenes, "seconds": round(time.monotonic() - began, 1), **figures}
+        )
     )
 
 
