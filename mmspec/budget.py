@@ -20,6 +20,7 @@ _DECAY = 0.995  # of what a bin has seen, per observation
 _FADE = 0.95  # of tokens and seconds of late, per step
 _THRIFT = 0.7  # time is priced below its worth: a look-up drafter also learns from the nodes that a tree shows it
 _TRIAL = 3.0  # plain steps that a drafter is taken to save per request before any was seen
+_PATIENCE, _RETRY = 12, 8  # after so many steps drafted in vain, draft in every so many-th one only
 _CREDIT = 0.25  # plain steps that drafting may lose before it has won any
 _CREDIT_PER_TOKEN = 0.005  # and more for every token emitted
 
@@ -135,6 +136,7 @@ class AdaptiveBudget(Budget):
         self._shown: list[list[float]] = []
         self._usual = 8.0
         self._account = 0.0
+        self._steps = self._in_vain = 0  # steps in all; latest ones whose drafting did not pay
         self._saved, self._record = 0.0, _TRIAL  # plain steps saved in this request, and lately per request
 
     def begin(self) -> None:
@@ -146,6 +148,9 @@ class AdaptiveBudget(Budget):
 
     def drafts(self) -> bool:
         self._passes = 1
+        self._steps += 1
+        if self._in_vain >= _PATIENCE and self._steps % _RETRY:
+            return False
         return super().drafts() and self._account > self._extra(1) + self._draft
 
     def deeper(self, gain: float) -> bool:
@@ -187,6 +192,8 @@ class AdaptiveBudget(Budget):
         plain = self._cost[0] * self._scale
         each = emitted / max(alive, 1)
         self._saved += each - spent / plain
+        if draft_seconds > 0:
+            self._in_vain = 0 if each * plain > spent else self._in_vain + 1
         self._account += each * plain * (1 + _CREDIT_PER_TOKEN) - spent
         for row, path in zip(self._shown, paths, strict=False):
             if not path:

@@ -171,3 +171,20 @@ def test_a_hiccup_is_not_the_price_of_a_tree():
 def test_refuses_tables_that_say_nothing(tokens, seconds, message):
     with pytest.raises(ValueError, match=message):
         CostTable(tokens, seconds)
+
+
+def test_drafting_in_vain_becomes_rare():
+    budget = AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)))
+    budget.begin()
+
+    def asked(emitted):
+        budget.remaining = 50
+        drafts = budget.drafts()
+        budget.observe(1, [list(range(emitted))], 1e-5 if drafts else 0.0, 1e-3)
+        return drafts
+
+    assert all(asked(1) for _ in range(12))
+    assert sum(asked(1) for _ in range(80)) == 10
+    while not asked(6):  # a guess that holds: drafting is back in every step
+        pass
+    assert all(asked(1) for _ in range(11))
