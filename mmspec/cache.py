@@ -113,10 +113,6 @@ class TreeCache(Cache):
         return self.length + self.offset
 
 
-def _keep_unmoved(storage: Tensor, moved: Tensor, used: Tensor, batch_index: Tensor, target: Tensor) -> Tensor:
-    return torch.where(used[:, :, None, None, None], moved, storage[:, batch_index, :, target])
-
-
 class _Layer(CacheLayerMixin):
     """One layer's window into the shared buffer, with the interface that transformers' models expect."""
 
