@@ -38,7 +38,6 @@ def main(args: Sequence[str] | None = None) -> int:
         130 after Ctrl-C; 141 where the reader of a pipe went away.
     """
     _be_quiet()
-    _share_cores()
     _accept_any_text()
     try:
         status = cli.main(args, prog_name="mmspec", standalone_mode=False)
@@ -85,12 +84,6 @@ def _be_quiet() -> None:
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def _share_cores() -> None:
-    # A thread that spins while it waits steals the core that another busy process needs: on two cores with one such
-    # process, passes of a small model took ten times as long. Threads that sleep do not. To be set before torch loads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _accept_any_text() -> None:

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 import click
+import torch
 import transformers
 from rich.console import Console
 from rich.progress import Progress
@@ -23,6 +24,7 @@ from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling import SamplingParams
 
+_TINY = 20_000_000  # parameters below which threads cost more than they give
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
@@ -60,10 +62,14 @@ def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, 
     if is_on_hub(model) or "/" in (drafter or ""):
         fail_fast_offline()
     if is_on_hub(model) and notes.is_terminal:  # a download of gigabytes shows its own progress
-        return load(model, drafter, device, dtype)
-    transformers.logging.disable_progress_bar()
-    with notes.status(f"loading {model}"):
-        return load(model, drafter, device, dtype)
+        pipe = load(model, drafter, device, dtype)
+    else:
+        transformers.logging.disable_progress_bar()
+        with notes.status(f"loading {model}"):
+            pipe = load(model, drafter, device, dtype)
+    if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < _TINY:
+        torch.set_num_threads(1)
+    return pipe
 
 
 def drafter_name(drafter: Drafter | None) -> str | None:
