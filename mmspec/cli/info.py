@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
         "attention": "sdpa, with the tree as a 4D mask (eager where a model has no sdpa)",
-        "kernels": _kernels(),
+        "kernels": "plain torch",
         "models": [_model(entry.name) for entry in plugins.registered("models")],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
         "drafters": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("drafters")],
@@ -83,15 +81,6 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _kernels() -> dict[str, Any]:
-    """Kernels of this package, by what is installed and asked for; plain torch everywhere else."""
-    return {
-        "asked_for": os.environ.get("MMSPEC_KERNELS", "auto"),
-        "triton": find_spec("triton") is not None,
-        "own_kernels": find_spec("mmspec.ops") is not None,
-    }
-
-
 def _model(name: str) -> dict[str, Any]:
     try:
         folder = Path(plugins.find("models", name)())
@@ -115,15 +104,13 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
     def model(m: dict[str, Any]) -> str:
         return f"{m['name']}: " + (m.get("problem") or f"{m['bytes'] / 1e6:.1f} MB in {m['folder']}")
 
-    kernels = facts["kernels"]
-    used = "own kernels" if kernels["own_kernels"] and kernels["triton"] else "plain torch"
     return [
         ("mmspec", [facts["mmspec"]]),
         ("python", [f"{facts['python']} on {facts['platform']}"]),
         ("packages", [f"{name} {found or 'not installed'}" for name, found in facts["packages"].items()]),
         ("devices", [device(d) for d in facts["devices"]]),
         ("attention", [facts["attention"]]),
-        ("kernels", [f"{used} (MMSPEC_KERNELS={kernels['asked_for']})"]),
+        ("kernels", [facts["kernels"]]),
         ("embedded models", [model(m) for m in facts["models"]]),
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [f"{d['name']}: {d['class']}" for d in facts["drafters"]]),
