@@ -30,11 +30,11 @@ def drafter_name(folder: Path) -> str | None:
         return None
 
 
-def read(folder: Path, names: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(folder: Path, names: set[str] | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Configuration and tensors of a drafter checkpoint.
 
     Args:
-        names: the tensors that it must hold, neither more nor fewer.
+        names: the tensors that it must hold, neither more nor fewer; None leaves that to the caller.
 
     Raises:
         UserError: a file is missing or damaged, or tensors are missing or unknown.
@@ -44,11 +44,11 @@ def read(folder: Path, names: set[str]) -> tuple[dict[str, Any], dict[str, Tenso
         tensors = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: expected a drafter's {_CONFIG} and {_WEIGHTS}, received {error}") from error
-    if set(tensors) != names or "verifier" not in config:
-        raise UserError(
-            f"{folder}: expected the tensors {', '.join(sorted(names))} and a verifier, "
-            f"received {', '.join(sorted(tensors)) or 'none'}"
-        )
+    if "verifier" not in config:
+        raise UserError(f"{folder}/{_CONFIG}: expected a verifier, received none")
+    if names is not None and set(tensors) != names:
+        received = ", ".join(sorted(tensors)) or "none"
+        raise UserError(f"{folder}: expected the tensors {', '.join(sorted(names))}, received {received}")
     return config, tensors
 
 

@@ -83,7 +83,8 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
     """A drafter from whatever ``mmspec.load`` takes as one.
 
     Args:
-        home: the target's folder or name; ``"auto"`` looks for a checkpoint in its ``drafter`` folder.
+        home: the target's folder or name. ``"auto"`` takes the checkpoint in its ``drafter`` folder; a registered name
+            takes that one if it is of this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
 
     Raises:
         UserError: unknown name, a damaged checkpoint, or an object without a drafter's methods.
@@ -91,10 +92,8 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
     if drafter is None or drafter == "none":
         return None
     if isinstance(drafter, str | Path):
-        if drafter == "auto":
-            embedded = Path(home) / "drafter"
-            drafter = embedded if home and checkpoint.drafter_name(embedded) else "recycle"
-        folder = Path(drafter)
+        drafter = _at_home(str(drafter), Path(home)) if home else drafter
+        folder = Path("recycle" if drafter == "auto" else drafter)
         if not folder.exists() and "/" in str(drafter) and ":" not in str(drafter):
             if is_path(str(drafter)):
                 raise UserError(f"{drafter}: expected the folder of a drafter checkpoint, there is none")
@@ -103,10 +102,19 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
             return plugins.find("drafters", name).from_checkpoint(folder)
         if folder.is_dir():
             raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
-        return _registered_drafter(str(drafter))
+        return _registered_drafter(str(folder))
     if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
         return drafter
     raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
+
+
+def _at_home(drafter: str, home: Path) -> str:
+    """The folder beside the target that a name stands for; the name itself where there is none."""
+    for folder in (home / "drafter", home / f"drafter-{drafter}"):
+        name = checkpoint.drafter_name(folder)
+        if name and drafter in ("auto", name):
+            return str(folder)
+    return drafter
 
 
 def _from_hub(name: str) -> Path:
@@ -124,11 +132,15 @@ def _from_hub(name: str) -> Path:
 def _registered_drafter(drafter: str) -> Drafter:
     name, _, argument = drafter.partition(":")
     cls = plugins.find("drafters", name)
+    if argument and os.path.isdir(argument) and hasattr(cls, "from_checkpoint"):
+        return cls.from_checkpoint(Path(argument))
     try:
         return cls(argument) if argument else cls()
     except UserError:
         raise
     except TypeError as error:
+        if not argument:
+            raise UserError(f"{name} needs a checkpoint: expected {name}:FOLDER, or the folder itself") from error
         raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]

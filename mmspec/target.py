@@ -5,9 +5,11 @@ A target absorbs the prompt, checks trees and keeps accepted paths. Its caches a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mmspec.tree import TokenTree
@@ -57,7 +59,11 @@ class Step:
 
 
 class Target(Protocol):
-    """What the engine needs of a target."""
+    """What the engine and the drafters need of a target."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
 
     def prefill(self, prompt: Prompt, room: int) -> Step:
         """Forget everything and absorb the prompt; ``room`` is the number of tokens that may follow it."""
@@ -73,3 +79,6 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of last hidden states, (..., hidden) -> (..., vocab)."""
+
+    def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """The head for some tokens only, (n,) int64: a function (..., hidden) -> (..., n)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class TransformersTarget:
         """Model and processor from a local folder or hub id, with the weights' own dtype, on the CPU."""
         model = read_whole(AutoModelForCausalLM, name, config, **options)
         return model, AutoTokenizer.from_pretrained(name, **options)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
     @property
     def tokenizer(self) -> Any:
@@ -184,6 +188,13 @@ class TransformersTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         return self._scale_logits(self.model.get_output_embeddings()(hidden))
+
+    def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        layer: Any = self.model.get_output_embeddings()
+        ids = token_ids.to(layer.weight.device)
+        weight = layer.weight.detach()[ids]
+        bias = layer.bias.detach()[ids] if getattr(layer, "bias", None) is not None else None
+        return lambda hidden: self._scale_logits(torch.nn.functional.linear(hidden, weight, bias))
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         """Last hidden states of new nodes behind the committed prefix and the nodes already forwarded.

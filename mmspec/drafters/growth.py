@@ -58,7 +58,16 @@ def best_first(
         gains.append(gain)
 
 
-def grow_tree(token: Tensor, first: tuple[Tensor, Tensor], extend: Extend, budget: Budget, top_k: int) -> TokenTree:
+def grow_tree(
+    token: Tensor,
+    first: tuple[Tensor, Tensor],
+    extend: Extend,
+    budget: Budget,
+    top_k: int,
+    *,
+    depth: int | None = None,
+    nodes: int | None = None,
+) -> TokenTree:
     """Grow one tree per row and cut it to the budget: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
 
     Level by level, the ``top_k`` likeliest nodes are extended by their likeliest children; of everything seen, the
@@ -66,39 +75,45 @@ def grow_tree(token: Tensor, first: tuple[Tensor, Tensor], extend: Extend, budge
 
     Args:
         token: (batch,) int64, the roots.
-        first: the root's children, ``(tokens, log_probs)``, (batch, top_k) each, likeliest first.
-        extend: given the tokens of the next beam (batch, top_k), the nodes they are (batch, top_k; the root is 0,
-            others in the order in which they were seen) and which earlier beam entry each descends from (batch, top_k;
-            meaningless for the first beam), returns their children as ``(tokens, log_probs)``, each
-            (batch, top_k, children).
+        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, likeliest first.
+        extend: given the next beam's tokens, (batch, width), which entry of the beam before each descends from,
+            (batch, width), meaningless for the first beam, and which of the beams' entries so far each attends to,
+            (batch, width, entries) bool, itself included, returns its children as ``(tokens, log_probs)``, each
+            (batch, width, children).
         budget: bounds depth and size.
         top_k: nodes extended per level.
+        depth, nodes: bounds of the drafter's own.
     """
     batch = token.shape[0]
-    tokens, scores = [first[0]], [first[1]]
-    parents = [torch.zeros_like(first[0])]
+    deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
+    tokens, scores, parents = [first[0]], [first[1]], [torch.zeros_like(first[0])]
     beam_score, beam = first[1].topk(min(top_k, first[1].shape[1]), dim=1)
-    beam_token = first[0].gather(1, beam)
-    beam_node, origin, seen = beam + 1, torch.zeros_like(beam), first[0].shape[1]
-    for _ in range(budget.max_depth - 1):
+    beam_token, beam_node, origin, seen = first[0].gather(1, beam), beam + 1, torch.zeros_like(beam), first[0].shape[1]
+    itself = torch.eye(top_k, dtype=torch.bool, device=token.device).expand(batch, -1, -1)
+    reach = itself[:, : beam.shape[1], : beam.shape[1]]
+    for _ in range(deepest - 1):
         if not budget.deeper(float(beam_score.exp().sum()) / batch):
             break
-        child, log_prob = extend(beam_token, beam_node, origin)
-        score = beam_score[:, :, None] + log_prob
+        child, log_prob = extend(beam_token, origin, reach)
+        score = (beam_score[:, :, None] + log_prob).flatten(1)
         children = child.shape[2]
         tokens.append(child.flatten(1))
-        scores.append(score.flatten(1))
+        scores.append(score)
         parents.append(beam_node.repeat_interleave(children, dim=1))
-        beam_score, best = score.flatten(1).topk(min(top_k, score.shape[1] * children), dim=1)
+        beam_score, best = score.topk(min(top_k, score.shape[1]), dim=1)
         beam_token, origin = tokens[-1].gather(1, best), best // children
-        beam_node, seen = best + 1 + seen, seen + score.shape[1] * children
-    return _keep_best(token, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget)
+        beam_node, seen = best + 1 + seen, seen + score.shape[1]
+        width = best.shape[1]
+        above = reach.gather(1, origin[:, :, None].expand(-1, -1, reach.shape[2]))
+        reach = torch.cat([above, itself[:, :width, :width]], dim=2)
+    most = budget.nodes if nodes is None else min(nodes, budget.nodes)
+    return _keep_best(token, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget, most)
 
 
-def _keep_best(token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: Budget) -> TokenTree:
+def _keep_best(token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: Budget, most: int) -> TokenTree:
     # Stable, so that a child never overtakes a parent of the same score.
     score, order = scores.sort(dim=1, descending=True, stable=True)
-    gains = score[:, : budget.nodes].exp().tolist()
+    gains = score[:, :most].exp().tolist()
     keep = budget.take([[g for g in row if g > 0.0] for row in gains])
     if keep == 0:
         return TokenTree.root(token)

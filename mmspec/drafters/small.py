@@ -49,7 +49,7 @@ class Small:
             raise UserError(
                 f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}"
             )
-        self.model.to(target.embed(torch.zeros(1, dtype=torch.long, device=_device(target))).device)  # type: ignore[arg-type]
+        self.model.to(target.device)  # type: ignore[arg-type]
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
@@ -69,20 +69,14 @@ class Small:
         lm = self._lm
         hidden = self._absorb(token.device)
         # From here on the cache ends with the root; nodes of the tree are at depth 0 of it and below.
-        kept: list[Tensor] = []  # reach of the beams forwarded so far, each (batch, top_k, entries)
+        levels = 0
 
-        def extend(beam: Tensor, node: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            batch, width = beam.shape
-            itself = torch.eye(width, dtype=torch.bool, device=beam.device).expand(batch, -1, -1)
-            if kept:
-                above = kept[-1].gather(1, origin[:, :, None].expand(-1, -1, kept[-1].shape[2]))
-                reach = torch.cat([above, itself], dim=2)
-            else:
-                reach = itself
-            depth = torch.full_like(beam, len(kept))
+        def extend(beam: Tensor, origin: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal levels
+            depth = torch.full_like(beam, levels)
             states = lm.forward_nodes(beam, depth, reach)
             lm.keep_nodes(depth)
-            kept.append(reach)
+            levels += 1
             return self._children(states)
 
         first_tokens, first_scores = self._children(hidden)
@@ -114,8 +108,3 @@ class Small:
         log_probs = self._lm.head(hidden).float().log_softmax(-1)
         scores, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
         return tokens, scores
-
-
-def _device(target: Target) -> torch.device:
-    model = getattr(target, "model", None)
-    return model.device if model is not None else torch.device("cpu")

@@ -1,0 +1,279 @@
+"""MSD drafts what its network says, whatever was accepted before: trees against a plain loop without a cache."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from mmspec import SamplingParams, UserError, plugins
+from mmspec.budget import Budget
+from mmspec.engine import decode
+from mmspec.loading import make_drafter
+from mmspec.sampling import Sampler
+from mmspec.stopping import Stopper
+from mmspec.transformers_target import TransformersTarget
+from tests.targets import prompt_of, row_of
+from tests.tiny import root_path, shared_model, valid_nodes
+from vision.drafters.msd import MSD, Eagle
+from vision.drafters.network import MSDConfig, MSDNetwork
+
+
+def network_for(model, seed=0, **changes):
+    torch.manual_seed(seed)
+    network = MSDNetwork(MSDConfig.like(model.config.get_text_config(), **changes))
+    for parameter in network.parameters():
+        parameter.data.normal_(std=0.2)
+    return network
+
+
+# ---------------------------------------------------------------------- the reference
+
+
+def plain_layer(network, x):
+    """The network over one sequence of inputs, (length, hidden), head by head, positions 0, 1, ..."""
+    c, state = network.config, network.state_dict()
+    norm = lambda y, w: y / (y.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w  # noqa: E731
+    y = norm(x, state["input_norm.weight"]) if c.input_norm else x
+    qkv = y @ state["qkv.weight"].T + state.get("qkv.bias", 0.0)
+    parts = qkv.split([c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, c.head_dim)) for part in parts)
+
+    def turn(z):
+        half = c.head_dim // 2
+        spin = torch.arange(len(x))[:, None] * c.rope_theta ** (-torch.arange(half) / half)
+        turned = torch.complex(z[..., :half], z[..., half:]) * torch.polar(torch.ones_like(spin), spin)[:, None]
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    q, k = turn(q), turn(k)
+    heads = []
+    for head in range(c.heads):
+        own = head * c.kv_heads // c.heads
+        scores = q[:, head] @ k[:, own].T / math.sqrt(c.head_dim)
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v[:, own])
+    x = x + torch.cat(heads, dim=-1) @ state["out.weight"].T
+    gate, up = (norm(x, state["post_norm.weight"]) @ state["gate_up.weight"].T).split(c.mlp, dim=-1)
+    return x + (gate * gate.sigmoid() * up) @ state["down.weight"].T
+
+
+def states_of(model, row, said):
+    """Hidden states and input embeddings of a row's prompt and what was said, by the plain model without a cache."""
+    extended = dict(row)
+    extended["input_ids"] = torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
+    if "mm_token_type_ids" in row:
+        extended["mm_token_type_ids"] = torch.nn.functional.pad(row["mm_token_type_ids"], (0, len(said)))
+    seen = {}
+    handle = model.get_decoder().register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True)
+    with torch.no_grad():
+        hidden = model(**extended, use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+    handle.remove()
+    embeds = seen.get("inputs_embeds")
+    return hidden, model.get_input_embeddings()(extended["input_ids"])[0] if embeds is None else embeds[0]
+
+
+@torch.no_grad()
+def plain_gain(drafter, target, hidden, embeds, visual, path):
+    """Path probability of drafted tokens, by running the network over the whole sequence for every one of them."""
+    network = drafter.network
+    fused = network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1))
+    inputs = torch.where(visual[1:, None] & network.config.decoupled, embeds[1:], fused)
+    gain = 1.0
+    for token in path:
+        guess = plain_layer(network, inputs)[-1]
+        logits = target.head(guess)
+        if drafter.draft_ids is not None:
+            allowed = torch.full_like(logits, -math.inf)
+            allowed[drafter.draft_ids] = logits[drafter.draft_ids]
+            logits = allowed
+        gain *= float(logits.softmax(-1)[token])
+        fed = network.fc(torch.cat([target.embed(torch.tensor(token)), guess]))
+        inputs = torch.cat([inputs, fed[None]])
+    return gain
+
+
+class Watched(Budget):
+    """Notes what it is shown; some steps are not drafted at all, others are shallow."""
+
+    def __init__(self, nodes, skip=()):
+        super().__init__(nodes, depth=4)
+        self.skip, self.step, self.shown = skip, 0, None
+
+    def drafts(self):
+        self.step += 1
+        return super().drafts() and self.step not in self.skip
+
+    def take(self, gains):
+        self.shown = gains
+        return super().take(gains)
+
+
+def check(model, inputs, drafter, *, nodes=7, skip=(), new=12, params=None):
+    """Decode; every tree's every node must have the probability of the plain loop, and every output token be right."""
+    target = plugins.target_class(model.config)(model)
+    drafter.attach(target)
+    budget = Watched(nodes, skip)
+    trees = []
+    propose = drafter.propose
+    drafter.propose = lambda token, b: trees.append((propose(token, b), budget.shown)) or trees[-1][0]
+    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
+    prompt = prompt_of(inputs)
+    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
+    said: list[list[int]] = [[] for _ in rows]
+    lengths = Counter()
+    for state in decode(target, drafter, prompt, sampler, Stopper(new, eos_token_ids=[]), budget):
+        if trees:
+            tree, shown = trees.pop()
+            for b, row in enumerate(rows):
+                if len(said[b]) == new:
+                    continue  # finished: what is drafted for it is not looked at
+                hidden, embeds = states_of(model, row, said[b])
+                visual = torch.zeros(len(embeds), dtype=torch.bool)
+                marks = target._visual(prompt_of({**inputs, "input_ids": row["input_ids"]}))
+                if marks is not None:
+                    visual[: marks.shape[1]] = marks[0]
+                assert int(tree.tokens[b, 0]) == said[b][-1]
+                for node in valid_nodes(tree, b)[1:]:
+                    path = [int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]]
+                    expected = plain_gain(drafter, target, hidden, embeds, visual, path)
+                    assert shown[b][node - 1] == pytest.approx(expected, rel=2e-3, abs=1e-6)
+        for b, r in enumerate(state):
+            said[b] += r.emitted if said[b] != r.token_ids else []
+            lengths[len(r.emitted)] += 1
+    if params is None:
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert said == ids[:, inputs["input_ids"].shape[1] :].tolist()
+    return lengths
+
+
+# ---------------------------------------------------------------------- drafting
+
+
+@pytest.mark.parametrize("name", sorted(VISION_CONFIGS))
+def test_trees_follow_the_network_on_every_family(name):
+    model = shared_model(name)
+    check(model, vision_inputs(name, 3), MSD(network_for(model), top_k=3, depth=3), new=8)
+
+
+@pytest.mark.parametrize("cls", [MSD, Eagle])
+def test_several_images_skipped_steps_and_sampling(cls):
+    model = shared_model("llava")
+    inputs = vision_inputs("llava", 2, images=2)
+    check(model, inputs, cls(network_for(model), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
+    check(model, inputs, cls(network_for(model), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
+
+
+def test_norm_bias_and_text_only():
+    model = shared_model("qwen2")
+    network = network_for(model, input_norm=True, qkv_bias=True)
+    check(model, text_inputs(3), MSD(network, top_k=3, depth=3))
+
+
+def test_an_accepting_drafter_keeps_true_states():
+    """A network trained for a moment has drafts accepted, so that committed states are those of longer paths."""
+    model = shared_model("llava")
+    network = overfit(model, vision_inputs("llava", 1))
+    lengths = check(model, vision_inputs("llava", 1), Eagle(network, top_k=3, depth=4), nodes=16, new=24)
+    assert sum(count for length, count in lengths.items() if length > 2) >= 3
+
+
+def overfit(model, inputs):
+    """A network that knows one answer of the model by heart."""
+    target = plugins.target_class(model.config)(model)
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    said = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    hidden, embeds = (t.detach() for t in states_of(model, row_of(inputs, 0), said))
+    network = network_for(model)
+    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
+    for _ in range(150):
+        x = network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1))
+        guess = plain_layer_with_grad(network, x)[-len(said) + 1 : -1]
+        loss = torch.nn.functional.cross_entropy(target.head(guess), torch.tensor(said[2:]))
+        optimiser.zero_grad()
+        (loss + (guess - hidden[-len(said) + 2 :]).abs().mean()).backward()
+        optimiser.step()
+    return network
+
+
+def plain_layer_with_grad(network, x):
+    from vision.drafters.network import Rotary
+
+    rotary = Rotary(network.config.head_dim, network.config.rope_theta)
+    rotary.reserve(len(x), x)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    attend = lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+    return network(x[None], rotary(slice(0, len(x))), attend)[0]
+
+
+def test_a_narrow_head_drafts_its_tokens_only():
+    model = shared_model("llava")
+    ids = torch.tensor([5, 9, 2, 40, 41, 60])
+    drafter = MSD(network_for(model), ids, top_k=10, depth=3)
+    check(model, vision_inputs("llava", 2), drafter)
+
+
+def test_decoupling_changes_what_visual_positions_say():
+    network = network_for(shared_model("llava"))
+    embeds, hidden = torch.randn(2, 1, 5, 48).unbind(0)
+    visual = torch.tensor([[False, True, True, False, False]])
+    apart = network.combine(embeds, hidden, visual)
+    assert torch.equal(apart[visual], embeds[visual])
+    Eagle(network)
+    together = network.combine(embeds, hidden, visual)
+    assert torch.equal(together, network.combine(embeds, hidden, None))
+    assert torch.equal(together[~visual], apart[~visual])
+
+
+def test_a_tree_is_bounded_by_the_drafters_own_limits():
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    drafter = MSD(network_for(model), top_k=5, depth=2, total_tokens=9)
+    drafter.attach(target)
+    prompt = prompt_of(vision_inputs("llava"))
+    step = target.prefill(prompt, 32)
+    drafter.begin(prompt, step, [[*prompt.input_ids[0].tolist(), 7]])
+    tree = drafter.propose(torch.tensor([7]), Budget(64))
+    assert (tree.nodes, tree.max_depth) == (10, 2)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    drafter = MSD(network_for(model), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
+    drafter.save(tmp_path, target)
+    again = make_drafter(str(tmp_path))
+    assert isinstance(again, MSD)
+    assert again.network.config == drafter.network.config
+    assert (again.top_k, again.depth, again.total_tokens) == (7, 4, 30)
+    assert torch.equal(again.draft_ids, drafter.draft_ids)
+    for name, tensor in drafter.network.state_dict().items():
+        assert torch.equal(again.network.state_dict()[name], tensor)
+    again.attach(target)
+    assert make_drafter(f"eagle:{tmp_path}").network.config.decoupled is False
+    with pytest.raises(UserError, match=r"made for .*LlavaForConditionalGeneration.*: got .*Qwen3ForCausalLM"):
+        again.attach(TransformersTarget(shared_model("qwen3")))
+
+
+def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    drafter = MSD(network_for(model))
+    drafter.save(tmp_path, target)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"mlp": 64', '"mlp": 32'))
+    with pytest.raises(UserError, match=r"expected down.weight \(48, 32\), received \(48, 64\)"):
+        make_drafter(str(tmp_path))
+    (tmp_path / "config.json").write_text(config.replace('"top_k"', '"top"'))
+    with pytest.raises(UserError, match="expected the settings of an msd drafter, received 'top_k'"):
+        make_drafter(str(tmp_path))
+    with pytest.raises(UserError, match="hidden size 48: the drafter has 24"):
+        MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(target)
+    with pytest.raises(UserError, match="msd needs a checkpoint"):
+        make_drafter("msd")

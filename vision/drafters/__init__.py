@@ -1,0 +1,1 @@
+"""Drafters that look at what the target sees."""

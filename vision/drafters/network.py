@@ -1,0 +1,143 @@
+"""The MSD network (arXiv 2505.14260): one decoder layer between a projection of the target's states and its own head.
+
+It guesses the target's next hidden state. Embedding, final norm and head are the target's; none is held here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class MSDConfig:
+    """Shape of an MSD network.
+
+    Attributes:
+        hidden_size: the target's.
+        heads, kv_heads, head_dim: of the attention.
+        mlp: width inside the gated MLP.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square in RMSNorm.
+        input_norm: RMSNorm before the attention; published drafters for Qwen2-VL have one, those for LLaVA have none.
+        qkv_bias: bias on queries, keys and values.
+        decoupled: visual positions take the raw visual feature (MSD); False sends them through ``fc`` together with a
+            hidden state, as text (EAGLE, arXiv 2401.15077).
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    input_norm: bool = False
+    qkv_bias: bool = False
+    decoupled: bool = True
+
+    @classmethod
+    def like(cls, config: object, **changes: object) -> MSDConfig:
+        """The shape of one layer of a target with this text configuration of transformers."""
+        get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
+        heads = get("num_attention_heads")
+        rope = get("rope_parameters", {})
+        fields = {
+            "hidden_size": get("hidden_size"),
+            "heads": heads,
+            "kv_heads": get("num_key_value_heads", heads),
+            "head_dim": get("head_dim", get("hidden_size") // heads),
+            "mlp": get("intermediate_size"),
+            "rope_theta": rope.get("rope_theta", 10000.0),
+            "norm_eps": get("rms_norm_eps", 1e-6),
+        }
+        return cls(**(fields | changes))
+
+
+class MSDNetwork(nn.Module):
+    """See the module. Parameters are (out, in); ``qkv`` stacks queries, keys and values, ``gate_up`` gate and up."""
+
+    def __init__(self, config: MSDConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, inner = config.hidden_size, config.heads * config.head_dim
+        self.fc = nn.Linear(2 * width, width)
+        self.qkv = nn.Linear(width, inner + 2 * config.kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(inner, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
+        self.down = nn.Linear(config.mlp, width, bias=False)
+        self.input_norm = nn.RMSNorm(width, config.norm_eps) if config.input_norm else nn.Identity()
+        self.post_norm = nn.RMSNorm(width, config.norm_eps)
+
+    def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None) -> Tensor:
+        """The layer's inputs: text positions fuse the next token's embedding with the hidden state before it, visual
+        positions are the visual feature alone (arXiv 2505.14260, section 3.2).
+
+        Args:
+            embeds: (batch, nodes, hidden) input embeddings of the target at the positions that follow ``hidden``'s.
+            hidden: (batch, nodes, hidden) last hidden states, the target's or this network's own.
+            visual: (batch, nodes) bool, which of ``embeds`` are visual features; None where all are text.
+        """
+        fused = self.fc(torch.cat([embeds, hidden], dim=-1))
+        if visual is None or not self.config.decoupled:
+            return fused
+        return torch.where(visual[..., None], embeds, fused)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Guesses of the hidden states that follow.
+
+        Args:
+            x: (batch, nodes, hidden) from ``combine``.
+            rotation: cosines and sines from ``Rotary``, which broadcast to (batch, nodes, heads, head_dim).
+            attend: from queries, keys and values, (batch, heads or kv_heads, nodes, head_dim), to what the queries
+                read; the caller owns cache and mask.
+        """
+        config = self.config
+        batch, nodes, _ = x.shape
+        turned = config.heads + config.kv_heads
+        qkv = self.qkv(self.input_norm(x)).view(batch, nodes, turned + config.kv_heads, config.head_dim)
+        qk = rotate(qkv[:, :, :turned], rotation)
+        q, k = qk[:, :, : config.heads].transpose(1, 2), qk[:, :, config.heads :].transpose(1, 2)
+        read = attend(q, k, qkv[:, :, turned:].transpose(1, 2))
+        x = x + self.out(read.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864), halves paired as in Llama: (batch, nodes, heads, head_dim)."""
+    cos, sin = rotation
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+class Rotary:
+    """Cosines and signed sines by position, computed in float32 and grown when needed."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim, self.theta = head_dim, theta
+        self._tables: Rotation | None = None
+
+    def reserve(self, length: int, like: Tensor) -> None:
+        """Make tables for positions below ``length``, in the dtype and on the device of ``like``."""
+        have = self._tables[0] if self._tables else None
+        if have is not None and have.shape[0] >= length and (have.dtype, have.device) == (like.dtype, like.device):
+            return
+        length = 1 << (length - 1).bit_length()
+        half = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32) / self.head_dim
+        angle = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), self.theta**-half)
+        cos, sin = angle.cos(), angle.sin()
+        # The sign of the rotated half goes into the sine, which saves a negation per call.
+        tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        self._tables = tables[0].to(like.dtype)[:, None], tables[1].to(like.dtype)[:, None]
+
+    def __call__(self, positions: Tensor | slice) -> Rotation:
+        """The rotation at positions: a slice, or (...) int64; each result is (..., 1, head_dim)."""
+        assert self._tables is not None, "reserve comes first"
+        return self._tables[0][positions], self._tables[1][positions]
