@@ -1,0 +1,251 @@
+"""Drafters that others published, read strictly and without a line of their code.
+
+Four layouts are told apart by ``config.json`` and the names of the tensors:
+
+- ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
+- ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
+- ``vispec`` (arXiv 2509.15235) and ``eagle3`` (arXiv 2503.01840): refused by name, as the network cannot hold them.
+
+MSD and EAGLE hold the same tensors, and nothing in a folder says how visual positions were fed in training. A folder
+whose ``config.json`` names a text model is read as EAGLE, any other as MSD. Who knows better says so: ``eagle:FOLDER``
+for an EAGLE head that was trained for a vision-language model, ``msd:FOLDER`` for the other way.
+
+Both project ``[embedding of the next token ; hidden state]``, use Llama's rotary positions 0, 1, 2, ... (Qwen2-VL's
+three position axes are equal there) and hold a copy of the target's embedding, which is dropped: it only tells how many
+tokens the drafter knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from mmspec.errors import UserError
+from vision.drafters.network import MSDConfig
+from vision.drafters.weight_files import load_weights, read_json, tensor_names, weight_files
+
+_EMBEDDING = "embed_tokens.weight"
+_INPUT_NORM = "layers.0.input_layernorm.weight"
+_QKV = [f"layers.0.self_attn.{part}_proj" for part in "qkv"]
+# Our parameters, each of the published ones that it stacks.
+_PARTS = {
+    "fc.weight": ["fc.weight"],
+    "fc.bias": ["fc.bias"],
+    "qkv.weight": [f"{name}.weight" for name in _QKV],
+    "qkv.bias": [f"{name}.bias" for name in _QKV],
+    "out.weight": ["layers.0.self_attn.o_proj.weight"],
+    "gate_up.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"],
+    "down.weight": ["layers.0.mlp.down_proj.weight"],
+    "input_norm.weight": [_INPUT_NORM],
+    "post_norm.weight": ["layers.0.post_attention_layernorm.weight"],
+}
+_KNOWN = {name for parts in _PARTS.values() for name in parts}
+# Rotary frequencies, which old releases of transformers saved along; they follow from the configuration.
+_HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
+_USE_INSTEAD = "use an MSD, EAGLE-1 or EAGLE-2 checkpoint of this target, or train a drafter with mmspec train"
+_REFUSED = {
+    "vispec": "a ViSpec drafter, which compresses each image to learned tokens and adds an image vector to its text",
+    "eagle3": "an EAGLE-3 head, which reads three layers of the target and has an output head of its own",
+}
+_TEXT_MODELS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+
+
+def recognise(folder: Path) -> str | None:
+    """Which published layout a folder holds, by ``config.json`` and the names of its tensors alone.
+
+    Returns:
+        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, or None where it holds something else or nothing.
+
+    Raises:
+        UserError: its weights cannot be read.
+    """
+    try:
+        config = read_json(folder / "config.json")
+    except UserError:
+        return None
+    if "mmspec_drafter" in config:
+        return None
+    return _layout(config, {name for file in weight_files(folder) for name in tensor_names(file)})
+
+
+def read_published(folder: Path, decoupled: bool | None = None) -> tuple[MSDConfig, dict[str, Tensor], dict[str, Any]]:
+    """Read a published drafter.
+
+    Args:
+        decoupled: whether visual positions take the raw visual feature; None goes by the layout.
+
+    Returns:
+        The network's shape; its tensors under the names of ``MSDNetwork``, in the dtype they were saved in; and
+        settings: ``layout``, ``vocab_size`` (the drafter knows the tokens below it), ``verifier`` for ``check_target``.
+
+    Raises:
+        UserError: a damaged or refused checkpoint, or a tensor that is missing, unknown or of another shape than
+            ``config.json`` says.
+    """
+    config = read_json(folder / "config.json")
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        tensors |= load_weights(file, shapes_only={_EMBEDDING})
+    layout = _layout(config, set(tensors))
+    if layout in _REFUSED:
+        raise UserError(f"{folder}: expected an MSD or EAGLE drafter, received {_REFUSED[layout]}: {_USE_INSTEAD}")
+    if layout is None:
+        received = ", ".join(sorted(tensors)[:4]) or "no weights"
+        raise UserError(f"{folder}: expected the tensors of an MSD or EAGLE drafter, received {received}")
+    if decoupled is not None:
+        layout = "msd" if decoupled else "eagle"
+    return convert(config, tensors, layout, str(folder))
+
+
+def convert(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str, source: str
+) -> tuple[MSDConfig, dict[str, Tensor], dict[str, Any]]:
+    """Check published tensors against their configuration and stack them as ``MSDNetwork`` has them.
+
+    Args:
+        config: what ``config.json`` says.
+        layout: ``"msd"`` or ``"eagle"``.
+        source: how messages name the checkpoint.
+
+    Returns, raises: as ``read_published``.
+    """
+    network = _network(config, tensors.keys(), layout, source)
+    shapes = _shapes(network)
+    if config.get("bias") is False and "fc.bias" not in tensors and "fc.weight" in tensors:  # EAGLE heads of Llama-3
+        tensors = {**tensors, "fc.bias": tensors["fc.weight"].new_zeros(network.hidden_size)}
+    # Where configuration and embedding differ, the shapes will not fit.
+    rows = tensors[_EMBEDDING].shape[0] if _EMBEDDING in tensors and tensors[_EMBEDDING].dim() else None
+    vocab = _number(config, "vocab_size", rows, int, source)
+    shapes[_EMBEDDING] = (vocab, network.hidden_size)
+    optional = {_EMBEDDING} if layout == "eagle" else set()
+    _check(tensors, shapes, optional, layout, source)
+    ours = {
+        name: torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
+        for name, parts in _PARTS.items()
+        if parts[0] in shapes
+    }
+    verifier = {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
+    return network, ours, {"layout": layout, "vocab_size": vocab, "verifier": verifier}
+
+
+def check_target(verifier: Mapping[str, Any], target: Any) -> None:
+    """Refuse a published drafter on another target than its own, as far as sizes tell.
+
+    A target may have more tokens than the drafter knows, as transformers' LLaVA-1.5 has (32064 against 32000), but not
+    twice as many: that is another tokenizer.
+
+    Raises:
+        UserError: naming both sides.
+    """
+    width, vocab = verifier["hidden_size"], verifier["vocab_size"]
+    here = target.config
+    if width != here.hidden_size or not here.vocab_size / 2 < vocab <= here.vocab_size:
+        raise UserError(
+            f"the drafter was made for a target of hidden size {width} and {vocab} tokens: "
+            f"got {type(target.model).__name__} with hidden size {here.hidden_size} and {here.vocab_size} tokens"
+        )
+
+
+def _layout(config: Mapping[str, Any], names: set[str]) -> str | None:
+    if any(name.startswith("midlayer.") or "hidden_norm" in name for name in names) or names & {"d2t", "t2d"}:
+        return "eagle3"
+    if any(name.startswith(("imadpt.", "img_fc.")) for name in names):
+        return "vispec"
+    if "fc.weight" not in names and not (names & _KNOWN and names <= _KNOWN | _HARMLESS | {_EMBEDDING}):
+        return None
+    return "eagle" if config.get("model_type") in _TEXT_MODELS else "msd"
+
+
+def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) -> MSDConfig:
+    """The shape that ``config.json`` tells; norm and biases also by the tensors, as not every file tells them."""
+
+    def count(key: str, default: int | None = None) -> int:
+        return _number(config, key, default, int, source)
+
+    width, heads = count("hidden_size"), count("num_attention_heads")
+    kv_heads, head_dim = count("num_key_value_heads", heads), count("head_dim", width // heads)
+    layers, activation = count("num_hidden_layers", 1), config.get("hidden_act") or "silu"
+    if layers != 1 or activation != "silu" or heads % kv_heads or head_dim % 2:
+        raise UserError(
+            f"{source}/config.json: expected one layer with silu, kv_heads that divide heads and an even head_dim, "
+            f"received {layers} with {activation}, {kv_heads} for {heads} and {head_dim}"
+        )
+    # MSD's Qwen2-VL drafters are whole Qwen2-VL layers; every other one leaves out the first norm.
+    qwen = layout == "msd" and config.get("model_type") == "qwen2_vl"
+    return MSDConfig(
+        hidden_size=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=count("intermediate_size"),
+        rope_theta=_rope_theta(config, source),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6, float, source),
+        input_norm=qwen or _INPUT_NORM in names,
+        qkv_bias=qwen or bool(config.get("qkv_bias")) or any(part in names for part in _PARTS["qkv.bias"]),
+        decoupled=layout == "msd",
+    )
+
+
+def _rope_theta(config: Mapping[str, Any], source: str) -> float:
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope |= config[key] if isinstance(config.get(key), dict) else {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "mrope"):
+        raise UserError(f"{source}/config.json: expected plain rotary positions, received rope scaling {kind!r}")
+    usual = rope.get("rope_theta", 1e6 if config.get("model_type") == "qwen2_vl" else 10000.0)
+    return _number(config, "rope_theta", usual, float, source)
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None, kind: type, source: str) -> Any:
+    """A positive number; null counts as not said."""
+    value: Any = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
+        expected = "integer" if kind is int else "number"
+        raise UserError(f"{source}/config.json: {key} must be a positive {expected}: got {value!r}")
+    return kind(value)
+
+
+def _shapes(network: MSDConfig) -> dict[str, tuple[int, ...]]:
+    """The published tensors that such a network needs, without the embedding."""
+    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
+    layer = "layers.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, 2 * width),
+        "fc.bias": (width,),
+        **{f"{name}.weight": (rows, width) for name, rows in zip(_QKV, (inner, keys, keys), strict=True)},
+        f"{layer}self_attn.o_proj.weight": (width, inner),
+        f"{layer}mlp.gate_proj.weight": (network.mlp, width),
+        f"{layer}mlp.up_proj.weight": (network.mlp, width),
+        f"{layer}mlp.down_proj.weight": (width, network.mlp),
+        f"{layer}post_attention_layernorm.weight": (width,),
+    }
+    if network.input_norm:
+        shapes[_INPUT_NORM] = (width,)
+    if network.qkv_bias:
+        shapes |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (inner, keys, keys), strict=True)}
+    return shapes
+
+
+def _check(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], optional: set[str], layout: str, source: str
+) -> None:
+    missing = sorted(shapes.keys() - tensors.keys() - optional)
+    unknown = sorted(tensors.keys() - shapes.keys() - _HARMLESS)
+    if missing or unknown:
+        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{source}: expected exactly the tensors of an {layout} drafter, received {'; '.join(found)}")
+    for name in sorted(shapes.keys() & tensors.keys()):
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shapes[name]:
+            raise UserError(f"{source}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise UserError(f"{source}: {name} must hold floating point numbers: got {tensor.dtype}")

@@ -1,0 +1,99 @@
+"""Weight files that others wrote: safetensors or pickled, whole or in shards. Nothing in them is ever executed."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mmspec.errors import UserError
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; raises ``UserError`` where the file holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: expected a JSON object, received {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: expected a JSON object, received {type(content).__name__}")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a folder, safetensors if there are any; empty where it holds none.
+
+    Raises:
+        UserError: an index that cannot be read, or names a file that is not beside it.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (folder / f"{name}.index.json").is_file():
+            return _shards(folder / f"{name}.index.json")
+    return []
+
+
+def _shards(index: Path) -> list[Path]:
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise UserError(f"{index}: expected a weight_map from tensors to files, received none")
+    names = sorted(set(shards.values()))
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise UserError(f"{index}: expected to name files beside it, received {name!r}")
+    return [index.parent / name for name in names]
+
+
+def tensor_names(file: Path) -> list[str]:
+    """The names alone, without reading the tensors; raises as ``load_weights``."""
+    if file.suffix != ".safetensors":
+        return list(load_weights(file))
+    try:
+        with safe_open(file, "pt") as stored:
+            return list(stored.keys())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: expected a safetensors file, received {error}") from error
+
+
+def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU; those of pickled files are mapped and read when they are used.
+
+    Args:
+        shapes_only: these come as meta tensors, which saves reading them.
+
+    Raises:
+        UserError: not such a file, a damaged one, or one that holds anything but named tensors.
+    """
+    if file.suffix != ".safetensors":
+        return _unpickle(file)
+    try:
+        with safe_open(file, "pt") as stored:
+            return {
+                name: torch.empty(stored.get_slice(name).get_shape(), device="meta")
+                if name in shapes_only
+                else stored.get_tensor(name)
+                for name in stored.keys()  # noqa: SIM118, it is no mapping
+            }
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: expected a safetensors file, received {error}") from error
+
+
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    try:
+        # Files of torch before 1.6 are no archives and cannot be mapped.
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # a damaged pickle can raise anything
+        raise UserError(f"{file}: expected tensors and nothing else, received {type(error).__name__}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: expected named tensors, received {type(content).__name__}")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise UserError(f"{file}: expected named tensors, received {name!r} of type {type(value).__name__}")
+    return dict(content)
