@@ -1,0 +1,244 @@
+"""Conversations about images and videos, read from and written to LLaVA's JSON layout.
+
+A record, in a JSON array or one per line (JSON Lines):
+
+    {"id": "7", "image": "a.png" | ["a.png", "b.png"], "video": "clip.mp4" | [...],
+     "conversations": [{"from": "human", "value": "<image>\\nDescribe the image."},
+                       {"from": "gpt", "value": "A red star.", "token_ids": [5, 8, 2]}]}
+
+Marks in the human values say where media stand; media without a mark come first in the first human turn.
+`token_ids`, ours and optional, is an answer as it was generated, its end-of-sequence token included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmspec.errors import UserError
+
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
+    "system": "system",
+}
+"""Speakers as files name them, and the roles of chat templates."""
+
+MEDIA = ("image", "video")
+_MARK = re.compile(r"[ \t]*\n?<(image|video)>\n?")
+_ANY_MARK = re.compile("<image>|<video>")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation in the form that chat templates take.
+
+    Attributes:
+        id: no other conversation of its file has it.
+        messages: `{"role": "user" | "assistant" | "system", "content": ...}`; a user's content is a list of items
+            (`{"type": "image", "path": ...}`, `{"type": "video", "path": ...}`, `{"type": "text", "text": ...}`),
+            the others' is text.
+        answers: for each assistant message its tokens as generated, or None where only the text is known.
+    """
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    answers: tuple[tuple[int, ...] | None, ...]
+
+    @property
+    def media(self) -> list[dict[str, Any]]:
+        """The image and video items, in order."""
+        items = (item for message in self.messages if message["role"] == "user" for item in message["content"])
+        return [item for item in items if item["type"] in MEDIA]
+
+
+@dataclass
+class Data:
+    """What a file holds: its usable conversations, and how many records were passed over, by reason."""
+
+    conversations: list[Conversation]
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Data:
+    """Read a file of conversations.
+
+    Args:
+        path: a JSON array or JSON Lines.
+        images: the folder that media paths are relative to; the file's own by default.
+        answered: pass over conversations without an answer, and drop what follows the last answer; otherwise keep
+            every conversation with a question.
+
+    Raises:
+        UserError: the file cannot be read, or a record is not as above; names the file and the record's number.
+    """
+    data = Data([])
+    root = path.parent if images is None else images
+    ids: Counter[str] = Counter()
+    for number, record in enumerate(_records(path), start=1):
+        try:
+            found = _conversation(record, root, answered)
+        except _MalformedError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+        if isinstance(found, str):
+            data.skipped[found] += 1
+            continue
+        name = str(record.get("id", number))
+        ids[name] += 1
+        again = f"#{ids[name]}" if ids[name] > 1 else ""
+        data.conversations.append(Conversation(name + again, *found))
+    return data
+
+
+def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
+    """The record of a conversation, its media paths relative to `root`."""
+    record: dict[str, Any] = {"id": conversation.id}
+    for kind in MEDIA:
+        paths = [os.path.relpath(item["path"], root) for item in conversation.media if item["type"] == kind]
+        if paths:
+            record[kind] = paths[0] if len(paths) == 1 else paths
+    turns, answers = [], iter(conversation.answers)
+    for message in conversation.messages:
+        if message["role"] == "assistant":
+            ids = next(answers)
+            turn = {"from": "gpt", "value": message["content"]}
+            turns.append(turn if ids is None else {**turn, "token_ids": list(ids)})
+        elif message["role"] == "user":
+            marked = [item.get("text", f"<{item['type']}>") for item in message["content"]]
+            turns.append({"from": "human", "value": "\n".join(marked)})
+        else:
+            turns.append({"from": "system", "value": message["content"]})
+    return {**record, "conversations": turns}
+
+
+def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
+    """Part into training and held-out conversations, by a hash of their ids: the same way in every run.
+
+    Args:
+        share: of the held-out ones; where it is above 0, there is at least one.
+    """
+
+    def rank(conversation: Conversation) -> bytes:
+        return hashlib.sha256(conversation.id.encode()).digest()
+
+    count = max(1, round(share * len(conversations))) if share > 0 else 0
+    held = {conversation.id for conversation in sorted(conversations, key=rank)[:count]}
+    return [c for c in conversations if c.id not in held], [c for c in conversations if c.id in held]
+
+
+class _MalformedError(Exception):
+    """What is wrong with a record."""
+
+
+def _records(path: Path) -> Iterator[Any]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            while (first := file.read(1)).isspace():
+                pass
+            file.seek(0)
+            if first == "[":
+                yield from json.load(file)
+            else:
+                yield from _lines(path, file)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a JSON array or JSON Lines of conversations, received {error}") from error
+
+
+def _lines(path: Path, file: Any) -> Iterator[Any]:
+    number = 0
+    for line in file:
+        if line.strip():
+            number += 1
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise UserError(f"{path}:{number}: expected a JSON object, received {line.strip()[:60]}") from None
+
+
+def _conversation(record: Any, root: Path, answered: bool) -> Any:
+    """Messages and answers of a record, or the reason to pass it over."""
+    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
+        raise _MalformedError(f"expected an object with a list `conversations`, received {json.dumps(record)[:60]}")
+    turns = [_turn(turn) for turn in record["conversations"]]
+    paths = {kind: _paths(record, kind, root) for kind in MEDIA}
+    while turns and turns[0][0] == "assistant":
+        del turns[0]
+    turns = _merged(turns)
+    if answered:
+        while turns and turns[-1][0] != "assistant":
+            del turns[-1]
+    if all(role != "user" for role, _, _ in turns):
+        return "no answer" if answered else "no question"
+    if any(role != "user" and _ANY_MARK.search(text) for role, text, _ in turns):
+        return "a media mark outside of a question"
+    if not any(paths.values()) and any(_ANY_MARK.search(text) for _, text, _ in turns):
+        return "a media mark without media"
+    messages = _messages(turns, paths)
+    return messages, tuple(ids for role, _, ids in turns if role == "assistant")
+
+
+def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise _MalformedError(f"expected turns with `from` and a text `value`, received {json.dumps(turn)[:60]}")
+    role = ROLES.get(turn.get("from", ""))
+    if role is None:
+        raise _MalformedError(f"expected turns from {', '.join(ROLES)}, received {turn.get('from')!r}")
+    ids = turn.get("token_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
+        raise _MalformedError(f"expected `token_ids` as a list of token numbers, received {json.dumps(ids)[:60]}")
+    return role, turn["value"], None if ids is None or role != "assistant" else tuple(ids)
+
+
+def _merged(turns: list[Any]) -> list[Any]:
+    """Turns of the same speaker in a row as one, since chat templates want speakers to alternate."""
+    merged: list[Any] = []
+    for role, text, ids in turns:
+        if merged and merged[-1][0] == role:
+            merged[-1] = (role, f"{merged[-1][1]}\n{text}", None)
+        else:
+            merged.append((role, text, ids))
+    return merged
+
+
+def _paths(record: dict[str, Any], kind: str, root: Path) -> list[str]:
+    given = record.get(kind)
+    listed = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(isinstance(path, str) and path for path in listed):
+        raise _MalformedError(f"expected `{kind}` as a path or a list of paths, received {json.dumps(given)[:60]}")
+    return [str(root / path) for path in listed]
+
+
+def _messages(turns: list[Any], paths: dict[str, list[str]]) -> tuple[dict[str, Any], ...]:
+    left = {kind: list(files) for kind, files in paths.items()}
+    messages = []
+    for role, text, _ in turns:
+        content = _items(text, left) if role == "user" else text
+        messages.append({"role": role, "content": content})
+    unmarked = [{"type": kind, "path": path} for kind in MEDIA for path in left[kind]]
+    first = next(message for message in messages if message["role"] == "user")
+    first["content"] = [*unmarked, *first["content"]]
+    return tuple(messages)
+
+
+def _items(text: str, left: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """A question's items; each mark takes the next of the media that are left."""
+    items: list[dict[str, Any]] = []
+    parts = _MARK.split(text)  # text, kind of mark, text, ...
+    for index, part in enumerate(parts):
+        if index % 2 == 0:
+            if part:
+                items.append({"type": "text", "text": part})
+        elif left[part]:
+            items.append({"type": part, "path": left[part].pop(0)})
+        else:
+            raise _MalformedError(f"expected as many files in `{part}` as there are <{part}> marks, received fewer")
+    return items

@@ -1,0 +1,55 @@
+"""Questions about drawn training scenes and clips, for the target to answer."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vision.distil.make_data import Job
+from vision.scenes.conversations import Example, one_image, questions_only, several_images, video, words_only
+from vision.scenes.drawing import draw
+from vision.scenes.scene import seeded
+
+KINDS: dict[str, tuple[Callable[[random.Random], Example], float]] = {
+    "image": (one_image, 0.45),
+    "questions": (questions_only, 0.15),
+    "several": (several_images, 0.08),
+    "video4": (lambda rng: video(rng, 4), 0.12),
+    "video8": (lambda rng: video(rng, 8), 0.1),
+    "words": (words_only, 0.1),
+}
+"""Kinds of conversation and their shares."""
+
+
+def drawn(indices: Iterable[int], out: Path) -> Iterator[Job]:
+    """Conversations about training scenes; the pictures are saved as `OUT/images/*.png`.
+
+    Args:
+        indices: of training scenes; each gives the same conversation in every run.
+        out: where the pictures go. A clip is several pictures, as models are shown it that take no videos.
+    """
+    (out / "images").mkdir(parents=True, exist_ok=True)
+    for index in indices:
+        kind = random.Random(f"kind {index}").choices(list(KINDS), [share for _, share in KINDS.values()])[0]
+        example = KINDS[kind][0](seeded("train", index))
+        name = f"{kind}-{index:07d}"
+        pictures = [
+            {"type": "image", "path": str(_saved(scene, out / "images" / f"{name}-{number}.png"))}
+            for number, scene in enumerate(example.scenes)
+        ]
+        questions: list[list[dict[str, Any]]] = [[{"type": "text", "text": asked}] for asked, _ in example.turns]
+        questions[0] = pictures + questions[0]
+        yield Job(name, questions, [len(answer) for _, answer in example.turns])
+
+
+def _saved(scene: Any, path: Path) -> Path:
+    if not path.exists():
+        part = path.with_name(path.name + ".part")
+        Image.fromarray(draw(scene)).save(part, format="png")
+        os.replace(part, path)
+    return path
