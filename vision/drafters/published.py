@@ -205,7 +205,9 @@ def _rope_theta(config: Mapping[str, Any], source: str) -> float:
     return _number(config, "rope_theta", usual, float, source)
 
 
-def _number(config: Mapping[str, Any], key: str, default: float | None, kind: type, source: str) -> Any:
+def _number(
+    config: Mapping[str, Any], key: str, default: float | None, kind: type[int] | type[float], source: str
+) -> Any:
     """A positive number; null counts as not said."""
     value: Any = default if config.get(key) is None else config[key]
     if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:

@@ -1,0 +1,461 @@
+"""Published drafters: each layout as its authors save it, against layers of transformers that hold the same weights."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, Qwen2Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+import mmspec
+from eval.tiny_models import vision_inputs
+from mmspec import UserError, plugins
+from mmspec.budget import Budget
+from mmspec.loading import make_drafter
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from vision.drafters import published
+from vision.drafters.msd import network_from
+from vision.drafters.network import MSDNetwork, Rotary
+
+TINY = dict(
+    hidden_size=48,
+    intermediate_size=40,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=1,
+    hidden_act="silu",
+    rope_scaling=None,
+    vocab_size=96,  # the tiny targets have 101
+)
+LLAVA = {**TINY, "model_type": "llava", "architectures": ["LlavaLlamaForCausalLM"], "rms_norm_eps": 1e-5}
+WIDE = {**LLAVA, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 6}
+QWEN = {
+    **TINY,
+    "model_type": "qwen2_vl",
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
+}
+VICUNA = {**TINY, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6}
+LLAMA3 = {**VICUNA, "rope_theta": 500000.0, "bias": False}
+QWEN2 = {**TINY, "model_type": "qwen2", "qkv_bias": True, "rope_theta": 1e6}
+LAYOUTS = {"msd-7b": LLAVA, "msd-13b": WIDE, "msd-qwen": QWEN, "vicuna": VICUNA, "llama3": LLAMA3, "qwen2": QWEN2}
+
+# The published sizes, from the configurations of the three MSD drafters.
+FULL_7B = {**LLAVA, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+FULL_7B |= {"num_key_value_heads": 32, "vocab_size": 32000}
+FULL_13B = {**FULL_7B, "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40}
+FULL_13B |= {"num_key_value_heads": 40}
+FULL_QWEN = {**QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+FULL_QWEN |= {"num_key_value_heads": 4, "vocab_size": 152064}
+
+
+def layer_of(config):
+    """A decoder layer of transformers as the drafter has it: without the first norm, but for MSD on Qwen2-VL."""
+    names = set(TINY) - {"rope_scaling"}
+    settings = {name: config[name] for name in names} | {"rms_norm_eps": config.get("rms_norm_eps", 1e-6)}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
+    biased = config["model_type"].startswith("qwen")
+    made = (Qwen2Config if biased else LlamaConfig)(**settings, attn_implementation="eager")
+    layer = (Qwen2DecoderLayer if biased else LlamaDecoderLayer)(made, 0)
+    if config["model_type"] != "qwen2_vl":
+        layer.input_layernorm = nn.Identity()
+    return made, layer
+
+
+def tensors_of(config, device="cpu", dtype=torch.float32):
+    """What the authors' ``state_dict`` holds: embedding, ``fc`` and one layer."""
+    width = config["hidden_size"]
+    with torch.device(device):
+        modules = {
+            "embed_tokens": nn.Embedding(config["vocab_size"], width),
+            "fc": nn.Linear(2 * width, width, bias=config.get("bias", True)),
+            "layers.0": layer_of(config)[1],
+        }
+    g = torch.Generator().manual_seed(0)
+    tensors = {f"{at}.{name}": value for at, part in modules.items() for name, value in part.state_dict().items()}
+    if device == "meta":
+        return tensors
+    return {name: torch.randn(value.shape, generator=g).mul(0.2).to(dtype) for name, value in tensors.items()}
+
+
+def write(folder, config, tensors=None, kind="safetensors"):
+    """A folder as it lies on the hub."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = tensors_of(config) if tensors is None else tensors
+    (folder / "config.json").write_text(json.dumps(config))
+    if kind == "safetensors":
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    elif kind == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    elif kind == "old bin":
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    else:
+        suffix, name = ("safetensors", "model") if kind == "shards" else ("bin", "pytorch_model")
+        put = save_file if kind == "shards" else torch.save
+        where = {}
+        for i, some in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), 1):
+            shard = f"{name}-{i:05}-of-00002.{suffix}"
+            put({tensor: tensors[tensor] for tensor in some}, folder / shard)
+            where |= dict.fromkeys(some, shard)
+        index = {"metadata": {}, "weight_map": where}
+        (folder / f"{name}.{suffix}.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def vispec_tensors():
+    width = TINY["hidden_size"]
+    more = {f"imadpt.{part}_proj.weight": torch.zeros(width, width) for part in "kvo"}
+    more |= {"imadpt.q": torch.zeros(2, 4, 12), "img_fc.weight": torch.zeros(width, 2 * width)}
+    return tensors_of(LLAVA) | more | {"img_fc.bias": torch.zeros(width)}
+
+
+def eagle3_tensors():
+    width, layer = TINY["hidden_size"], tensors_of(VICUNA)
+    tensors = {name.replace("layers.0", "midlayer"): value for name, value in layer.items() if name != "fc.bias"}
+    for part, rows in (("q", 48), ("k", 24), ("v", 24)):
+        tensors[f"midlayer.self_attn.{part}_proj.weight"] = torch.zeros(rows, 2 * width)
+    norms = {name: torch.ones(width) for name in ("norm.weight", "midlayer.hidden_norm.weight")}
+    ids = {"d2t": torch.zeros(32, dtype=torch.long), "t2d": torch.zeros(96, dtype=torch.bool)}
+    fc = {"fc.weight": torch.zeros(width, 3 * width), "lm_head.weight": torch.zeros(32, width)}
+    return tensors | norms | ids | fc | {"midlayer.input_layernorm.weight": torch.ones(width)}
+
+
+# ---------------------------------------------------------------------- what is in a folder
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "layout"),
+    [
+        *[(config, tensors_of, "msd") for config in (LLAVA, WIDE, QWEN)],
+        *[(config, tensors_of, "eagle") for config in (VICUNA, LLAMA3, QWEN2)],
+        ({**LLAVA, "model_type": "llava_next"}, lambda c: vispec_tensors(), "vispec"),
+        ({**VICUNA, "draft_vocab_size": 32}, lambda c: eagle3_tensors(), "eagle3"),
+        (LLAVA, lambda c: {"model.embed_tokens.weight": torch.zeros(2, 2)}, None),
+        ({**LLAVA, "mmspec_drafter": "msd"}, tensors_of, None),
+    ],
+)
+def test_layouts_are_recognised(config, tensors, layout, tmp_path):
+    for kind in ("safetensors", "bin"):
+        folder = write(tmp_path / kind, config, tensors(config), kind)
+        assert published.recognise(folder) == layout
+
+
+def test_a_folder_of_something_else_is_not_recognised(tmp_path):
+    assert published.recognise(tmp_path / "nowhere") is None
+    (tmp_path / "config.json").write_text("[1]")
+    assert published.recognise(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA))
+    assert published.recognise(tmp_path) is None
+
+
+def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
+    """So that what is missing can be named."""
+    tensors = tensors_of(LLAVA)
+    for name in tensors:
+        rest = {other: value for other, value in tensors.items() if other != name}
+        assert published.recognise(write(tmp_path, LLAVA, rest)) == "msd"
+        with pytest.raises(UserError, match=rf"tensors of an msd drafter, received missing {name}$"):
+            published.read_published(tmp_path)
+
+
+# ---------------------------------------------------------------------- conversion
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin", "shards", "bin shards"])
+def test_files_of_every_kind_say_the_same(kind, tmp_path):
+    tensors = tensors_of(QWEN, dtype=torch.float16)
+    expected = published.convert(QWEN, tensors, "msd", "here")
+    network, ours, settings = published.read_published(write(tmp_path, QWEN, tensors, kind))
+    assert (network, settings) == (expected[0], expected[2])
+    assert ours.keys() == expected[1].keys()
+    for name, value in ours.items():
+        assert value.dtype == torch.float16
+        assert torch.equal(value, expected[1][name]), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.no_grad()
+def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
+    """Text, a visual stretch and text again, on the layer of transformers with the published tensors."""
+    config = LAYOUTS[name]
+    tensors = tensors_of(config)
+    network = network_from(*published.read_published(write(tmp_path, config, tensors))[:2], tmp_path)
+    made, layer = layer_of(config)
+    prefix = "layers.0."
+    layer.load_state_dict({key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)})
+
+    g = torch.Generator().manual_seed(1)
+    length, width = 9, config["hidden_size"]
+    embeds, hidden = (torch.randn(2, length, width, generator=g) for _ in range(2))
+    visual = torch.zeros(2, length, dtype=torch.bool)
+    visual[:, 2:6] = True
+    inputs = F.linear(torch.cat([embeds, hidden], dim=-1), tensors["fc.weight"], tensors.get("fc.bias"))
+    if name.startswith("msd"):
+        inputs[:, 2:6] = embeds[:, 2:6]
+    turn = LlamaRotaryEmbedding(made)(inputs, torch.arange(length)[None])
+    causal = torch.full((length, length), -torch.inf).triu(1)[None, None]
+    expected = layer(inputs, attention_mask=causal, position_embeddings=turn)
+
+    rotary = Rotary(network.config.head_dim, network.config.rope_theta)
+    rotary.reserve(length, inputs)
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    result = network(network.combine(embeds, hidden, visual), rotary(slice(0, length)), attend)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("config", "decoupled"), [(LLAVA, True), (VICUNA, False)])
+def test_the_user_decides_how_visual_positions_are_fed(config, decoupled, tmp_path):
+    folder = write(tmp_path, config)
+    assert published.read_published(folder)[0].decoupled is decoupled
+    for wish in (True, False):
+        assert published.read_published(folder, decoupled=wish)[0].decoupled is wish
+
+
+def test_an_msd_drafter_for_qwen_is_a_whole_layer_and_an_eagle_head_is_not():
+    tensors = tensors_of({**QWEN, "model_type": "qwen2"})
+    with pytest.raises(UserError, match=r"missing layers\.0\.input_layernorm\.weight$"):
+        published.convert(QWEN, tensors, "msd", "here")
+    network, _, settings = published.convert(QWEN, tensors, "eagle", "here")
+    assert (network.input_norm, network.qkv_bias, settings["layout"]) == (False, True, "eagle")
+
+
+def test_rotary_and_norm_settings_come_from_the_configuration():
+    tensors = tensors_of(LLAVA)
+
+    def read(**changes):
+        network = published.convert({**LLAVA, **changes}, tensors, "msd", "here")[0]
+        return network.rope_theta, network.norm_eps
+
+    assert read() == (10000.0, 1e-5)
+    assert read(rope_theta=5e5, rms_norm_eps=None) == (5e5, 1e-6)
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 7}) == (7.0, 1e-5)
+    qwen = {name: value for name, value in QWEN.items() if name != "rope_theta"}
+    assert published.convert(qwen, tensors_of(QWEN), "msd", "here")[0].rope_theta == 1e6
+
+
+def test_saved_rotary_frequencies_do_no_harm():
+    tensors = tensors_of(LLAVA) | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    assert "inv_freq" not in str(published.convert(LLAVA, tensors, "msd", "here")[1].keys())
+
+
+def test_an_eagle_head_may_leave_out_what_the_target_has():
+    tensors = tensors_of(VICUNA)
+    del tensors["embed_tokens.weight"]
+    assert published.convert(VICUNA, tensors, "eagle", "here")[2]["vocab_size"] == 96
+    with pytest.raises(UserError, match=r"vocab_size must be a positive integer: got None"):
+        published.convert({**VICUNA, "vocab_size": None}, tensors, "eagle", "here")
+    rows = published.convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), "eagle", "here")[2]
+    assert rows["vocab_size"] == 96
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"), [(FULL_7B, 235_937_792), (FULL_13B, 369_633_280), (FULL_QWEN, 258_751_488)]
+)
+def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
+    tensors = tensors_of(config, device="meta")
+    network, ours, settings = published.convert(config, tensors, "msd", "here")
+    with torch.device("meta"):
+        expected = {name: value.shape for name, value in MSDNetwork(network).state_dict().items()}
+    assert {name: value.shape for name, value in ours.items()} == expected
+    assert network.head_dim == 128
+    assert settings["vocab_size"] == config["vocab_size"]
+    assert sum(value.numel() for value in ours.values()) == parameters
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("name", sorted(tensors_of(LLAVA)))
+def test_wrong_shapes_are_named_with_both(name):
+    tensors = tensors_of(LLAVA)
+    right = tuple(tensors[name].shape)
+    tensors[name] = torch.zeros(*right[:-1], right[-1] + 1)
+    wrong = (*right[:-1], right[-1] + 1)
+    message = f"here: {name} must be {right} by config.json: got {wrong}"
+    with pytest.raises(UserError) as caught:
+        published.convert(LLAVA, tensors, "msd", "here")
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers.1.mlp.up_proj.weight": torch.zeros(1)}, "unknown layers.1.mlp.up_proj.weight"),
+        ({"fc.bias": None, "lm_head.weight": torch.zeros(1)}, "missing fc.bias; unknown lm_head.weight"),
+        ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, "missing layers.0.self_attn.k_proj.bias, layers.0"),
+        ({"fc.bias": torch.zeros(48, dtype=torch.int8)}, "fc.bias must hold floating point numbers: got torch.int8"),
+    ],
+)
+def test_missing_and_unknown_tensors_are_named(changes, message):
+    tensors = {name: value for name, value in (tensors_of(LLAVA) | changes).items() if value is not None}
+    with pytest.raises(UserError) as caught:
+        published.convert(LLAVA, tensors, "msd", "here")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size must be a positive integer: got None"),
+        ({"num_attention_heads": "4"}, "num_attention_heads must be a positive integer: got '4'"),
+        ({"intermediate_size": True}, "intermediate_size must be a positive integer: got True"),
+        ({"num_attention_heads": 96}, "head_dim must be a positive integer: got 0"),
+        ({"num_key_value_heads": 3}, "received 1 with silu, 3 for 4 and 12"),
+        ({"num_hidden_layers": 32}, "received 32 with silu"),
+        ({"hidden_act": "gelu"}, "received 1 with gelu"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number: got 'small'"),
+        ({"rope_theta": -1}, "rope_theta must be a positive number: got -1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "plain rotary positions, received rope scaling 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "received rope scaling 'yarn'"),
+        ({"vocab_size": 95}, "embed_tokens.weight must be (95, 48) by config.json: got (96, 48)"),
+        ({"intermediate_size": 41}, "mlp.down_proj.weight must be (48, 41) by config.json: got (48, 40)"),
+    ],
+)
+def test_configurations_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(UserError) as caught:
+        published.convert({**LLAVA, **changes}, tensors_of(LLAVA), "msd", "here")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tensors", "name"), [(vispec_tensors, "a ViSpec drafter"), (eagle3_tensors, "an EAGLE-3")])
+def test_drafters_of_other_methods_are_refused_by_name(tensors, name, tmp_path):
+    folder = write(tmp_path, LLAVA, tensors(), "bin")
+    with pytest.raises(UserError, match=rf"received {name}.*: use an MSD, EAGLE-1 or EAGLE-2 checkpoint"):
+        published.read_published(folder)
+    with pytest.raises(UserError, match=name):
+        make_drafter(str(folder))
+
+
+def test_damaged_files_are_named(tmp_path):
+    folder = write(tmp_path / "a", LLAVA)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"model\.safetensors: expected a safetensors file, received"):
+        published.recognise(folder)
+    with pytest.raises(UserError, match=r"model\.safetensors: expected a safetensors file, received"):
+        published.read_published(folder)
+
+    file = write(tmp_path / "b", LLAVA, kind="bin") / "pytorch_model.bin"
+    whole = file.read_bytes()
+    for content in (whole[:5000], b"", b"no pickle"):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"pytorch_model\.bin: expected tensors and nothing else, received \w+$"):
+            published.read_published(tmp_path / "b")
+    for content, received in (([torch.zeros(1)], "list"), ({"fc.weight": 1}, "'fc.weight' of type int")):
+        torch.save(content, file)
+        with pytest.raises(UserError, match=f"expected named tensors, received {received}"):
+            published.read_published(tmp_path / "b")
+
+    (tmp_path / "b" / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match="tensors of an MSD or EAGLE drafter, received no weights"):
+        published.read_published(tmp_path / "b")
+    (tmp_path / "b" / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: expected a JSON object"):
+        published.read_published(tmp_path / "b")
+
+
+class Code:
+    """Runs when it is unpickled."""
+
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (Code, "ran", True)
+
+
+def test_pickled_code_is_never_run(tmp_path):
+    folder = write(tmp_path, LLAVA, tensors_of(LLAVA) | {"fc.bias": Code()}, "bin")
+    plain = pickle.dumps({"fc.bias": Code()})
+    for content in (None, plain):
+        if content:
+            (folder / "pytorch_model.bin").write_bytes(content)
+        for read in (published.recognise, published.read_published):
+            with pytest.raises(UserError, match=r"pytorch_model\.bin: expected tensors and nothing else"):
+                read(folder)
+    assert not Code.ran
+    pickle.loads(plain)
+    assert Code.ran, "the test must be able to fail"
+
+
+@pytest.mark.parametrize("shard", ["../model-1.safetensors", "/etc/model-1.safetensors", "model-9.safetensors"])
+def test_an_index_leads_nowhere_else(shard, tmp_path):
+    folder = write(tmp_path / "here", LLAVA, kind="shards")
+    index = folder / "model.safetensors.index.json"
+    (tmp_path / "model-1.safetensors").write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes())
+    index.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
+    with pytest.raises(UserError, match=rf"index\.json: expected to name files beside it, received '{shard}'"):
+        published.read_published(folder)
+    index.write_text("{}")
+    with pytest.raises(UserError, match="expected a weight_map"):
+        published.read_published(folder)
+
+
+# ---------------------------------------------------------------------- on targets
+
+
+@pytest.mark.parametrize(("name", "config"), [("llava", LLAVA), ("qwen2_vl", QWEN), ("llava", VICUNA)])
+@pytest.mark.parametrize("prefix", ["", "msd:", "eagle:"])
+def test_published_drafters_leave_the_output_as_it_is(name, config, prefix, tmp_path):
+    folder = write(tmp_path, config, kind="bin")
+    model, inputs = shared_model(name), vision_inputs(name)
+    options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
+    drafter = make_drafter(f"{prefix}{folder}")
+    decoupled = {"": config is not VICUNA, "msd:": True, "eagle:": False}[prefix]
+    assert drafter.network.config.decoupled is decoupled
+    out = mmspec.generate(model, drafter=drafter, nodes=8, return_dict_in_generate=True, **inputs, **options)
+    assert torch.equal(out.sequences, model.generate(**inputs, **options))
+    assert out.stats[0].num_draft_tokens > 0
+
+
+@torch.no_grad()
+def test_tokens_that_the_checkpoint_lacks_are_never_drafted(tmp_path):
+    """The network's own favourites are among them; the tree holds none."""
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    few = {**LLAVA, "vocab_size": 60}
+    drafter = make_drafter(str(write(tmp_path, few)))
+    drafter.attach(target)
+    inputs = vision_inputs("llava")
+    prompt = prompt_of(inputs)
+    step = target.prefill(prompt, 16)
+    drafter.begin(prompt, step, [[*inputs["input_ids"][0].tolist(), 5]])
+    assert bool((target.head(drafter._root).topk(10).indices >= 60).any())
+    tree = drafter.propose(torch.tensor([5]), Budget(30, 3))
+    assert tree.nodes > 20
+    assert int(tree.tokens.max()) < 60
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (WIDE, "hidden size 60 and 96 tokens: got LlavaForConditionalGeneration with hidden size 48 and 101 tokens"),
+        ({**LLAVA, "vocab_size": 102}, "hidden size 48 and 102 tokens: got Llava"),
+        ({**LLAVA, "vocab_size": 50}, "hidden size 48 and 50 tokens: got Llava"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(config, message, tmp_path):
+    model = shared_model("llava")
+    with pytest.raises(UserError) as caught:
+        mmspec.generate(model, drafter=str(write(tmp_path, config)), **vision_inputs("llava"), max_new_tokens=2)
+    assert message in str(caught.value)
+
+
+def test_a_drafter_for_as_many_tokens_is_accepted(tmp_path):
+    target = plugins.target_class(shared_model("llava").config)(shared_model("llava"))
+    drafter = make_drafter(str(write(tmp_path, {**LLAVA, "vocab_size": 101})))
+    drafter.attach(target)
+    assert drafter.draft_ids is None
