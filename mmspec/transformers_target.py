@@ -42,6 +42,8 @@ class TransformersTarget:
         self.config = model.config.get_text_config()
         refuse_unsupported(model, self.config)
         self.decoder = model.get_decoder()
+        self._embedding: Any = model.get_input_embeddings()
+        self._output: Any = model.get_output_embeddings()
         self._scale_logits = logit_scaling(self.config)
         self.cost: CostTable | None = None
         self._head_checked = False
@@ -184,13 +186,13 @@ class TransformersTarget:
         self.commit_nodes(verdict.path, rows)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(token_ids)
+        return self._embedding(token_ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self._scale_logits(self.model.get_output_embeddings()(hidden))
+        return self._scale_logits(self._output(hidden))
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        layer: Any = self.model.get_output_embeddings()
+        layer = self._output
         ids = token_ids.to(layer.weight.device)
         weight = layer.weight.detach()[ids]
         bias = layer.bias.detach()[ids] if getattr(layer, "bias", None) is not None else None

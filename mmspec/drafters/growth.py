@@ -99,7 +99,7 @@ def grow_tree(
         children = child.shape[2]
         tokens.append(child.flatten(1))
         scores.append(score)
-        parents.append(beam_node.repeat_interleave(children, dim=1))
+        parents.append(beam_node[:, :, None].expand(-1, -1, children).flatten(1))
         beam_score, best = score.topk(min(top_k, score.shape[1]), dim=1)
         beam_token, origin = tokens[-1].gather(1, best), best // children
         beam_node, seen = best + 1 + seen, seen + score.shape[1]

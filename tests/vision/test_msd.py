@@ -16,48 +16,13 @@ from mmspec.loading import make_drafter
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.transformers_target import TransformersTarget
+from tests.drafting import network_for, plain_layer
 from tests.targets import prompt_of, row_of
 from tests.tiny import root_path, shared_model, valid_nodes
 from vision.drafters.msd import MSD, Eagle
 from vision.drafters.network import MSDConfig, MSDNetwork
 
-
-def network_for(model, seed=0, **changes):
-    torch.manual_seed(seed)
-    network = MSDNetwork(MSDConfig.like(model.config.get_text_config(), **changes))
-    for parameter in network.parameters():
-        parameter.data.normal_(std=0.2)
-    return network
-
-
 # ---------------------------------------------------------------------- the reference
-
-
-def plain_layer(network, x):
-    """The network over one sequence of inputs, (length, hidden), head by head, positions 0, 1, ..."""
-    c, state = network.config, network.state_dict()
-    norm = lambda y, w: y / (y.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w  # noqa: E731
-    y = norm(x, state["input_norm.weight"]) if c.input_norm else x
-    qkv = y @ state["qkv.weight"].T + state.get("qkv.bias", 0.0)
-    parts = qkv.split([c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], dim=-1)
-    q, k, v = (part.unflatten(-1, (-1, c.head_dim)) for part in parts)
-
-    def turn(z):
-        half = c.head_dim // 2
-        spin = torch.arange(len(x))[:, None] * c.rope_theta ** (-torch.arange(half) / half)
-        turned = torch.complex(z[..., :half], z[..., half:]) * torch.polar(torch.ones_like(spin), spin)[:, None]
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    q, k = turn(q), turn(k)
-    heads = []
-    for head in range(c.heads):
-        own = head * c.kv_heads // c.heads
-        scores = q[:, head] @ k[:, own].T / math.sqrt(c.head_dim)
-        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
-        heads.append(scores.softmax(-1) @ v[:, own])
-    x = x + torch.cat(heads, dim=-1) @ state["out.weight"].T
-    gate, up = (norm(x, state["post_norm.weight"]) @ state["gate_up.weight"].T).split(c.mlp, dim=-1)
-    return x + (gate * gate.sigmoid() * up) @ state["down.weight"].T
 
 
 def states_of(model, row, said):
@@ -191,22 +156,12 @@ def overfit(model, inputs):
     optimiser = torch.optim.Adam(network.parameters(), 3e-3)
     for _ in range(150):
         x = network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1))
-        guess = plain_layer_with_grad(network, x)[-len(said) + 1 : -1]
+        guess = plain_layer(network.requires_grad_(True), x)[-len(said) + 1 : -1]
         loss = torch.nn.functional.cross_entropy(target.head(guess), torch.tensor(said[2:]))
         optimiser.zero_grad()
         (loss + (guess - hidden[-len(said) + 2 :]).abs().mean()).backward()
         optimiser.step()
     return network
-
-
-def plain_layer_with_grad(network, x):
-    from vision.drafters.network import Rotary
-
-    rotary = Rotary(network.config.head_dim, network.config.rope_theta)
-    rotary.reserve(len(x), x)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    attend = lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
-    return network(x[None], rotary(slice(0, len(x))), attend)[0]
 
 
 def test_a_narrow_head_drafts_its_tokens_only():

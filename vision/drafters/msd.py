@@ -91,6 +91,8 @@ class MSD:
         if probe.shape[-1] != width:
             raise UserError(f"msd must have the target's hidden size {probe.shape[-1]}: the drafter has {width}")
         self.network.to(probe)
+        if probe.device.type == "cpu":
+            self.network.lay_out_for_few_rows()
         self._target = target
         self._scores = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         if self.draft_ids is not None:
@@ -207,11 +209,9 @@ class MSD:
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         assert self._scores is not None, "attach comes first"
-        logits = self._scores(hidden).float()
-        best, tokens = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
-        if self.draft_ids is not None:
-            tokens = self.draft_ids[tokens]
-        return tokens, best - logits.logsumexp(-1, keepdim=True)
+        log_probs = self._scores(hidden).float().log_softmax(-1)
+        best, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
+        return tokens if self.draft_ids is None else self.draft_ids[tokens], best
 
     def _met(self) -> Target:
         assert self._target is not None, "attach comes first"
