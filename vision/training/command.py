@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
+
+from vision.training.stopping import stoppable
 
 
 @click.command("tiny-llava")
@@ -46,7 +44,7 @@ def tiny_llava(
     plan = Plan(steps=steps, size=size) if steps else Plan(minutes=minutes, size=size)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar, _stoppable() as stopped:
+    with Progress(*columns, console=console) as bar, stoppable() as stopped:
         task = bar.add_task("tower", total=1.0, figures="")
 
         def show(row: dict[str, Any]) -> None:
@@ -71,20 +69,3 @@ def _accuracy(folder: Path, scenes: int) -> dict[str, float]:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
     report = measure(model, AutoProcessor.from_pretrained(folder), scenes)
     return {name: round(value, 4) for name, value in report.items()}
-
-
-@contextmanager
-def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Turns SIGINT and SIGTERM into a request to stop after the current step and its checkpoint."""
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

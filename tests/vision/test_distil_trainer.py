@@ -1,0 +1,283 @@
+"""Training of drafters: the loop on a toy task, and `mmspec train msd` on a tiny target."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+from mmspec.errors import UserError
+from vision.distil.curve import draw
+from vision.distil.order import MIXED, TEXT, Order
+from vision.distil.plan import Plan
+from vision.distil.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
+
+EXAMPLES = 40
+
+
+@dataclass
+class ToyLosses:
+    total: Tensor
+    figures: dict[str, float]
+
+
+class Toy:
+    """Learns a fixed linear map; the loss of a batch is a mean over its examples' own number of rows."""
+
+    def __init__(self, kinds: tuple[str, ...] = (TEXT, MIXED)) -> None:
+        torch.manual_seed(3)
+        self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in kinds}
+        self.seen: list[list[tuple[str, int]]] = []
+
+    def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
+        self.seen.append(examples)
+        parts = []
+        for kind, index in examples:
+            generator = torch.Generator().manual_seed(index + 1000 * (kind == MIXED))
+            parts.append(torch.randn(self.lengths[kind][index], 4, generator=generator))
+        x = torch.cat(parts)
+        return x, x[:, :2] - x[:, 2:]
+
+    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        return len(batch[0])
+
+    def loss(self, network: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator) -> ToyLosses:
+        x, y = batch
+        error = (network(x) - y).square().mean()
+        return ToyLosses(error, {"error": float(error.detach()), "noise": float(torch.rand((), generator=generator))})
+
+    def held_out(self) -> dict[str, float]:
+        with torch.no_grad():
+            loss = self.loss(self.network, self.batch([(kind, index) for kind in self.lengths for index in range(9)]), torch.Generator()).total
+        return {"loss": float(loss), "mean_acceptance_length": 1.0}
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save(self.network.state_dict(), folder / "weights.pt")
+
+
+def trainer(folder: Path, toy: Toy | None = None, settings: dict[str, Any] | None = None, **plan: Any) -> Trainer:
+    chosen = {"steps": 30, "batch": 4, "warmup": 2, "rate": 1e-2, "checkpoint_minutes": 0.0, "seed": 1, **plan}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return Trainer(folder, Plan(**chosen), toy or Toy(), Accelerator(cpu=True), settings)
+
+
+def weights(run: Trainer) -> dict[str, Tensor]:
+    return run.task.network.state_dict()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """Asks to stop once it has been asked `steps` times."""
+    left = iter(range(steps))
+    return lambda: next(left, None) is None
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
+def test_the_loss_falls_and_everything_is_written(tmp_path: Path, optimiser: str) -> None:
+    run = trainer(tmp_path, steps=60, optimiser=optimiser, rate=5e-2)
+    run.train()
+    log = rows(tmp_path)
+    held_out = [row["loss"] for row in log if row["event"] == "held-out"]
+    assert len(held_out) == 2
+    assert held_out[-1] < 0.5 * held_out[0]
+    trained = [row for row in log if row["event"] == "train"]
+    assert {"step", "minutes", "loss", "error", "rate", "stage", "share"} <= trained[0].keys()
+    assert [row["step"] for row in trained] == list(range(1, 61))
+    assert trained[-1]["rate"] < 0.1 * trained[20]["rate"]
+    assert (tmp_path / CURVE).read_text().lstrip().startswith("<?xml")
+    assert (tmp_path / DRAFTER / "weights.pt").exists()
+    assert not list(tmp_path.glob("**/*.part"))
+
+
+def test_stages_follow_the_plan(tmp_path: Path) -> None:
+    toy = Toy()
+    run = trainer(tmp_path, toy, steps=200, text_share=0.4, report_minutes=99.0, checkpoint_minutes=99.0)
+    run.train()
+    drawn = [[kind == MIXED for kind, _ in examples] for examples in toy.seen[1:-1]]
+    assert not any(map(any, drawn[:80]))
+    for part in (drawn[80:140], drawn[140:]):
+        # The share grows from 0 to 1: a quarter in the first half of stage 2, three quarters in the second.
+        share = sum(map(sum, part)) / sum(map(len, part))
+        assert abs(share - (0.25 if part is drawn[80:140] or part == drawn[80:140] else 0.75)) < 0.12
+    log = [row for row in rows(tmp_path) if row["event"] == "train"]
+    assert {row["stage"] for row in log if row["step"] <= 80} == {1}
+    assert log[-1]["share"] == pytest.approx((199 / 200 - 0.4) / 0.6, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", [TEXT, MIXED])
+def test_one_kind_alone_makes_one_stage(kind: str) -> None:
+    lengths = {kind: [1, 2]}
+    assert [Plan(steps=1).share(progress, lengths) for progress in (0.0, 0.5, 1.0)] == [float(kind == MIXED)] * 3
+
+
+def test_every_example_is_seen_once_per_epoch() -> None:
+    order = Order({MIXED: list(range(24))}, batch=3, seed=0)
+    epochs = [[example for _ in range(8) for example in order.next(1.0)] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [(MIXED, index) for index in range(24)]
+    assert epochs[0] != epochs[1]
+
+
+def test_an_order_goes_on_anywhere() -> None:
+    lengths = {TEXT: [3, 1, 2], MIXED: list(range(7))}
+    whole, begun = Order(lengths, 2, seed=5), Order(lengths, 2, seed=5)
+    expected = [whole.next(share / 30) for share in range(30)]
+    drawn = [begun.next(share / 30) for share in range(11)]
+    resumed = Order(lengths, 2, seed=5)
+    resumed.load_state_dict(begun.state_dict())
+    assert drawn + [resumed.next(share / 30) for share in range(11, 30)] == expected
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
+def test_a_stopped_and_a_killed_run_end_like_an_uninterrupted_one(tmp_path: Path, optimiser: str) -> None:
+    whole = trainer(tmp_path / "whole", optimiser=optimiser)
+    whole.train()
+    trainer(tmp_path / "parts", optimiser=optimiser).train(stop=after(7))
+    killed = trainer(tmp_path / "parts", optimiser=optimiser, checkpoint_minutes=99.0)
+    assert killed.step == 7
+
+    def kill() -> bool:
+        if killed.step == 12:
+            raise KilledError
+        return False
+
+    with pytest.raises(KilledError):
+        killed.train(stop=kill)
+    resumed = trainer(tmp_path / "parts", optimiser=optimiser)
+    assert resumed.step == 7  # what the killed run did after its last checkpoint is done again
+    resumed.train()
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+    def timeless(folder: Path) -> list[dict[str, Any]]:
+        return [{name: x for name, x in row.items() if name != "minutes"} for row in rows(folder)]
+
+    assert timeless(tmp_path / "parts") == timeless(tmp_path / "whole")
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=3).train()
+    before = (tmp_path / CHECKPOINT).read_bytes()
+    again = trainer(tmp_path, steps=3)
+    assert again.done
+    again.train()
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+
+
+def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path, steps=3)
+    run.train()
+    before = (tmp_path / CHECKPOINT).read_bytes()
+
+    def torn(state: object, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        run.save()
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    trainer(tmp_path, settings={"batch": 4, "data": ["a"]}).train(stop=after(1))
+    with pytest.raises(UserError, match=r"batch = 4: expected the same to go on, received 8"):
+        trainer(tmp_path, settings={"batch": 8, "data": ["a"]})
+    assert trainer(tmp_path, settings={"batch": 4, "data": ("a",)}).step == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"steps": None}, "one of steps, minutes and epochs: received none"),
+        ({"minutes": 1.0}, "one of steps, minutes and epochs: received"),
+        ({"batch": 0}, "batch must be at least the 1 processes: received 0"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(tmp_path: Path, plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path, **plan)
+
+
+def test_epochs_and_minutes_end_a_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "epochs", steps=None, epochs=0.5, batch=8)
+    run.train()
+    assert run.step == 5  # half of 80 examples
+    run = trainer(tmp_path / "minutes", steps=None, minutes=0.01, checkpoint_minutes=1.0)
+    run.train()
+    assert 0.6 <= run.seconds < 3.0
+    assert trainer(tmp_path / "minutes", steps=None, minutes=0.01).done
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    next(iter(run.task.network.parameters())).data.fill_(float("nan"))
+    run.report = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"finite: nan at step 1; try a lower --rate"):
+        run.train()
+
+
+def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)  # what the parent process knew
+    run = trainer(folder, steps=8, batch=5)
+    assert run.accelerator.num_processes == 2
+    # One process alone is asked to stop; both must.
+    run.train(after(stop_at) if stop_at and rank == 1 else lambda: False)
+    run.task.save(folder / f"rank{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+    alone = trainer(tmp_path / "alone", steps=8, batch=5)
+    alone.train()
+    for stop_at in (3, None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (port, tmp_path / "both", stop_at)
+        torch.multiprocessing.start_processes(_process, args=arguments, nprocs=2, start_method="fork")
+    for rank in range(2):
+        found = torch.load(tmp_path / "both" / f"rank{rank}" / "weights.pt")
+        for name, value in weights(alone).items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
+    assert [row["step"] for row in rows(tmp_path / "both")] == [0, *range(1, 9), 8]
+
+
+def test_curves_of_several_runs(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        trainer(tmp_path / name, steps=2).train()
+    logs = [tmp_path / name / LOG for name in ("one", "two")]
+    draw(logs, tmp_path / "both.svg", ["first", "second"], "minutes")
+    draw(logs, tmp_path / "again.svg", ["first", "second"], "minutes")
+    picture = (tmp_path / "both.svg").read_text()
+    assert "<!-- first -->" in picture
+    assert "<!-- second, held-out -->" in picture
+    assert (tmp_path / "again.svg").read_text() == picture
+    draw(logs, tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="expected 2 names, received 1"):
+        draw(logs, tmp_path / "x.svg", ["first"])
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"bad.jsonl: expected the log.jsonl"):
+        draw([tmp_path / "bad.jsonl"], tmp_path / "x.svg")

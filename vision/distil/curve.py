@@ -1,0 +1,99 @@
+"""Training curves of drafters: ``python -m vision.distil.curve RUN/log.jsonl OTHER/log.jsonl --out curves.svg``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mmspec.errors import UserError
+
+AXES = {"step": "step", "minutes": "minutes"}
+
+
+@click.command()
+@click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Picture to write, SVG or PNG."
+)
+@click.option("--name", "names", multiple=True, help="Name of a log, in their order; by default its folder's.")
+@click.option(
+    "--against", type=click.Choice(list(AXES)), default="step", show_default=True, help="What runs rightwards."
+)
+def main(logs: tuple[Path, ...], out: Path, names: tuple[str, ...], against: str) -> None:
+    """Draw loss and acceptance length of one or several runs."""
+    draw(logs, out, names, against)
+
+
+def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: str = "step") -> None:
+    """Draws losses (training thin, held-out dotted) and mean acceptance lengths, each run in its colour.
+
+    Args:
+        logs: `log.jsonl` of each run.
+        out: picture to write, whole or not at all; its ending tells the format.
+        names: of the runs; by default their folders'.
+        against: "step" or "minutes".
+
+    Raises:
+        UserError: another number of names than logs, a log that is none, or a picture that cannot be written.
+    """
+    names = names or [log.resolve().parent.name for log in logs]
+    if len(names) != len(logs):
+        raise UserError(f"each log needs one name: expected {len(logs)} names, received {len(names)}")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    losses, acceptance = figure.subplots(1, 2)
+    for index, (log, name) in enumerate(zip(logs, names, strict=True)):
+        rows, colour = read(log), f"C{index}"
+        _line(losses, rows, "train", against, "loss", color=colour, alpha=0.5, label=name)
+        _line(losses, rows, "held-out", against, "loss", color=colour, marker=".", label=f"{name}, held-out")
+        _line(acceptance, rows, "held-out", against, "mean_acceptance_length", color=colour, marker=".", label=name)
+    losses.set(xlabel=AXES[against], ylabel="loss", yscale="log")
+    acceptance.set(xlabel=AXES[against], ylabel="mean acceptance length, held-out", ylim=(1, None))
+    for axes in (losses, acceptance):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    _write(figure, out)
+
+
+def read(log: Path) -> list[dict[str, Any]]:
+    """The rows of a log."""
+    try:
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        if all("event" in row and "step" in row for row in rows):
+            return rows
+        raise ValueError("rows without event and step")
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{log}: expected the log.jsonl of a training run, received {error}") from error
+
+
+def _line(axes: Axes, rows: list[dict[str, Any]], event: str, against: str, name: str, **style: Any) -> None:
+    points = [(row[against], row[name]) for row in rows if row["event"] == event and name in row]
+    if points:
+        axes.plot(*zip(*points, strict=True), **style)
+
+
+def _write(figure: Figure, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".{out.name}.part")
+    kind = out.suffix.lstrip(".") or "svg"
+    try:
+        # Without a date and with fixed ids the same log gives the same file.
+        with rc_context({"svg.hashsalt": "mmspec"}):
+            figure.savefig(part, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        os.replace(part, out)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write {out}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
