@@ -59,7 +59,11 @@ class Toy:
 
     def held_out(self) -> dict[str, float]:
         with torch.no_grad():
-            loss = self.loss(self.network, self.batch([(kind, index) for kind in self.lengths for index in range(9)]), torch.Generator()).total
+            loss = self.loss(
+                self.network,
+                self.batch([(kind, index) for kind in self.lengths for index in range(9)]),
+                torch.Generator(),
+            ).total
         return {"loss": float(loss), "mean_acceptance_length": 1.0}
 
     def save(self, folder: Path) -> None:

@@ -68,10 +68,15 @@ class Plan:
 
 
 class Losses(Protocol):
-    """What a step's forward pass gives: the loss, a mean over `count` positions, and figures to log."""
+    """What a forward pass of a step gives: the loss, a mean over positions, and figures to log."""
 
-    total: Tensor
-    figures: dict[str, float]
+    @property
+    def total(self) -> Tensor:
+        """A scalar."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For people."""
 
 
 class Task(Protocol):

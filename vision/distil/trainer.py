@@ -187,7 +187,7 @@ class Trainer:
             raise UserError(f"the loss must stay finite: {loss} at step {self.step}; try a lower --rate")
         if not self.accelerator.is_main_process:
             return
-        figures = {name: round(x, 6) for name, x in row.items() if isinstance(x, float)}
+        figures = {name: float(f"{x:.6g}") for name, x in row.items() if isinstance(x, float)}
         minutes = round((time.monotonic() - self._began) / 60, 3)
         row = {"step": self.step, "minutes": minutes, **row, **figures}
         records.append(self.folder / LOG, row)
