@@ -58,6 +58,12 @@ class Conversation:
         items = (item for message in self.messages if message["role"] == "user" for item in message["content"])
         return [item for item in items if item["type"] in MEDIA]
 
+    @property
+    def size(self) -> int:
+        """About how long it is, in characters; an image counts as 1000, a video as 4000."""
+        text = sum(len(text_of(message["content"])) for message in self.messages)
+        return text + sum(1000 if item["type"] == "image" else 4000 for item in self.media)
+
 
 @dataclass
 class Data:
@@ -131,6 +137,22 @@ def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Con
     count = max(1, round(share * len(conversations))) if share > 0 else 0
     held = {conversation.id for conversation in sorted(conversations, key=rank)[:count]}
     return [c for c in conversations if c.id not in held], [c for c in conversations if c.id in held]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content."""
+    return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
+
+
+def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with text for content, as the chat templates of text models take them.
+
+    Raises:
+        UserError: there are images or videos among them.
+    """
+    if any(item["type"] in MEDIA for m in messages if not isinstance(m["content"], str) for item in m["content"]):
+        raise UserError("a text model reads text only: received a conversation with images or videos")
+    return [{**message, "content": text_of(message["content"])} for message in messages]
 
 
 class _MalformedError(Exception):

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,8 +17,10 @@ from mmspec.cli.options import Number
 from mmspec.errors import UserError
 from vision.distil import data
 
-FILE = "data.jsonl"
-_POOL = 8  # batches whose requests are sorted together, so that answers of a batch end at about the same time
+if TYPE_CHECKING:
+    from vision.distil.answering import Job
+
+FILE, SETTINGS = "data.jsonl", "settings.json"
 
 
 @click.command("make-data")
@@ -60,11 +59,14 @@ def make_data(
     """
     if (scenes is None) == (prompts is None):
         raise UserError("expected either --scenes or --prompts, received " + ("neither" if scenes is None else "both"))
-    out.mkdir(parents=True, exist_ok=True)
+    keywords = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    store = Store(out, {"target": target, **keywords}, resume)
     jobs: Iterable[Job]
     if prompts is not None:
+        from vision.distil.answering import job_of
+
         asked = data.read(prompts, images, answered=False)
-        jobs, total = [_job(conversation) for conversation in asked.conversations], len(asked.conversations)
+        jobs, total = [job_of(conversation) for conversation in asked.conversations], len(asked.conversations)
         for reason, count in asked.skipped.items():
             click.echo(f"{prompts}: {count} records passed over: {reason}", err=True)
     else:
@@ -72,84 +74,49 @@ def make_data(
         from vision.distil.scenes import drawn
 
         jobs, total = drawn(range(first, first + scenes), out), scenes
-    keywords = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    _answer_all(target, jobs, total, Store(out, resume), batch, seed, keywords)
-
-
-@dataclass
-class Job:
-    """A conversation in the making.
-
-    Attributes:
-        id: of the conversation.
-        questions: the content of each user message, as in `data.Conversation`.
-        expected: a guess of the length of each answer, in characters.
-        system: what stands before the first question.
-        messages, answers: those so far.
-    """
-
-    id: str
-    questions: list[list[dict[str, Any]]]
-    expected: list[int]
-    system: tuple[dict[str, Any], ...] = ()
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[tuple[int, ...]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.messages += self.system
-
-    @property
-    def open(self) -> bool:
-        return len(self.answers) < len(self.questions)
-
-    @property
-    def likeness(self) -> tuple[int, int]:
-        """Close for questions that cost about the same to answer: visual input, then length of the answer."""
-        asked = self.questions[: len(self.answers) + 1]
-        return sum(item["type"] in data.MEDIA for items in asked for item in items), self.expected[len(self.answers)]
-
-    def ask(self) -> dict[str, Any]:
-        """The request for the next answer."""
-        return {"prompt": [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]}
-
-    def hear(self, text: str, token_ids: Sequence[int]) -> None:
-        """Take in the next answer."""
-        self.messages.append({"role": "user", "content": self.questions[len(self.answers)]})
-        self.messages.append({"role": "assistant", "content": text.strip()})
-        self.answers.append(tuple(token_ids))
-
-    def result(self) -> data.Conversation:
-        return data.Conversation(self.id, tuple(self.messages), tuple(self.answers))
-
-
-def _job(conversation: data.Conversation) -> Job:
-    questions, expected = [], []
-    for message in conversation.messages:
-        if message["role"] == "user":
-            questions.append(message["content"])
-            expected.append(0)
-        elif message["role"] == "assistant":
-            expected[-1] = len(message["content"])
-    system = tuple(message for message in conversation.messages[:1] if message["role"] == "system")
-    return Job(conversation.id, questions, expected, system)
+    _answer_all(target, jobs, total, store, batch, seed, keywords)
 
 
 class Store:
     """The file of records: whole lines, each conversation once.
 
     Args:
-        out: its folder.
+        out: its folder, made if it is not there.
+        settings: how answers are made, as JSON values; kept in a file beside.
         resume: keep what it holds; a half-written last line is dropped.
+
+    Attributes:
+        done: ids of the records that it held at first.
+
+    Raises:
+        UserError: it holds answers made with other settings, or something else than records.
     """
 
-    def __init__(self, out: Path, resume: bool) -> None:
-        self.out = out
-        self.path = out / FILE
+    def __init__(self, out: Path, settings: dict[str, Any], resume: bool) -> None:
+        self.out, self.path = out, out / FILE
         self.done: set[str] = set()
+        out.mkdir(parents=True, exist_ok=True)
         if not resume:
             self.path.unlink(missing_ok=True)
         if self.path.exists():
+            self._compare(settings)
             self._mend()
+        part = out / (SETTINGS + ".part")
+        part.write_text(json.dumps(settings, indent=2) + "\n")
+        os.replace(part, out / SETTINGS)
+
+    def _compare(self, settings: dict[str, Any]) -> None:
+        try:
+            before = json.loads((self.out / SETTINGS).read_text())
+        except FileNotFoundError:
+            return
+        except ValueError as error:
+            raise UserError(f"{self.out / SETTINGS}: expected the settings of a run, received {error}") from error
+        if before != settings:
+            raise UserError(
+                f"{self.path} holds answers made with {before}: expected the same, received {settings}; give another "
+                "--out or --no-resume"
+            )
 
     def _mend(self) -> None:
         whole = 0
@@ -189,61 +156,28 @@ def _answer_all(
     )
 
     from mmspec.cli.session import open_pipeline
+    from vision.distil.answering import Answering
 
     console = Console(stderr=True)
     pipe = open_pipeline(console, name, None, "auto", "auto")
     answering = Answering(pipe, batch, seed, keywords)
     columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("answering", total=total, completed=0)
-        for finished in answering.run(job for job in jobs if job.id not in store.done):
+        task = bar.add_task("answering", total=total)
+
+        def fresh() -> Iterator[Job]:
+            for job in jobs:
+                if job.id in store.done:
+                    bar.advance(task)
+                else:
+                    yield job
+
+        for finished in answering.run(fresh()):
             store.append(finished)
-            bar.update(task, advance=len(finished))
-    for line in answering.failures[:1]:
-        click.echo(f"{len(answering.failures)} conversations passed over or cut short, the first: {line}", err=True)
+            bar.advance(task, len(finished))
+    failed = answering.failures
+    if failed and not answering.answers:
+        raise UserError(failed[0])
+    if failed:
+        click.echo(f"{len(failed)} conversations passed over or cut short, the first: {failed[0]}", err=True)
     click.echo(json.dumps({"conversations": total, "answers": answering.answers, "tokens": answering.tokens}))
-
-
-class Answering:
-    """Runs jobs through a pipeline, questions of a kind together.
-
-    Attributes:
-        answers, tokens: given so far.
-        failures: why conversations ended early, one line each.
-    """
-
-    def __init__(self, pipe: Any, batch: int, seed: int, keywords: dict[str, Any]) -> None:
-        self.pipe, self.batch, self.seed, self.keywords = pipe, batch, seed, keywords
-        self.answers = self.tokens = 0
-        self.failures: list[str] = []
-
-    def run(self, jobs: Iterable[Job]) -> Iterator[list[data.Conversation]]:
-        """The finished conversations of each batch."""
-        stream = iter(jobs)
-        while pool := list(islice(stream, _POOL * self.batch)):
-            while pool:
-                pool.sort(key=lambda job: job.likeness)
-                for start in range(0, len(pool), self.batch):
-                    group = pool[start : start + self.batch]
-                    self._answer(group)
-                    yield [job.result() for job in group if not job.open and job.answers]
-                pool = [job for job in pool if job.open]
-
-    def _answer(self, group: list[Job]) -> None:
-        first = group[0]
-        # A seed of its own for each batch: equal ones would draw alike.
-        seed = zlib.crc32(f"{self.seed} {first.id} {len(first.answers)}".encode())
-        try:
-            said = self.pipe.generate_batch([job.ask() for job in group], seed=seed, **self.keywords)
-        except UserError as error:
-            if len(group) > 1:
-                for job in group:
-                    self._answer([job])
-                return
-            self.failures.append(f"{first.id}: {error}")
-            del first.questions[len(first.answers) :]
-            return
-        for job, answer in zip(group, said, strict=True):
-            job.hear(answer.text, answer.token_ids)
-            self.answers += 1
-            self.tokens += len(answer.token_ids)

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from vision.distil.make_data import Job
+from vision.distil.answering import Job
 from vision.scenes.conversations import Example, one_image, questions_only, several_images, video, words_only
 from vision.scenes.drawing import draw
 from vision.scenes.scene import seeded

@@ -1,0 +1,240 @@
+"""Conversations as the token sequences that a target meets while it answers them, with the answers marked.
+
+Each token outside the answers is the one that `target.encode` feeds for the messages before an answer; an answer whose
+tokens were recorded stands as it was generated, whatever the tokenizer would make of its text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.errors import UserError
+from mmspec.transformers_target import TransformersTarget
+from vision.distil import data
+from vision.distil.data import Conversation
+from vision.targets import VisionTarget
+from vision.video import Backend, Video, load_video
+
+CONTEXT = -1
+_Token = tuple[int, int]  # its id, and the number of the answer that it belongs to or CONTEXT
+
+
+@dataclass
+class Encoded:
+    """One conversation as a target reads it.
+
+    Attributes:
+        tokens: (length,) int64, media placeholders expanded.
+        turn: (length,) int64, the number of the answer that a token belongs to, or `CONTEXT`.
+        visual: (length,) bool, positions that carry image or video features.
+        inputs: what else the model's forward takes (`pixel_values`, ...), on its device.
+    """
+
+    tokens: Tensor
+    turn: Tensor
+    visual: Tensor
+    inputs: dict[str, Any]
+
+    def cut(self, length: int) -> Encoded:
+        """The first `length` positions; all media must lie in them."""
+        return replace(self, tokens=self.tokens[:length], turn=self.turn[:length], visual=self.visual[:length])
+
+
+class Encoder:
+    """Encodes conversations for one target.
+
+    Args:
+        target: the model that answers; its processor or tokenizer must have a chat template.
+        max_length: most positions; by default, and at most, what the target was made for.
+        frames, fps, video_backend: as for `VisionTarget.encode`.
+
+    Attributes:
+        skipped: how many conversations could not be used, by reason.
+        settings: what the sequences depend on beside target and conversation, as JSON values.
+    """
+
+    def __init__(
+        self,
+        target: TransformersTarget,
+        max_length: int | None = None,
+        *,
+        frames: int | None = None,
+        fps: float | None = None,
+        video_backend: Backend = "pyav",
+    ) -> None:
+        self.target = target
+        limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
+        self.max_length = min(limits, default=None)
+        self.skipped: Counter[str] = Counter()
+        self._video: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
+        self.settings: dict[str, Any] = {"max_length": self.max_length, **self._video}
+        config = target.model.config
+        marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+        self.visual_ids = {mark for mark in marks if mark is not None} if isinstance(target, VisionTarget) else set()
+        self.stops = {*target.eos_token_ids, target.tokenizer.eos_token_id} - {None}
+        renderer = target.processor if isinstance(target, VisionTarget) else target.tokenizer
+        if not getattr(renderer, "chat_template", None):
+            raise UserError("conversations need a chat template: the model's processor has none")
+        self._render = renderer.apply_chat_template
+
+    def __call__(self, conversation: Conversation) -> Encoded | None:
+        """The conversation, without the turns at its end that are beyond the greatest length.
+
+        Where not even one turn fits, its answer is cut; None where its question leaves no room for two tokens of it.
+
+        Raises:
+            UserError: a file that cannot be read, or a processor that writes other tokens around media than the chat
+                template.
+        """
+        encoded = self._encode(conversation)
+        if encoded is None or self.max_length is None or len(encoded.tokens) <= self.max_length:
+            return encoded
+        whole = [turn for turn in range(len(conversation.answers)) if _end(encoded.turn, turn) <= self.max_length]
+        keep = max(whole) + 1 if whole else 1
+        shorter = encoded if keep == len(conversation.answers) else self._encode(_first_turns(conversation, keep))
+        assert shorter is not None
+        start = int((shorter.turn >= 0).int().argmax())
+        if start + 2 > self.max_length:
+            self.skipped["too long"] += 1
+            return None
+        return shorter.cut(self.max_length)
+
+    def _encode(self, conversation: Conversation) -> Encoded | None:
+        messages, pictures, clips = self._opened(conversation)
+        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+        prompt = self.target.encode([{"prompt": messages[:last], "images": pictures, "videos": clips}])
+        processed = prompt.input_ids[0].tolist()
+        shown = self._frames_for_videos(messages, clips)
+        tokens = self._tokens(shown[: last + 1], conversation.answers)
+        if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
+            self.skipped["visual tokens in an answer"] += 1
+            return None
+        self._check(shown[:last], processed)
+        tokens = self._expanded(tokens, processed)
+        ids, turns = (torch.tensor(column) for column in zip(*tokens, strict=True))
+        visual = torch.isin(ids, torch.tensor(sorted(self.visual_ids), dtype=torch.long))
+        return Encoded(ids, turns, visual, prompt.inputs)
+
+    def _opened(self, conversation: Conversation) -> tuple[list[dict[str, Any]], list[Any], list[Video]]:
+        """Messages whose media items name no source, and the sources."""
+        if not isinstance(self.target, VisionTarget):
+            return data.as_text(conversation.messages), [], []
+        sources = [(item["type"], item.get("path", item.get("image"))) for item in conversation.media]
+        pictures = [source for kind, source in sources if kind == "image"]
+        clips = [load_video(source, **self._video) for kind, source in sources if kind == "video"]
+        messages = []
+        for message in conversation.messages:
+            content = message["content"]
+            items = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            bare = [item if item["type"] == "text" else {"type": item["type"]} for item in items]
+            messages.append({"role": message["role"], "content": bare})
+        return messages, pictures, clips
+
+    def _frames_for_videos(self, messages: list[dict[str, Any]], clips: list[Video]) -> list[dict[str, Any]]:
+        """As `VisionTarget.encode` shows videos to a processor that takes none."""
+        if not clips or getattr(self.target.processor, "video_processor", None) is not None:
+            return messages
+        left, shown = iter(clips), []
+        for message in messages:
+            items = []
+            for item in message["content"]:
+                items += [{"type": "image"} for _ in next(left).frames] if item["type"] == "video" else [item]
+            shown.append({**message, "content": items})
+        return shown
+
+    def _text(self, messages: list[dict[str, Any]], asking: bool) -> str:
+        return self._render(messages, add_generation_prompt=asking, tokenize=False)
+
+    def _ids(self, text: str, whole: bool = True) -> list[int]:
+        # As the targets do: for vision, the processor adds a start token; for text, the template writes it.
+        special = whole and isinstance(self.target, VisionTarget)
+        return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:
+        """The sequence before placeholders are expanded; ends with the last answer."""
+        text = self._text(messages, asking=False)
+        spans = self._spans(messages, text)
+        pieces = self._pieces(text, [0, *(cut for span in spans for cut in span), len(text)])
+        tokens = [(token, CONTEXT) for token in pieces[0]]
+        for number, recorded in enumerate(answers[: len(spans)]):
+            said, behind = list(recorded or pieces[2 * number + 1]), pieces[2 * number + 2]
+            written = behind[:1] if behind and behind[0] in self.stops else []
+            ended = recorded is None or said[-1] in self.stops
+            if number == len(spans) - 1:
+                own = [said.pop()] if recorded is not None and ended else written
+                close = own or [self.target.tokenizer.eos_token_id]
+                close, behind = close if ended else [], []
+            else:
+                # Where the template writes no end of an answer, the next question is not asked behind one.
+                said = said[:-1] if recorded is not None and ended else said
+                close, behind = written, behind[len(written) :]
+            tokens += [(token, number) for token in said]
+            tokens += [(token, number if ended else CONTEXT) for token in close]
+            tokens += [(token, CONTEXT) for token in behind]
+        return tokens
+
+    def _spans(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
+        """Where each answer stands in the rendered text, from the end of its generation prompt."""
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._text(messages[:index], asking=True)
+                said = data.text_of(message["content"]).strip()
+                found = text.find(said, len(prompt)) if text.startswith(prompt) else -1
+                if found < 0:
+                    raise UserError(
+                        "the chat template must keep earlier messages as they are: it writes them otherwise once "
+                        "more follow"
+                    )
+                spans.append((len(prompt), found + len(said)))
+        return spans
+
+    def _pieces(self, text: str, cuts: list[int]) -> list[list[int]]:
+        """Tokens of the text between cuts, those of the whole text where no token lies across a cut."""
+        whole = self._ids(text)
+        ends = [len(self._ids(text[:cut])) if cut else 0 for cut in cuts]
+        if all(whole[:end] == self._ids(text[:cut])[:end] for cut, end in zip(cuts[1:], ends[1:], strict=True)):
+            return [whole[a:b] for a, b in pairwise(ends)]
+        return [self._ids(text[a:b], whole=a == 0) for a, b in pairwise(cuts)]
+
+    def _check(self, messages: list[dict[str, Any]], processed: list[int]) -> None:
+        plain = self._ids(self._text(messages, asking=True))
+        ours, theirs = (self._runs(ids) for ids in (plain, processed))
+        if [run for run in ours if run[0] not in self.visual_ids] != [
+            run for run in theirs if run[0] not in self.visual_ids
+        ] or len(ours) != len(theirs):
+            raise UserError(
+                f"cannot train on these conversations with {type(self.target.model).__name__}: expected a processor "
+                "that only repeats the chat template's image and video tokens, received other tokens around them"
+            )
+
+    def _runs(self, ids: list[int]) -> list[list[int]]:
+        """The sequence cut into runs of visual tokens and of others."""
+        return [list(run) for _, run in groupby(ids, key=lambda token: token in self.visual_ids)]
+
+    def _expanded(self, tokens: list[_Token], processed: list[int]) -> list[_Token]:
+        """Each run of placeholders as the processor expands it."""
+        runs = iter([run for run in self._runs(processed) if run[0] in self.visual_ids])
+        result: list[_Token] = []
+        for visual, group in groupby(tokens, key=lambda token: token[0] in self.visual_ids):
+            result += [(token, CONTEXT) for token in next(runs)] if visual else group
+        return result
+
+
+def _end(turns: Tensor, turn: int) -> int:
+    """Position behind an answer."""
+    return int((turns == turn).nonzero()[-1]) + 1
+
+
+def _first_turns(conversation: Conversation, count: int) -> Conversation:
+    """The conversation up to its `count`-th answer."""
+    said = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    messages = conversation.messages[: said[count - 1] + 1]
+    return replace(conversation, messages=messages, answers=conversation.answers[:count])
