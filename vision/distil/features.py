@@ -74,9 +74,9 @@ class FeatureCache:
 
     @property
     def skipped(self) -> Counter[str]:
-        """How many conversations the folder has no features of, by reason."""
+        """How many conversations of the shards that are there have no features, by reason."""
         total: Counter[str] = Counter()
-        for number in range(len(self)):
+        for number in sorted(set(range(len(self))) - set(self.missing)):
             total.update(json.loads(self._open(number)[0].metadata()["skipped"]))
         return total
 

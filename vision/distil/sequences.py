@@ -56,7 +56,6 @@ class Encoder:
         frames, fps, video_backend: as for `VisionTarget.encode`.
 
     Attributes:
-        skipped: how many conversations could not be used, by reason.
         settings: what the sequences depend on beside target and conversation, as JSON values.
     """
 
@@ -72,7 +71,7 @@ class Encoder:
         self.target = target
         limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
         self.max_length = min(limits, default=None)
-        self.skipped: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}
         self._video: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         self.settings: dict[str, Any] = {"max_length": self.max_length, **self._video}
         config = target.model.config
@@ -83,6 +82,11 @@ class Encoder:
         if not getattr(renderer, "chat_template", None):
             raise UserError("conversations need a chat template: the model's processor has none")
         self._render = renderer.apply_chat_template
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How many conversations could not be used so far, by reason."""
+        return Counter(self._reasons.values())
 
     def __call__(self, conversation: Conversation) -> Encoded | None:
         """The conversation, without the turns at its end that are beyond the greatest length.
@@ -102,7 +106,7 @@ class Encoder:
         assert shorter is not None
         start = int((shorter.turn >= 0).int().argmax())
         if start + 2 > self.max_length:
-            self.skipped["too long"] += 1
+            self._reasons[conversation.id] = "too long"
             return None
         return shorter.cut(self.max_length)
 
@@ -114,7 +118,7 @@ class Encoder:
         shown = self._frames_for_videos(messages, clips)
         tokens = self._tokens(shown[: last + 1], conversation.answers)
         if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
-            self.skipped["visual tokens in an answer"] += 1
+            self._reasons[conversation.id] = "visual tokens in an answer"
             return None
         self._check(shown[:last], processed)
         tokens = self._expanded(tokens, processed)
