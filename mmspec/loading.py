@@ -101,6 +101,10 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
         if name := checkpoint.drafter_name(folder):
             return plugins.find("drafters", name).from_checkpoint(folder)
         if folder.is_dir():
+            for known in plugins.names("drafters"):
+                cls = plugins.find("drafters", known)
+                if hasattr(cls, "recognises") and cls.recognises(folder):
+                    return cls.from_checkpoint(folder)
             raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
         return _registered_drafter(str(folder))
     if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
@@ -120,7 +124,11 @@ def _at_home(drafter: str, home: Path) -> str:
 def _from_hub(name: str) -> Path:
     """The local copy of a drafter checkpoint on the hub."""
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
+            )
+        )
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from mmspec.errors import UserError
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
+from vision.drafters import published
 from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
 
 
@@ -39,6 +40,10 @@ class MSD:
         total_tokens: drafted nodes at most.
         verifier: the target that it was trained for, as checkpoints name it.
     """
+
+    layouts: ClassVar[tuple[str, ...]] = ("msd", "vispec", "eagle3")  # of published checkpoints
+    decoupled: ClassVar[bool] = True  # how those are read
+    published: dict[str, Any] | None = None  # the sizes of the target of a published checkpoint
 
     def __init__(
         self,
@@ -64,8 +69,18 @@ class MSD:
         self._tokens: list[list[int]] = []  # and the tokens that follow them
 
     @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder holds a published drafter of this kind, or one that is refused by name."""
+        return published.recognise(folder) in cls.layouts
+
+    @classmethod
     def from_checkpoint(cls, folder: Path) -> MSD:
         """Read what ``save`` wrote, or a published checkpoint; raises ``UserError`` where it is damaged."""
+        if checkpoint.drafter_name(folder) is None:
+            shape, tensors, settings = published.read_published(folder, cls.decoupled)
+            drafter = cls(network_from(shape, tensors, folder))
+            drafter.published = settings["verifier"]
+            return drafter
         config, tensors = checkpoint.read(folder)
         try:
             shape = MSDConfig(**config["network"])
@@ -86,11 +101,15 @@ class MSD:
     def attach(self, target: Target) -> None:
         if self.verifier is not None:
             checkpoint.check_verifier(self.verifier, target)
+        if self.published is not None:
+            published.check_target(self.published, target)
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         width = self.network.config.hidden_size
         if probe.shape[-1] != width:
             raise UserError(f"msd must have the target's hidden size {probe.shape[-1]}: the drafter has {width}")
         self.network.to(probe)
+        if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
+            self.draft_ids = torch.arange(self.published["vocab_size"])
         if probe.device.type == "cpu":
             self.network.lay_out_for_few_rows()
         self._target = target
@@ -240,6 +259,9 @@ def network_from(shape: MSDConfig, tensors: dict[str, Tensor], folder: Path) -> 
 
 class Eagle(MSD):
     """The same without decoupling (EAGLE, arXiv 2401.15077): visual positions are fused as text is."""
+
+    layouts = ("eagle",)
+    decoupled = False
 
     def __init__(self, network: MSDNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         network.config = replace(network.config, decoupled=False)
