@@ -22,6 +22,9 @@ _HELP = {
     "info": "Show devices, versions, models and drafters.",
     "calibrate": "Measure what a tree of N nodes costs here.",
     "tiny-llava": "The embedded vision-language model.",
+    "make-data": "Let a model answer prompts, for its drafters to learn from.",
+    "msd": "An MSD drafter for a model.",
+    "recycle": "A recycle drafter's table for a model.",
 }
 
 CLOSED_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
