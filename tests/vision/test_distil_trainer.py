@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +19,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from click.testing import CliRunner
+from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import LlavaForConditionalGeneration
 
+import mmspec
 from mmspec.errors import UserError
+from mmspec.loading import make_drafter
+from tests.standin import save_llava
+from vision.distil.command import msd
 from vision.distil.curve import draw
 from vision.distil.order import MIXED, TEXT, Order
 from vision.distil.plan import Plan
+from vision.distil.tasks import frequent
 from vision.distil.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 
 EXAMPLES = 40
@@ -285,3 +299,190 @@ def test_curves_of_several_runs(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"bad.jsonl: expected the log.jsonl"):
         draw([tmp_path / "bad.jsonl"], tmp_path / "x.svg")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target of random weights whose next token hangs on its last one most of all: easy to learn."""
+    folder = save_llava(tmp_path_factory.mktemp("target"))
+    target = LlavaForConditionalGeneration.from_pretrained(folder)
+    for layer in target.model.language_model.layers:
+        layer.self_attn.o_proj.weight.data *= 0.05
+        layer.mlp.down_proj.weight.data *= 0.05
+    said = torch.zeros(320, 1)
+    said[2:40] = 1.0
+    target.lm_head.weight.data *= said
+    target.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Conversations that the target has answered: `text`, and `data` with an image each."""
+    folder = tmp_path_factory.mktemp("conversations")
+    pipe = mmspec.load(model, drafter=None)
+    found = {}
+    for kind in ("text", "data"):
+        lines = []
+        for number in range(12):
+            record: dict[str, Any] = {"id": str(number)}
+            prompt, image = f"Count to {number * 7}.", folder / f"{number}.png"
+            if kind == "data":
+                Image.new("RGB", (32, 32), (20 * number, 99, 255 - 20 * number)).save(image)
+                record["image"] = image.name
+            said = pipe.generate(prompt, images=[image] if kind == "data" else None, max_new_tokens=20, nodes=0)
+            answer = {"from": "gpt", "value": said.text, "token_ids": said.token_ids}
+            lines.append(json.dumps({**record, "conversations": [{"from": "human", "value": prompt}, answer]}))
+        found[kind] = folder / f"{kind}.jsonl"
+        found[kind].write_text("\n".join(lines))
+    return found
+
+
+@pytest.fixture
+def train(model: str, files: dict[str, Path]) -> Callable[..., str]:
+    """Runs the command in a folder; what it said."""
+
+    def call(out: Path, *options: str, **replaced: Path | None) -> str:
+        chosen = {"--text": files["text"], "--data": files["data"], **{f"--{k}": v for k, v in replaced.items()}}
+        given = [part for name, path in chosen.items() if path for part in (name, str(path))]
+        small = ["--batch", "6", "--held-out", "4", "--prompts", "4", "--max-new-tokens", "16", "--warmup", "5"]
+        result = CliRunner().invoke(msd, ["--target", model, "--out", str(out), *given, *small, *options])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.output
+
+    return call
+
+
+def saved(out: Path) -> dict[str, Tensor]:
+    return load_file(out / DRAFTER / "model.safetensors")
+
+
+def test_msd_learns_to_guess_its_target(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+    said = train(tmp_path, "--steps", "70", "--rate", "1e-2", "--tensorboard", "--top-k", "4", "--total-tokens", "12")
+    first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
+    assert last["loss"] < 0.7 * first["loss"]
+    assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.3
+    assert {row["stage"] for row in rows(tmp_path) if row["event"] == "train"} == {1, 2}
+    assert "acceptance" in (tmp_path / CURVE).read_text()
+    assert list((tmp_path / "tensorboard").glob("**/events.*"))
+    assert "the drafter lies in" in said
+    drafter = make_drafter(str(tmp_path / DRAFTER))
+    assert (drafter.top_k, drafter.depth, drafter.total_tokens) == (4, 6, 12)
+    assert drafter.network.config.decoupled
+    pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
+    answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_a_command_given_again_goes_on(
+    train: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--steps", "9", "--prompts", "0"]
+    train(tmp_path / "whole", *options)
+    learn = Trainer._learn
+
+    def terminated(run: Trainer) -> dict[str, Any]:
+        if run.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_learn", terminated)
+        assert "stopped at step 5; the same command goes on" in train(tmp_path / "parts", *options)
+    with pytest.raises(UserError, match=r"noise = 0.1: expected the same to go on, received 0.2"):
+        train(tmp_path / "parts", *options, "--noise", "0.2")
+    with pytest.raises(UserError, match=r"data = .*: expected the same"):
+        train(tmp_path / "parts", *options, data=None)
+    train(tmp_path / "parts", *options, "--checkpoint-minutes", "1")
+    assert rows(tmp_path / "parts")[-1]["step"] == 9
+    for name, value in saved(tmp_path / "whole").items():
+        assert torch.equal(value, saved(tmp_path / "parts")[name]), name
+
+
+def test_features_from_a_cache_train_alike(train: Callable[..., str], tmp_path: Path) -> None:
+    options = ["--steps", "3", "--prompts", "0", "--no-decoupled", "--heads", "2", "--kv-heads", "1", "--mlp", "16"]
+    assert "no --text: stage 1 is left out" in train(tmp_path / "a", *options, text=None)
+    train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), text=None)
+    assert list((tmp_path / "cache").glob("*.safetensors"))
+    for name, value in saved(tmp_path / "a").items():
+        torch.testing.assert_close(value, saved(tmp_path / "b")[name], atol=1e-4, rtol=1e-3)
+    config = json.loads((tmp_path / "a" / DRAFTER / "config.json").read_text())["network"]
+    assert (config["decoupled"], config["heads"], config["kv_heads"], config["mlp"]) == (False, 2, 1, 16)
+
+
+def test_a_draft_vocabulary_is_saved(
+    model: str, files: dict[str, Path], train: Callable[..., str], tmp_path: Path
+) -> None:
+    train(tmp_path, "--steps", "2", "--draft-vocabulary", "10")
+    ids = saved(tmp_path)["draft_ids"].tolist()
+    assert len(ids) == 10
+    assert ids == sorted(set(ids))
+    assert 2 in ids  # the end of a sequence
+    answers = [
+        json.loads(line)["conversations"][1]["token_ids"]
+        for kind in files.values()
+        for line in kind.read_text().splitlines()
+    ]
+    common = [token for token, _ in Counter(token for answer in answers for token in answer).most_common(5)]
+    assert set(common) <= {*ids}
+    pipe = mmspec.load(model, str(tmp_path / DRAFTER))
+    assert pipe.generate("Count.", max_new_tokens=8, nodes=4).token_ids
+
+
+def test_the_most_frequent_tokens_come_first() -> None:
+    assert frequent([[5, 5, 5, 9, 9], [9, 5, 7]], 2, [2]).tolist() == [2, 5]
+    assert frequent([[5, 9]], 99, [2, 9]).tolist() == [2, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "1", "--minutes", "1"], "one of steps, minutes and epochs: received"),
+        (["--held-out", "24"], "held-out must leave conversations to train on: there are 24, received 24"),
+        (["--heads", "3"], "heads must be a multiple of kv-heads: received 3 and 2"),
+        (["--head-dim", "7"], "head-dim must be even: received 7"),
+        (["--device", "gpu"], "device must be auto, cpu or cuda: received 'gpu'"),
+        (["--dtype", "bfloat16", "--precision", "float32"], "precision float32 needs a target in float32"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    train: Callable[..., str], tmp_path: Path, options: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, *options)
+
+
+def test_conversations_are_asked_for(train: Callable[..., str], files: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"in --text or --data, received neither"):
+        train(tmp_path, text=None, data=None)
+    with pytest.raises(UserError, match=r"--text takes conversations without media: 0 has some"):
+        train(tmp_path, text=files["data"])
+
+
+def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
+    command = [sys.executable, *launcher, "-m", "vision.distil.command", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_processes_launched_by_accelerate_and_killed(model: str, files: dict[str, Path], tmp_path: Path) -> None:
+    shared = ["--target", model, "--text", str(files["text"]), "--data", str(files["data"]), "--prompts", "0"]
+    # One pass without noise: what a step computes is then the same however its examples are spread.
+    shared += ["--steps", "40", "--batch", "5", "--passes", "1", "--noise", "0", "--checkpoint-minutes", "0"]
+    for out in ("alone", "killed"):
+        process = _launched([*shared, "--out", str(tmp_path / out)])
+        if out == "killed":
+            while process.poll() is None and not (tmp_path / out / CHECKPOINT).exists():
+                time.sleep(0.01)
+            process.kill()
+        process.communicate()
+    assert rows(tmp_path / "killed")[-1]["event"] == "train"
+    two = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    for out, launcher in (("killed", []), ("both", two)):
+        process = _launched([*shared, "--out", str(tmp_path / out)], *launcher)
+        said = process.communicate()[1]
+        assert process.returncode == 0, said
+    for name, value in saved(tmp_path / "alone").items():
+        assert torch.equal(value, saved(tmp_path / "killed")[name]), name
+        torch.testing.assert_close(value, saved(tmp_path / "both")[name], atol=1e-4, rtol=1e-3)

@@ -61,7 +61,11 @@ REPORTS = (
 )
 OBJECTIVE = (
     click.option(
-        "--passes", type=click.IntRange(1), default=3, show_default=True, help="Passes, each on the last one's"
+        "--passes",
+        type=click.IntRange(1),
+        default=3,
+        show_default=True,
+        help="Passes over a batch, each fed with the guesses of the one before.",
     ),
     click.option("--decay", type=POSITIVE, default=0.8, show_default=True, help="Weight of a pass to the one before."),
     click.option("--hidden-weight", type=Number(0), default=1.0, show_default=True, help="Of hidden states' distance."),

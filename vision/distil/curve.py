@@ -55,10 +55,11 @@ def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: st
         _line(losses, rows, "held-out", against, "loss", color=colour, marker=".", label=f"{name}, held-out")
         _line(acceptance, rows, "held-out", against, "mean_acceptance_length", color=colour, marker=".", label=name)
     losses.set(xlabel=AXES[against], ylabel="loss", yscale="log")
-    acceptance.set(xlabel=AXES[against], ylabel="mean acceptance length, held-out", ylim=(1, None))
+    acceptance.set(xlabel=AXES[against], ylabel="mean acceptance length, held-out")
+    acceptance.axhline(1.0, color="0.6", linewidth=0.8, label="_plain decoding")
     for axes in (losses, acceptance):
         axes.grid(alpha=0.3)
-        if axes.lines:
+        if axes.get_legend_handles_labels()[0]:
             axes.legend()
     _write(figure, out)
 
