@@ -1,10 +1,13 @@
-"""Is speculative output the target's own? Hundreds of comparisons with transformers' ``generate``, token by token.
+"""Is speculative output the target's own? Thousands of comparisons, token by token.
 
     python -m eval.losslessness [--cases N] [--json]
 
 Every supported architecture, tiny and randomly initialised, in float32: batches of one and three rows, several prompts,
 images and lengths, logits processors, and drafters whose trees are accepted in part. Random weights are a hard test:
 the answers hold no pattern that could hide a wrong position, mask or history.
+
+Greedy answers are compared with those of transformers' ``generate``. Sampled ones are compared with our own plain
+decoding by the same seed: what is drafted must not change a single token.
 """
 
 from __future__ import annotations
@@ -23,19 +26,33 @@ from torch import Tensor
 
 import mmspec
 from eval.oracle import Oracle
-from eval.tiny_models import TEXT_CONFIGS, VISION_CONFIGS, VOCAB, text_inputs, text_model, vision_inputs, vision_model
+from eval.tiny_models import (
+    TEXT_CONFIGS,
+    VISION_CONFIGS,
+    VOCAB,
+    msd_network,
+    text_inputs,
+    text_model,
+    vision_inputs,
+    vision_model,
+)
 from mmspec.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
+from vision.drafters.msd import MSD, Eagle
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "repetition-penalty": {"repetition_penalty": 1.4},
     "no-repeat-ngram": {"no_repeat_ngram_size": 2},
     "min-new-tokens": {"min_new_tokens": 12, "suppress_tokens": [5, 6, 7]},
+    "sampled": {"do_sample": True},
+    "sampled-filtered": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4},
 }
 DRAFTERS = ("oracle", "ngram", "recycle", "small")
+HIDDEN_STATE_DRAFTERS = ("msd", "eagle")
+"""With random weights; for the vision models, and one text model."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two outputs part, and how far apart the two best raw logits of the target are there."""
+    """Where two outputs part, and how far apart the target's two best raw logits are there."""
 
     case: Case
     row: int
@@ -63,18 +80,23 @@ class Difference:
 
 
 def cases(count: int | None = None) -> list[Case]:
-    """All cases, or ``count`` of them spread over everything; sorted so that models are built once each."""
+    """All cases, or ``count`` of them drawn from all models alike; sorted so that models are built once each."""
     every = []
     for name in (*TEXT_CONFIGS, *VISION_CONFIGS):
         prompts = [(0, 1, 0), (0, 9, 1), (0, 23, 2)] if name in TEXT_CONFIGS else [(1, 8, 0), (2, 8, 1), (0, 8, 2)]
-        grid = itertools.product((1, 3), prompts, SETTINGS, DRAFTERS)
+        drafters = DRAFTERS + (HIDDEN_STATE_DRAFTERS if name in VISION_CONFIGS or name == "llama" else ())
+        grid = itertools.product((1, 3), prompts, SETTINGS, drafters)
         for batch, (images, length, seed), setting, drafter in grid:
             rows_fit = batch == 1 or length > batch  # each further row is padded by one more token
             if rows_fit:
                 every.append(Case(name, batch, images, length, seed, setting, drafter, eager=seed == 1))
     if count is not None and count < len(every):
         order = {name: place for place, name in enumerate((*TEXT_CONFIGS, *VISION_CONFIGS))}
-        every = sorted(random.Random(0).sample(every, count), key=lambda case: order[case.model])
+        drawn: dict[str, list[Case]] = {name: [] for name in order}
+        for case in random.Random(0).sample(every, len(every)):
+            drawn[case.model].append(case)
+        in_turn = [case for turn in itertools.zip_longest(*drawn.values()) for case in turn if case is not None]
+        every = sorted(in_turn[:count], key=lambda case: order[case.model])
     return every
 
 
@@ -96,25 +118,34 @@ def compare(
     Args:
         model: the case's model.
         new_tokens: length of the answers.
-        reference: what ``generate`` gave for this case, if it is known.
+        reference: what plain decoding gave for this case, if it is known.
 
     Returns:
-        ``generate``'s output (batch, length), and the first difference or None.
+        The output of plain decoding (batch, length), and the first difference or None.
     """
     inputs: dict[str, Any] = inputs_of(case)
-    options = {**SETTINGS[case.setting], "do_sample": False, "max_new_tokens": new_tokens}
+    options = {"do_sample": False, **SETTINGS[case.setting], "max_new_tokens": new_tokens}
+
+    def ours(drafter: Drafter | None) -> Tensor:
+        torch.manual_seed(case.seed)
+        tokens = mmspec.generate(model, drafter=drafter, nodes=12, **inputs, **options)
+        assert isinstance(tokens, Tensor)
+        return tokens
+
     with torch.no_grad():
         if reference is None:
-            reference = model.generate(**inputs, **options)
-        drafter = _drafter(case, reference[:, inputs["input_ids"].shape[1] :].tolist())
-        ours = mmspec.generate(model, drafter=drafter, nodes=12, **inputs, **options)
-    assert isinstance(ours, Tensor)
-    return reference, _first_difference(model, case, inputs, reference, ours)
+            reference = ours(None) if options["do_sample"] else model.generate(**inputs, **options)
+        drafter = _drafter(model, case, reference[:, inputs["input_ids"].shape[1] :].tolist())
+        return reference, _first_difference(model, case, inputs, reference, ours(drafter))
 
 
-def _drafter(case: Case, references: list[list[int]]) -> Drafter:
+def _drafter(model: Any, case: Case, references: list[list[int]]) -> Drafter:
     if case.drafter == "oracle":
         return Oracle(references, vocab=90, seed=case.seed)
+    if case.drafter == "msd":
+        return MSD(msd_network(model), top_k=4, depth=4, total_tokens=12)
+    if case.drafter == "eagle":
+        return Eagle(msd_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "small":
         return Small(text_model("llama"), top_k=3)
     return Ngram() if case.drafter == "ngram" else Recycle(top_k=4)

@@ -6,68 +6,86 @@ requests (vision tower and prefill included) and of decoding alone.
 
 Every way first decodes a few other prompts. A drafter that learns from earlier answers, and its budget, start every
 round of a prompt as the earlier prompts left them, so that no prompt is ever drafted from its own answer.
+
+Beside the speed stands where it goes: the shares of prefill, drafting, verifying and committing in a whole request, and
+what one drafted tree costs in passes of the target over one token, both timed on the same prompts in turn.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
 
 import click
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 import mmspec
+from eval.command import Measurement, console, print_result
+from eval.drafters import Watched, fork, named_drafters, tree_sizes
+from eval.prompts import held_out_requests
 from mmspec.budget import AdaptiveBudget
 from mmspec.calibrate import cost_table, describe
 from mmspec.drafter import Drafter
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
-from vision.scenes.clips import sample_clip
-from vision.scenes.drawing import draw
-from vision.scenes.scene import sample_scene, seeded
-from vision.video import Video
 
 TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
 
 
+PARTS = ("prefill", "draft", "verify", "commit")
+"""What a request's time is split into; the rest is preprocessing, stopping rules and text."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer.
+
+    Attributes:
+        token_ids: its tokens.
+        length: mean acceptance length.
+        seconds: by what they were spent on: ``total``, ``decoding`` (behind the first token), ``PARTS`` where they are
+            known, ``tree`` (to draft one) and ``pass`` (to verify once), the means of the answer's steps.
+    """
+
+    token_ids: list[int]
+    length: float
+    seconds: dict[str, float]
+
+
 @dataclass
 class Way:
-    """One way of decoding and, per prompt, what it took: seconds in all, seconds of decoding, acceptance length."""
+    """One way of decoding, and what it took.
+
+    Attributes:
+        name: in tables.
+        drafter, nodes: who drafts, and how many nodes; None adapts them.
+        budgets: what adaptive budgets have learnt.
+        seconds: for each prompt, medians over the rounds, as ``Run`` names them.
+        lengths: for each prompt, the mean acceptance length.
+        equal: prompts whose tokens were those of transformers.
+    """
 
     name: str
     drafter: Drafter | None = None
     nodes: int | None = 0
     budgets: dict[int, AdaptiveBudget] = field(default_factory=dict)
-    total: list[float] = field(default_factory=list)
-    decoding: list[float] = field(default_factory=list)
+    seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     equal: int = 0
 
     def clear(self) -> None:
         """Forget what was measured; drafter and budget keep what they learnt."""
-        self.total, self.decoding, self.lengths, self.equal = [], [], [], 0
+        self.seconds, self.lengths, self.equal = [], [], 0
 
-
-def held_out_requests(images: int, videos: int, frames: int = 8, first: int = 5000) -> list[dict[str, Any]]:
-    """Captioning requests on scenes and clips that no embedded model was trained on."""
-    requests: list[dict[str, Any]] = []
-    for index in range(first, first + images):
-        picture = Image.fromarray(draw(sample_scene(seeded("heldout", index))))
-        requests.append({"prompt": "Describe the image.", "images": [picture]})
-    for index in range(first, first + videos):
-        scenes = sample_clip(seeded("heldout", index)).frames(frames)
-        pictures = [Image.fromarray(draw(scene)) for scene in scenes]
-        times = [float(k) for k in range(frames)]
-        requests.append({"prompt": "Describe the video.", "videos": [Video(pictures, times, float(frames), "clip")]})
-    return requests
+    def column(self, name: str) -> list[float]:
+        """One of the times, by prompt."""
+        return [seconds[name] for seconds in self.seconds]
 
 
 def measure(
@@ -75,27 +93,24 @@ def measure(
 ) -> None:
     """Decode every request in every way, in turn, and fill ``ways`` with medians over the rounds."""
     for request in requests:
-        took: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+        runs: dict[str, list[Run]] = {way.name: [] for way in ways}
         expected: list[int] | None = None
         for turn in range(rounds):
             # The order rotates, so that no way always runs behind the same one.
             shift = turn % len(ways) if turn else 0
             for way in [*ways[shift:], *ways[:shift]]:
-                token_ids, seconds, decoding, length = _decode(pipe, way, request, max_new_tokens, turn == rounds - 1)
-                took[way.name].append((seconds, decoding))
-                expected = token_ids if expected is None else expected
+                run = _decode(pipe, way, request, max_new_tokens, turn == rounds - 1)
+                runs[way.name].append(run)
+                expected = run.token_ids if expected is None else expected
                 if turn == 0:
-                    way.equal += token_ids == expected
-                    way.lengths.append(length)
+                    way.equal += run.token_ids == expected
+                    way.lengths.append(run.length)
         for way in ways:
-            way.total.append(statistics.median(seconds for seconds, _ in took[way.name]))
-            way.decoding.append(statistics.median(seconds for _, seconds in took[way.name]))
+            each = [run.seconds for run in runs[way.name]]
+            way.seconds.append({name: statistics.median(s[name] for s in each) for name in each[0]})
 
 
-def _decode(
-    pipe: Pipeline, way: Way, request: dict[str, Any], max_new_tokens: int, last: bool
-) -> tuple[list[int], float, float, float]:
-    """Token ids, seconds in all, seconds of decoding behind the first token, acceptance length."""
+def _decode(pipe: Pipeline, way: Way, request: dict[str, Any], max_new_tokens: int, last: bool) -> Run:
     start = clock()
     if way.name == TRANSFORMERS:
         prompt = pipe.target.encode([request])
@@ -103,18 +118,23 @@ def _decode(
         watch = _FirstToken()
         out = pipe.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=watch)
         end = clock()
-        return out[0, prompt.input_ids.shape[1] :].tolist(), end - start, end - watch.at, 1.0
-    mine = Pipeline(pipe.target, way.drafter if last else copy.deepcopy(way.drafter))
+        new = out[0, prompt.input_ids.shape[1] :].tolist()
+        return Run(new, 1.0, {"total": end - start, "decoding": end - watch.at})
+    drafter = way.drafter if last else fork(way.drafter, pipe.target)
+    watched = None if drafter is None else Watched(drafter)
+    mine = Pipeline(pipe.target, watched)
     mine.budgets = way.budgets if last else copy.deepcopy(way.budgets)
     start = clock()
     result = mine.generate(**request, max_new_tokens=max_new_tokens, nodes=way.nodes)
-    stats = result.stats
-    return (
-        result.token_ids,
-        clock() - start,
-        stats.wall_seconds - stats.time_to_first_token,
-        stats.mean_acceptance_length,
-    )
+    total, stats = clock() - start, result.stats
+    seconds = {
+        "total": total,
+        "decoding": stats.wall_seconds - stats.time_to_first_token,
+        **{part: getattr(stats, f"{part}_seconds") for part in PARTS},
+        "tree": 0.0 if watched is None else watched.seconds / max(watched.proposals, 1),
+        "pass": stats.verify_seconds / max(stats.num_spec_steps, 1),
+    }
+    return Run(result.token_ids, stats.mean_acceptance_length, seconds)
 
 
 class _FirstToken:
@@ -133,42 +153,83 @@ class _FirstToken:
         """Nothing is held back."""
 
 
-def report(ways: Sequence[Way], console: Console) -> list[dict[str, Any]]:
-    """Print the table and return its rows. Ratios are per prompt, then their median and worst over the prompts."""
+def report(ways: Sequence[Way], wide: Console) -> list[dict[str, Any]]:
+    """Print the tables and return their rows. Ratios are per prompt, then their median and worst over the prompts."""
     theirs, plain = ways[0], ways[1]
     table = Table("way", "acceptance", "vs HF", "vs plain", "worst", "decoding", "worst", "equal")
     rows = []
     for way in ways:
-        against = [a / b for a, b in zip(plain.total, way.total, strict=True)]
-        decoding = [a / b for a, b in zip(plain.decoding, way.decoding, strict=True)]
+        against = _ratios(plain, way, "total")
+        decoding = _ratios(plain, way, "decoding")
         row = {
             "way": way.name,
             "mean_acceptance_length": statistics.mean(way.lengths),
-            "ratio_transformers": statistics.median(a / b for a, b in zip(theirs.total, way.total, strict=True)),
+            "ratio_transformers": statistics.median(_ratios(theirs, way, "total")),
             "ratio_plain": statistics.median(against),
             "ratio_plain_worst": min(against),
             "decoding_ratio_plain": statistics.median(decoding),
             "decoding_ratio_plain_worst": min(decoding),
             "equal": way.equal,
-            "prompts": len(way.total),
+            "prompts": len(way.seconds),
         }
-        rows.append(row)
         figures = [f"{row[key]:.2f}" for key in list(row)[1:7]]
         table.add_row(way.name, *figures, f"{row['equal']}/{row['prompts']}")
-    console.print(table)
+        rows.append(row | (split(way, plain) if way is not theirs else {}))
+    wide.print(table)
+    wide.print(_split_table(rows))
     return rows
 
 
-@click.command()
+def _ratios(slow: Way, fast: Way, name: str) -> list[float]:
+    return [a / b for a, b in zip(slow.column(name), fast.column(name), strict=True)]
+
+
+def split(way: Way, plain: Way) -> dict[str, Any]:
+    """Where a way's time goes.
+
+    Returns:
+        ``shares`` of a request's whole time by part, means over the prompts; ``tree_seconds`` and ``pass_seconds``,
+        what it takes to draft one tree and to verify it, medians; ``tree_passes`` and ``pass_passes``, the same over
+        the time of one pass in plain decoding (over one token), by prompt, then their median.
+    """
+    shares = {part: statistics.mean(s[part] / s["total"] for s in way.seconds) for part in PARTS}
+    shares["rest"] = 1.0 - sum(shares.values())
+    costs: dict[str, float] = {}
+    for name in ("tree", "pass"):
+        # An adaptive way may have drafted no tree for some prompts.
+        pairs = [(a, b) for a, b in zip(way.column(name), plain.column("pass"), strict=True) if a > 0.0]
+        costs[f"{name}_seconds"] = statistics.median(a for a, _ in pairs) if pairs else 0.0
+        costs[f"{name}_passes"] = statistics.median(a / b for a, b in pairs) if pairs else 0.0
+    return {"shares": shares, **costs}
+
+
+def _split_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table("way", *PARTS, "rest", "ms per tree", "tree in passes", "verify in passes")
+    table.title = "share of a request's time; cost of drafting and of verifying a tree in plain passes of the target"
+    for row in rows:
+        if "shares" in row:
+            shares = [f"{100 * share:.0f} %" for share in row["shares"].values()]
+            costs = (f"{1000 * row['tree_seconds']:.2f}", f"{row['tree_passes']:.2f}", f"{row['pass_passes']:.2f}")
+            table.add_row(row["way"], *shares, *costs)
+    return table
+
+
+@click.command(cls=Measurement)
 @click.option("--model", default="tiny-llava", show_default=True)
 @click.option("--images", default=24, show_default=True, help="Held-out images.")
 @click.option("--videos", default=8, show_default=True, help="Held-out videos of 8 frames.")
 @click.option("--warm-up", default=4, show_default=True, help="Other held-out images that every way decodes first.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--max-new-tokens", default=160, show_default=True)
-@click.option("--drafters", default="ngram,recycle,auto", show_default=True)
-@click.option("--nodes", default=16, show_default=True, help="Tree size where the budget is not adaptive.")
+@click.option(
+    "--drafters",
+    default="ngram,new:recycle,auto",
+    show_default=True,
+    help="Names or folders, LABEL=SPEC each if wished; new:NAME takes no checkpoint.",
+)
+@click.option("--nodes", default="default", show_default=True, help="Fixed tree sizes, beside the adaptive one.")
 @click.option("--dtype", default="auto", show_default=True)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
 def main(
     model: str,
     images: int,
@@ -177,22 +238,25 @@ def main(
     rounds: int,
     max_new_tokens: int,
     drafters: str,
-    nodes: int,
+    nodes: str,
     dtype: str,
+    out: Path | None,
 ) -> None:
-    """Measure decoding speed on held-out captions: a table, then one JSON line."""
+    """Measure decoding speed on held-out captions: two tables, then one JSON line."""
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    ways, home = [Way(TRANSFORMERS), Way(PLAIN)], pipe.model.config.name_or_path
-    for name in drafters.split(","):
-        ways.append(Way(f"{name}, {nodes} nodes", make_drafter(name, home), nodes))
-        ways.append(Way(f"{name}, adaptive", make_drafter(name, home), None))
-    cost_table(pipe.target, refresh=True)
+    ways = [Way(TRANSFORMERS), Way(PLAIN)]
+    for name, drafter in named_drafters(drafters, pipe.model.config.name_or_path).items():
+        for size in dict.fromkeys(tree_sizes(drafter, nodes).values()):
+            ways.append(Way(f"{name}, {size} nodes", fork(drafter, pipe.target), size))
+        ways.append(Way(f"{name}, adaptive", drafter, None))
+    calibrated = cost_table(pipe.target, refresh=True)
     measure(pipe, held_out_requests(warm_up, 0, first=4000), ways, 1, max_new_tokens)
     for way in ways:
         way.clear()
     measure(pipe, held_out_requests(images, videos), ways, rounds, max_new_tokens)
-    rows = report(ways, Console())
-    click.echo(json.dumps({**describe(pipe.target), "rounds": rounds, "ways": rows}))
+    rows = report(ways, console())
+    figures = {"rounds": rounds, "calibrated_pass_seconds": calibrated(1), "ways": rows}
+    print_result({**describe(pipe.target), **figures}, out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tiny randomly initialised models of every supported architecture, and inputs for them.
 
-For tests and for `eval.losslessness`. Weights are drawn wide, so that greedy outputs vary instead of falling into one
-repeated token, and top logits lie far apart.
+For tests and for `eval.losslessness`, with random drafters where these need weights. Weights are drawn wide, so that
+greedy outputs vary instead of falling into one repeated token, and top logits lie far apart.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from transformers import (
     Qwen3VLConfig,
     SiglipVisionConfig,
 )
+
+from vision.drafters.network import MSDConfig, MSDNetwork
 
 VOCAB = 101
 IMAGE, VIDEO, VISION_START, VISION_END = 96, 97, 98, 99
@@ -160,6 +162,21 @@ VISION_CONFIGS: dict[str, Any] = {
 def vision_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     return _widen(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
+
+
+def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNetwork:
+    """A random MSD network for a model; Qwen-VL gets a norm and biases, as its published drafters have them.
+
+    Args:
+        changes: fields of ``MSDConfig`` to set.
+    """
+    torch.manual_seed(seed)
+    qwen = "qwen" in model.config.model_type
+    shape = MSDConfig.like(model.config.get_text_config(), **{"input_norm": qwen, "qkv_bias": qwen, **changes})
+    network = MSDNetwork(shape)
+    for parameter in network.parameters():
+        parameter.data.normal_(std=0.2)
+    return network
 
 
 def text_inputs(batch: int = 1, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:

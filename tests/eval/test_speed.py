@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
 from eval import speed
-from eval.speed import PLAIN, TRANSFORMERS, Way, held_out_requests, measure
+from eval.speed import PARTS, PLAIN, TRANSFORMERS, Way, held_out_requests, measure, split
+from eval.tiny_models import msd_network
 from mmspec.drafters.recycle import Recycle
 from tests.standin import save_llava
+from vision.drafters.msd import MSD
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +27,38 @@ def requests(count):
 
 def test_every_way_is_timed_and_compared(folder):
     pipe = mmspec.load(folder, drafter=None)
-    ways = [Way(TRANSFORMERS), Way(PLAIN), Way("recycle", Recycle(), 6)]
+    ways = [Way(TRANSFORMERS), Way(PLAIN), Way("recycle", Recycle(), 6), Way("msd", MSD(msd_network(pipe.model)), 6)]
     measure(pipe, requests(2), ways, rounds=3, max_new_tokens=10)
     for way in ways:
-        assert len(way.total) == len(way.decoding) == len(way.lengths) == way.equal == 2
-        assert all(0 < decoding < total for decoding, total in zip(way.decoding, way.total, strict=True))
+        assert len(way.seconds) == len(way.lengths) == way.equal == 2
+        assert all(0 < seconds["decoding"] < seconds["total"] for seconds in way.seconds)
+
+
+def test_the_parts_of_a_request_add_up(folder):
+    pipe = mmspec.load(folder, drafter=None)
+    ways = [Way(PLAIN), Way("msd", MSD(msd_network(pipe.model)), 6), Way("never", Recycle(), 0)]
+    measure(pipe, requests(1), ways, rounds=1, max_new_tokens=30)
+    plain, msd, never = (split(way, ways[0]) for way in ways)
+    for way, figures in zip(ways, (plain, msd, never), strict=True):
+        assert sum(figures["shares"].values()) == pytest.approx(1)
+        assert all(share > 0 for part, share in figures["shares"].items() if part != "draft")
+        spent = way.seconds[0]
+        assert spent["prefill"] < spent["total"] - spent["decoding"]
+        # A drafter reads the prompt behind the first token, so that this belongs to decoding.
+        assert sum(spent[part] for part in PARTS[1:]) == pytest.approx(spent["decoding"], rel=0.05)
+    assert plain["pass_passes"] == 1
+    assert plain["tree_seconds"] == never["tree_seconds"] == 0
+    steps = 29 / ways[1].lengths[0]
+    assert 0 < msd["tree_seconds"] * (steps - 1) < ways[1].seconds[0]["draft"]
+    assert msd["tree_passes"] == msd["tree_seconds"] / plain["pass_seconds"]
+
+
+def test_drafters_are_copied_without_their_target(folder, monkeypatch):
+    pipe = mmspec.load(folder, drafter=None)
+    way = Way("msd", MSD(msd_network(pipe.model), torch.arange(40)), 6)
+    monkeypatch.setattr(type(pipe.model), "__deepcopy__", lambda self, memo: pytest.fail("copied"), raising=False)
+    measure(pipe, requests(2), [way], rounds=2, max_new_tokens=5)
+    assert way.equal == 2
 
 
 def test_a_wrong_answer_is_counted(folder, monkeypatch):
@@ -56,11 +86,20 @@ def test_prompts_are_held_out():
     assert len(clip.frames) == 4
 
 
-def test_the_command_ends_with_one_json_line(folder, monkeypatch):
+def test_the_command_ends_with_one_json_line(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(speed, "held_out_requests", lambda images, videos, first=0: requests(images + videos))
+    drafter = tmp_path / "drafter"
+    MSD(msd_network(mmspec.load(folder, drafter=None).model), total_tokens=9).save(
+        drafter, mmspec.load(folder, drafter=None).target
+    )
     options = ["--model", folder, "--images", "1", "--videos", "1", "--rounds", "1", "--warm-up", "1"]
-    result = CliRunner().invoke(speed.main, [*options, "--max-new-tokens", "8", "--drafters", "ngram"])
+    options += ["--max-new-tokens", "8", "--drafters", f"ours={drafter},ngram", "--out", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(speed.main, options)
     assert result.exception is None, result.output
     content = json.loads(result.stdout.splitlines()[-1])
-    assert [way["equal"] for way in content["ways"]] == [2] * 4
+    assert content == json.loads((tmp_path / "out.json").read_text())
+    names = [TRANSFORMERS, PLAIN, "ours, 9 nodes", "ours, adaptive", "ngram, 16 nodes", "ngram, adaptive"]
+    assert [way["way"] for way in content["ways"]] == names
+    assert [way["equal"] for way in content["ways"]] == [2] * 6
     assert content["dtype"] == "float32"
+    assert content["calibrated_pass_seconds"] > 0
