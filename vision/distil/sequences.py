@@ -203,9 +203,9 @@ class Encoder:
     def _pieces(self, text: str, cuts: list[int]) -> list[list[int]]:
         """Tokens of the text between cuts, those of the whole text where no token lies across a cut."""
         whole = self._ids(text)
-        ends = [len(self._ids(text[:cut])) if cut else 0 for cut in cuts]
-        if all(whole[:end] == self._ids(text[:cut])[:end] for cut, end in zip(cuts[1:], ends[1:], strict=True)):
-            return [whole[a:b] for a, b in pairwise(ends)]
+        heads = [self._ids(text[:cut]) if cut else [] for cut in cuts]
+        if all(whole[: len(head)] == head for head in heads):
+            return [whole[len(a) : len(b)] for a, b in pairwise(heads)]
         return [self._ids(text[a:b], whole=a == 0) for a, b in pairwise(cuts)]
 
     def _check(self, messages: list[dict[str, Any]], processed: list[int]) -> None:
