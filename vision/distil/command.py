@@ -42,7 +42,7 @@ LENGTH = (
     click.option("--rate", type=POSITIVE, help="Learning rate; by default 3e-3 with muon, 5e-5 with adamw."),
     click.option("--warmup", type=click.IntRange(1), default=50, show_default=True, help="Steps of rising rate."),
     click.option("--hold", type=SHARE, default=0.4, show_default=True, help="Share before the rate falls to zero."),
-    click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
+    click.option("--seed", type=click.IntRange(0, 2**22), default=0, show_default=True),
     click.option(
         "--precision",
         type=click.Choice(["auto", "float32", "bfloat16"]),

@@ -48,8 +48,11 @@ def run(options: Mapping[str, Any]) -> None:
     target.model.requires_grad_(False)
     extract = _extract(options, accelerator, target, [*chain(*training.values()), *held_out], console)
     task = _task(options, target, training, held_out, extract)
+    # A file that has grown is other data: places in it are not what they were.
+    counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
+    settings = _settings(options) | {"conversations": counts}
     with _bar(console) as notify, stoppable() as stopped:
-        trainer = Trainer(options["out"], plan, task, accelerator, _settings(options), notify)
+        trainer = Trainer(options["out"], plan, task, accelerator, settings, notify)
         trainer.train(stopped)
     if options["tensorboard"]:
         accelerator.end_training()
@@ -136,8 +139,8 @@ def _extract(
     extractor = Extractor(target)
     if options["cache"] is None:
         return extractor
-    cache = FeatureCache(options["cache"], extractor, conversations)
-    accelerator.wait_for_everyone()
+    with accelerator.main_process_first():
+        cache = FeatureCache(options["cache"], extractor, conversations)
     with Progress(console=console, disable=console.quiet) as bar:
         task = bar.add_task("features", total=None)
         show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731

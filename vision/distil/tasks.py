@@ -64,9 +64,8 @@ class DrafterTask:
         self.lengths = {kind: [_length(one) for one in found] for kind, found in training.items()}
         self._bfloat16 = bfloat16
         self._batch, self._max_new_tokens = batch, max_new_tokens
-        spread = held_out[:: max(1, len(held_out) // max(prompts, 1))] if prompts else []
-        self._prompts = [question(conversation) for conversation in spread[:prompts]]
-        self._held_out = sorted(held_out[:HELD_OUT], key=_length)
+        self._prompts = [question(conversation) for conversation in _spread(held_out, prompts)]
+        self._held_out = sorted(_spread(held_out, HELD_OUT), key=_length)
 
     def batch(self, examples: list[Example]) -> Features:
         """Features of these examples, padded to the longest."""
@@ -131,6 +130,12 @@ def frequent(answers: Iterable[Sequence[int]], count: int, always: Sequence[int]
     seen = Counter(token for answer in answers for token in answer)
     ranked = [*dict.fromkeys(always), *(token for token, _ in seen.most_common() if token not in always)]
     return torch.tensor(sorted(ranked[:count]))
+
+
+def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
+    """So many of them, from all places in the list."""
+    count = min(count, len(conversations))
+    return [conversations[place * len(conversations) // count] for place in range(count)]
 
 
 def _length(conversation: Conversation) -> int:
