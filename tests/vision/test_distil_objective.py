@@ -49,7 +49,8 @@ def plain_figures(network, target, batch, passes, draft_ids=None):
                 sums[number].append((F.smooth_l1_loss(guess, h[consumed]), -(goal * scores).sum()))
                 if consumed + 1 < len(e):
                     inputs = [*inputs, network.fc(torch.cat([e[consumed + 1], guess]))]
-    return [tuple(torch.stack(column).mean() for column in zip(*rows, strict=True)) for rows in sums]
+    entries = len(sums[0])
+    return [tuple(torch.stack(column).sum() / entries for column in zip(*rows, strict=True)) for rows in sums]
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -92,8 +92,10 @@ class Objective:
                 break
             scores = head(mine).float().log_softmax(-1)
             here = goal[valid[wanted]]
-            hidden = F.smooth_l1_loss(mine.float(), truth[valid].float())
-            token = -(here * scores).sum(-1).mean()
+            # Means over the entries of the first pass, so that batches of several processes add up to one.
+            share = mine.shape[0] / goal.shape[0]
+            hidden = F.smooth_l1_loss(mine.float(), truth[valid].float()) * share
+            token = -(here * scores).sum(-1).mean() * share
             total = total + self.decay**number * (self.hidden_weight * hidden + self.token_weight * token)
             right = (scores.argmax(-1) == here.argmax(-1)).float().mean()
             named = {"hidden": hidden, "token": token, "right": right}

@@ -152,12 +152,15 @@ class MSD:
         rotations = iter(self._level_rotations(token.device))
         parents = self._root[:, None]
         cache = self._cache
+        allowed = self._allowed(token.new_ones(len(token), self.top_k, self.top_k * self.depth, dtype=torch.bool))
 
         def extend(beam: Tensor, origin: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal parents
             hidden = parents.gather(1, origin[:, :, None].expand(-1, -1, parents.shape[2]))
             x = self.network.combine(target.embed(beam), hidden, None)
-            parents = self._forward(x, next(rotations), self._allowed(reach))
+            mine = allowed[:, :, : beam.shape[1], : cache.length + reach.shape[2]]
+            mine[:, 0, :, cache.length :] = reach
+            parents = self._forward(x, next(rotations), mine)
             cache.offset += beam.shape[1]
             return self._children(parents)
 
@@ -208,12 +211,10 @@ class MSD:
         begin = torch.tensor(self._positions, device=device)[:, None]
         return [self._rotary(begin + level) for level in range(self.depth)]
 
-    def _allowed(self, reach: Tensor) -> Tensor | None:
+    def _allowed(self, reach: Tensor) -> Tensor:
         """(batch, 1, nodes, slots) bool: the committed prefix, and ``reach`` behind it."""
         cache = self._cache
         batch, nodes = reach.shape[:2]
-        if nodes == 1 and reach.shape[2] == 1 and not cache.padded:
-            return None
         prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
         return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
 

@@ -61,6 +61,13 @@ class MSDConfig:
         return cls(**(fields | changes))
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm that computes in float32 where autocast hands it less."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.dtype == self.weight.dtype else x.float())
+
+
 class MSDNetwork(nn.Module):
     """See the module. Parameters are (out, in); ``qkv`` stacks queries, keys and values, ``gate_up`` gate and up."""
 
@@ -73,8 +80,8 @@ class MSDNetwork(nn.Module):
         self.out = nn.Linear(inner, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, width, bias=False)
-        self.input_norm = nn.RMSNorm(width, config.norm_eps) if config.input_norm else nn.Identity()
-        self.post_norm = nn.RMSNorm(width, config.norm_eps)
+        self.input_norm = Norm(width, config.norm_eps) if config.input_norm else nn.Identity()
+        self.post_norm = Norm(width, config.norm_eps)
 
     def lay_out_for_few_rows(self) -> None:
         """Store the weights transposed in memory: on a CPU, products with a few rows are then up to twice as fast."""
