@@ -86,7 +86,7 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Da
         UserError: the file cannot be read, or a record is not as above; names the file and the record's number.
     """
     data = Data([])
-    root = path.parent if images is None else images
+    root = (path.parent if images is None else images).absolute()
     ids: Counter[str] = Counter()
     for number, record in enumerate(_records(path), start=1):
         try:
