@@ -49,8 +49,8 @@ def plain_figures(network, target, batch, passes, draft_ids=None):
                 sums[number].append((F.smooth_l1_loss(guess, h[consumed]), -(goal * scores).sum()))
                 if consumed + 1 < len(e):
                     inputs = [*inputs, network.fc(torch.cat([e[consumed + 1], guess]))]
-    entries = len(sums[0])
-    return [tuple(torch.stack(column).sum() / entries for column in zip(*rows, strict=True)) for rows in sums]
+    means = [tuple(torch.stack(column).mean() for column in zip(*rows, strict=True)) for rows in sums]
+    return [(*pair, len(rows) / len(sums[0])) for pair, rows in zip(means, sums, strict=True)]
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -71,10 +71,10 @@ def test_passes_equal_chains(decoupled, ids):
     )
     expected = plain_figures(network, target, batch, 3, draft_ids)
     total = 0.0
-    for number, (hidden, token) in enumerate(expected):
+    for number, (hidden, token, share) in enumerate(expected):
         assert losses.figures[f"hidden_{number + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
         assert losses.figures[f"token_{number + 1}"] == pytest.approx(token.item(), rel=1e-4)
-        total = total + 0.5**number * (0.7 * hidden + 0.3 * token)
+        total = total + share * 0.5**number * (0.7 * hidden + 0.3 * token)
     torch.testing.assert_close(losses.total, total, rtol=1e-4, atol=1e-5)
     ours = torch.autograd.grad(losses.total, list(network.parameters()))
     theirs = torch.autograd.grad(total, list(network.parameters()))

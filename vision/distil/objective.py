@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,43 +60,47 @@ class Objective:
             draft_ids: (n,) int64, the tokens of a reduced draft vocabulary; probabilities are over them alone.
             generator: source of the noise.
         """
-        truth = batch.hidden[:, 1:]
+        states = batch.hidden[:, 1:]
         # Entry j consumes token j + 1 and guesses token j + 2; both must be said by the target.
         said = batch.answer[:, 1:]
         wanted = said & F.pad(said[:, 1:], (0, 1))
+        count = int(wanted.sum())
+        if count == 0:
+            return Losses(states.new_zeros((), dtype=torch.float32), {})
+        entry = _packed(wanted)
+        own = torch.arange(entry.shape[1], device=entry.device) < wanted.sum(1, keepdim=True)
+        rows = torch.arange(len(entry), device=entry.device)[:, None]
         head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+        truth = states[rows, entry][own]
         with torch.no_grad():
-            goal = head(truth[wanted]).float().softmax(-1)
-        begin = int(wanted.any(0).float().argmax()) if bool(wanted.any()) else 0
+            goal = head(truth).float().softmax(-1)
 
-        total = truth.new_zeros((), dtype=torch.float32)
-        figures: dict[str, float] = {}
-        guesses, valid = None, wanted
-        memory = _Memory()
         rotary = Rotary(network.config.head_dim, network.config.rope_theta)
-        rotary.reserve(truth.shape[1], batch.embeds)
+        rotary.reserve(states.shape[1], batch.embeds)
+        memory = _Memory(entry)
+        fed = self._noisy(batch.hidden[:, :-1], generator)
+        x = network.combine(batch.embeds[:, 1:], fed, batch.visual[:, 1:])
+        guesses = network(x, rotary(slice(0, states.shape[1])), memory.attend)[rows, entry]
+        consumed = batch.embeds[rows, entry + 1]
+
+        total, valid = states.new_zeros((), dtype=torch.float32), own
+        figures: dict[str, float] = {}
         for number in range(self.passes):
-            first = 0 if number == 0 else begin
-            if guesses is None:
-                fed = self._noisy(batch.hidden[:, :-1], generator)
-                x = network.combine(batch.embeds[:, 1:], fed, batch.visual[:, 1:])
-            else:
-                fed = F.pad(guesses[:, :-1], (0, 0, 1, 0))  # the state that entry j consumes is entry j - 1's guess
-                x = network.combine(batch.embeds[:, 1 + begin :], fed, None)
-            guesses = network(x, rotary(slice(first, truth.shape[1])), memory.attend)[:, begin - first :]
-            # The whole chain of guesses must lie within the answer.
-            valid = valid & F.pad(said, (number, 0))[:, : said.shape[1]]
-            mine = guesses[valid[:, begin:]]
+            if number:
+                x = network.combine(consumed, _shift(guesses, 1), None)
+                guesses = network(x, rotary(entry), memory.attend)
+                # The whole chain of guesses must lie within the answer.
+                valid = valid & said[rows, (entry - number).clamp(min=0)]
+            mine, here = guesses[valid], valid[own]
             if mine.shape[0] == 0:
                 break
             scores = head(mine).float().log_softmax(-1)
-            here = goal[valid[wanted]]
+            hidden = F.smooth_l1_loss(mine.float(), truth[here].float())
+            token = -(goal[here] * scores).sum(-1).mean()
             # Means over the entries of the first pass, so that batches of several processes add up to one.
-            share = mine.shape[0] / goal.shape[0]
-            hidden = F.smooth_l1_loss(mine.float(), truth[valid].float()) * share
-            token = -(here * scores).sum(-1).mean() * share
-            total = total + self.decay**number * (self.hidden_weight * hidden + self.token_weight * token)
-            right = (scores.argmax(-1) == here.argmax(-1)).float().mean()
+            weight = self.decay**number * mine.shape[0] / count
+            total = total + weight * (self.hidden_weight * hidden + self.token_weight * token)
+            right = (scores.argmax(-1) == goal[here].argmax(-1)).float().mean()
             named = {"hidden": hidden, "token": token, "right": right}
             figures |= {f"{name}_{number + 1}": float(value.detach()) for name, value in named.items()}
         return Losses(total, figures)
@@ -109,37 +112,41 @@ class Objective:
         return hidden + (2 * self.noise * 512 / hidden.shape[1] * noise).to(hidden.dtype)
 
 
-class _Memory:
-    """Keys and values of the passes so far. Pass s at entry j reads the first pass up to entry j - s, and of each later
-    pass i the one entry j - (s - i) that lies on its own chain."""
+def _packed(wanted: Tensor) -> Tensor:
+    """The entries marked in each row, in order, (batch, most of any row) int64; what fills up a row means nothing."""
+    return (~wanted).long().sort(dim=1, stable=True).indices[:, : int(wanted.sum(1).max())]
 
-    def __init__(self) -> None:
+
+class _Memory:
+    """Keys and values of the passes so far.
+
+    The first pass is over all entries; later ones are over the wanted entries alone. Pass s at entry j reads the first
+    pass up to entry j - s, and of each later pass i the one entry j - (s - i), which lies on its own chain.
+    """
+
+    def __init__(self, entry: Tensor) -> None:
+        self.entry = entry
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         self.keys.append(k.repeat_interleave(groups, dim=1))
         self.values.append(v.repeat_interleave(groups, dim=1))
-        number, scale = len(self.keys) - 1, 1.0 / math.sqrt(q.shape[-1])
         first, length = self.keys[0], self.keys[0].shape[2]
-        entry = torch.arange(length - q.shape[2], length, device=q.device)
-        hidden = torch.arange(length, device=q.device) > (entry - number)[:, None]
-        hidden[:, 0] = False  # no row may be empty; rows before an answer's chain count for nothing
-        scores = [(q @ first.transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)]
-        later = [
-            (_shift(key, number - i), _shift(value, number - i))
-            for i, (key, value) in enumerate(zip(self.keys, self.values, strict=True))
-            if i
-        ]
-        scores += [(q * key).sum(-1, keepdim=True) * scale for key, _ in later]
+        number, scale = len(self.keys) - 1, 1.0 / math.sqrt(q.shape[-1])
+        slot = torch.arange(length, device=q.device)
+        latest = slot[None] if number == 0 else (self.entry - number).clamp(min=0)
+        scores = [(q @ first.transpose(2, 3) * scale).masked_fill((slot > latest[..., None])[:, None], -torch.inf)]
+        chain = range(1, number + 1)
+        scores += [(q * _shift(self.keys[i], number - i)).sum(-1, keepdim=True) * scale for i in chain]
         weights = torch.cat(scores, dim=-1).float().softmax(-1).to(v.dtype)
         read = weights[..., :length] @ self.values[0]
-        for column, (_, value) in enumerate(later):
-            read = read + weights[..., length + column, None] * value
+        for i in chain:
+            read = read + weights[..., length + i - 1, None] * _shift(self.values[i], number - i)
         return read
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Entry j becomes what entry j - ``by`` was: (batch, heads, entries, head_dim)."""
-    return x if by == 0 else F.pad(x, (0, 0, by, 0))[:, :, : x.shape[2]]
+    """Entry j becomes what entry j - ``by`` was: (..., entries, features)."""
+    return x if by == 0 else F.pad(x, (0, 0, by, 0))[..., : x.shape[-2], :]
