@@ -223,3 +223,16 @@ def test_like_questions_are_answered_together(pipe):
     ]
     list(Recording(pipe, 2, 0, {"max_new_tokens": 2}).run(mixed))
     assert seen == [["2", "4"], ["0", "1"], ["5", "3"]]
+
+
+def test_scenes_can_keep_their_own_answers(tmp_path):
+    result = CliRunner().invoke(make_data, ["--as-told", "--scenes", "12", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = data.read(tmp_path / "data.jsonl", None).conversations
+    jobs = list(drawn(range(12), tmp_path))
+    assert [one.id for one in found] == [job.id for job in jobs]
+    for one, job in zip(found, jobs, strict=True):
+        assert [m["content"] for m in one.messages if m["role"] == "assistant"] == list(job.known)
+        assert one.answers == (None,) * len(job.known)
+    with pytest.raises(UserError, match="expected --scenes, received --prompts"):
+        make_data.main(["--as-told", "--prompts", "x.json", "--out", str(tmp_path)], standalone_mode=False)

@@ -25,6 +25,7 @@ class Job:
         questions: the content of each user message, as in `data.Conversation`.
         expected: a guess of the length of each answer, in characters.
         system: what stands before the first question.
+        known: answers from elsewhere, where there are any.
         messages, answers: those so far.
     """
 
@@ -32,8 +33,9 @@ class Job:
     questions: list[list[dict[str, Any]]]
     expected: list[int]
     system: tuple[dict[str, Any], ...] = ()
+    known: tuple[str, ...] = ()
     messages: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[tuple[int, ...]] = field(default_factory=list)
+    answers: list[tuple[int, ...] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.messages += self.system
@@ -52,11 +54,11 @@ class Job:
         """The messages up to the next question."""
         return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
 
-    def hear(self, text: str, token_ids: Sequence[int]) -> None:
-        """Take in the next answer."""
+    def hear(self, text: str, token_ids: Sequence[int] | None) -> None:
+        """Take in the next answer, its tokens too where they are known."""
         self.messages.append({"role": "user", "content": self.questions[len(self.answers)]})
         self.messages.append({"role": "assistant", "content": text.strip()})
-        self.answers.append(tuple(token_ids))
+        self.answers.append(None if token_ids is None else tuple(token_ids))
 
     def result(self) -> data.Conversation:
         return data.Conversation(self.id, tuple(self.messages), tuple(self.answers))

@@ -25,6 +25,7 @@ FILE, SETTINGS = "data.jsonl", "settings.json"
 
 @click.command("make-data")
 @click.option("--target", default="tiny-llava", show_default=True, metavar="NAME", help="The model that answers.")
+@click.option("--as-told", is_flag=True, help="With --scenes: keep the scenes' own answers; no model is asked.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write.")
 @click.option("--scenes", type=click.IntRange(1), help="Draw this many training scenes and clips to ask about.")
 @click.option(
@@ -41,6 +42,7 @@ FILE, SETTINGS = "data.jsonl", "settings.json"
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Go on with what --out holds already.")
 def make_data(
     target: str,
+    as_told: bool,
     out: Path,
     scenes: int | None,
     prompts: Path | None,
@@ -59,8 +61,10 @@ def make_data(
     """
     if (scenes is None) == (prompts is None):
         raise UserError("expected either --scenes or --prompts, received " + ("neither" if scenes is None else "both"))
+    if as_told and scenes is None:
+        raise UserError("--as-told keeps the answers of drawn scenes: expected --scenes, received --prompts")
     keywords = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    store = Store(out, {"target": target, **keywords}, resume)
+    store = Store(out, {"target": None if as_told else target, **keywords}, resume)
     jobs: Iterable[Job]
     if prompts is not None:
         from vision.distil.answering import job_of
@@ -74,6 +78,9 @@ def make_data(
         from vision.distil.scenes import drawn
 
         jobs, total = drawn(range(first, first + scenes), out), scenes
+    if as_told:
+        store.append(_told(job) for job in jobs if job.id not in store.done)
+        return
     _answer_all(target, jobs, total, store, batch, seed, keywords)
 
 
@@ -139,6 +146,13 @@ class Store:
             file.write("".join(lines))
             file.flush()
             os.fsync(file.fileno())
+
+
+def _told(job: Job) -> data.Conversation:
+    """The conversation with the answers that are known."""
+    for answer in job.known:
+        job.hear(answer, None)
+    return job.result()
 
 
 def _answer_all(

@@ -44,7 +44,8 @@ def drawn(indices: Iterable[int], out: Path) -> Iterator[Job]:
         ]
         questions: list[list[dict[str, Any]]] = [[{"type": "text", "text": asked}] for asked, _ in example.turns]
         questions[0] = pictures + questions[0]
-        yield Job(name, questions, [len(answer) for _, answer in example.turns])
+        answers = tuple(answer for _, answer in example.turns)
+        yield Job(name, questions, [len(answer) for answer in answers], known=answers)
 
 
 def _saved(scene: Any, path: Path) -> Path:
