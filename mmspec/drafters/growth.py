@@ -19,7 +19,7 @@ from mmspec.tree import TokenTree
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]
-Extend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def best_first(
@@ -67,6 +67,7 @@ def grow_tree(
     *,
     depth: int | None = None,
     nodes: int | None = None,
+    stride: int = 1,
 ) -> TokenTree:
     """Grow one tree per row and cut it to the budget: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
 
@@ -76,25 +77,26 @@ def grow_tree(
     Args:
         token: (batch,) int64, the roots.
         first: the root's children, ``(tokens, log_probs)``, (batch, children) each, likeliest first.
-        extend: given the next beam's tokens, (batch, width), which entry of the beam before each descends from,
-            (batch, width), meaningless for the first beam, and which of the beams' entries so far each attends to,
-            (batch, width, entries) bool, itself included, returns its children as ``(tokens, log_probs)``, each
+        extend: given the next beam's tokens, (batch, width), and which entry of the beam before each descends from,
+            (batch, width), meaningless for the first beam, returns its children as ``(tokens, log_probs)``, each
             (batch, width, children).
         budget: bounds depth and size.
         top_k: nodes extended per level.
         depth, nodes: bounds of the drafter's own.
+        stride: levels that one pass of the drafter gives; the budget is asked before each pass but the first.
     """
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
     tokens, scores, parents = [first[0]], [first[1]], [torch.zeros_like(first[0])]
     beam_score, beam = first[1].topk(min(top_k, first[1].shape[1]), dim=1)
     beam_token, beam_node, origin, seen = first[0].gather(1, beam), beam + 1, torch.zeros_like(beam), first[0].shape[1]
-    itself = torch.eye(top_k, dtype=torch.bool, device=token.device).expand(batch, -1, -1)
-    reach = itself[:, : beam.shape[1], : beam.shape[1]]
-    for _ in range(deepest - 1):
-        if not budget.deeper(float(beam_score.exp().sum()) / batch):
-            break
-        child, log_prob = extend(beam_token, origin, reach)
+    mass = 1.0
+    for level in range(1, deepest):
+        if level % stride == 0:
+            before, mass = mass, float(beam_score.exp().sum()) / batch
+            if not budget.deeper(_gain(mass, before, min(stride, deepest - level))):
+                break
+        child, log_prob = extend(beam_token, origin)
         score = (beam_score[:, :, None] + log_prob).flatten(1)
         children = child.shape[2]
         tokens.append(child.flatten(1))
@@ -102,12 +104,55 @@ def grow_tree(
         parents.append(beam_node[:, :, None].expand(-1, -1, children).flatten(1))
         beam_score, best = score.topk(min(top_k, score.shape[1]), dim=1)
         beam_token, origin = tokens[-1].gather(1, best), best // children
-        beam_node, seen = best + 1 + seen, seen + score.shape[1]
-        width = best.shape[1]
-        above = reach.gather(1, origin[:, :, None].expand(-1, -1, reach.shape[2]))
-        reach = torch.cat([above, itself[:, :width, :width]], dim=2)
+        beam_node, seen = best + (1 + seen), seen + score.shape[1]
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     return _keep_best(token, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget, most)
+
+
+def _gain(mass: float, before: float, levels: int) -> float:
+    """Tokens that a pass of so many levels may add: the beam's mass, falling from level to level as it fell in the pass
+    before, from ``before`` to ``mass``."""
+    if levels == 1:
+        return mass
+    kept = min(1.0, mass / before) ** (1 / levels) if before > 0.0 else 0.0
+    return mass * sum(kept**level for level in range(levels))
+
+
+class Reach:
+    """Which entries of a drafter's cache behind the committed prefix each new entry attends to.
+
+    Each beam of ``grow_tree`` that is fed to the drafter adds one entry per node, or ``stride`` entries per node, a
+    chain of its own.
+    """
+
+    def __init__(self, stride: int = 1) -> None:
+        self._stride = stride
+        self._reach: Tensor | None = None
+
+    def __call__(self, origin: Tensor) -> Tensor:
+        """Feed a beam.
+
+        Args:
+            origin: (batch, width) int64, which node of the beam fed before each descends from; meaningless at first.
+
+        Returns:
+            (batch, width * stride, entries) bool: a node's chain, and those of its ancestors, of all entries so far.
+        """
+        batch, width = origin.shape
+        own = torch.eye(width, dtype=torch.bool, device=origin.device)
+        if self._stride > 1:
+            chain = torch.ones(self._stride, self._stride, dtype=torch.bool, device=origin.device).tril()
+            own = (own[:, None, :, None] & chain[None, :, None, :]).flatten(2).flatten(0, 1)
+        own = own.expand(batch, -1, -1)
+        if self._reach is None:
+            self._reach = own
+        else:
+            ends = self._reach[:, self._stride - 1 :: self._stride]
+            above = ends.gather(1, origin[:, :, None].expand(-1, -1, ends.shape[2]))
+            if self._stride > 1:
+                above = above.repeat_interleave(self._stride, dim=1)
+            self._reach = torch.cat([above, own], dim=2)
+        return self._reach
 
 
 def _keep_best(token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: Budget, most: int) -> TokenTree:

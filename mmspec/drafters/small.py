@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmspec.budget import Budget
-from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
 from mmspec.target import Prompt, Step, Target
 from mmspec.transformers_target import TransformersTarget
@@ -69,12 +69,12 @@ class Small:
         lm = self._lm
         hidden = self._absorb(token.device)
         # From here on the cache ends with the root; nodes of the tree are at depth 0 of it and below.
-        levels = 0
+        levels, reach = 0, Reach()
 
-        def extend(beam: Tensor, origin: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal levels
             depth = torch.full_like(beam, levels)
-            states = lm.forward_nodes(beam, depth, reach)
+            states = lm.forward_nodes(beam, depth, reach(origin))
             lm.keep_nodes(depth)
             levels += 1
             return self._children(states)

@@ -10,7 +10,7 @@ from eval.tiny_models import _TEXT, text_inputs
 from mmspec import TokenTree, UserError, plugins
 from mmspec.budget import Budget
 from mmspec.drafter import build_tree
-from mmspec.drafters.growth import best_first, grow_tree
+from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
@@ -100,9 +100,7 @@ def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
     budget.remaining = 99
     token = torch.tensor([0, 3])
     scores, ids = log_p.topk(top_k, dim=-1)
-    tree = grow_tree(
-        token, (ids[token], scores[token]), lambda beam, origin, reach: (ids[beam], scores[beam]), budget, top_k
-    )
+    tree = grow_tree(token, (ids[token], scores[token]), lambda beam, origin: (ids[beam], scores[beam]), budget, top_k)
     assert_well_formed(tree)
     assert tree.max_depth <= depth
     for b in range(2):
@@ -122,6 +120,44 @@ def test_an_empty_grant_is_plain_decoding():
     budget = Budget(0, depth=1)
     tree = grow_tree(torch.tensor([1]), (torch.tensor([[2]]), torch.tensor([[-0.1]])), lambda *_: None, budget, 1)
     assert tree.nodes == 1
+
+
+@pytest.mark.parametrize(("stride", "asked"), [(1, [0.5, 0.25, 0.125, 0.0625]), (2, [0.375, 0.09375]), (3, [0.1875])])
+def test_the_budget_is_asked_before_each_pass(stride, asked):
+    """Two tokens of chance one half each; the beam keeps one node, which is reached with half the mass per level."""
+    gains = []
+
+    class Spy(Budget):
+        def deeper(self, gain):
+            gains.append(gain)
+            return True
+
+    half = torch.tensor([[0.5, 0.5]]).log()
+    children = torch.tensor([[1, 2]])
+    extend = lambda beam, origin: (children[None], half[None])  # noqa: E731
+    tree = grow_tree(torch.tensor([0]), (children, half), extend, Spy(64, 5), 1, stride=stride)
+    assert tree.max_depth == 5
+    assert gains == pytest.approx(asked)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_fed_nodes_reach_their_ancestors_and_no_one_else(stride):
+    """Two rows, three beams of other widths."""
+    g = torch.Generator().manual_seed(stride)
+    reach, above, entries = Reach(stride), [[set()], [set()]], 0
+    for width in (3, 2, 4):
+        origin = torch.randint(len(above[0]), (2, width), generator=g)
+        got = reach(origin)
+        assert got.shape == (2, width * stride, entries + width * stride)
+        here = [[], []]
+        for row in range(2):
+            for node in range(width):
+                seen = set(above[row][int(origin[row, node])])
+                for place in range(stride):
+                    seen.add(entries + node * stride + place)
+                    assert set(got[row, node * stride + place].nonzero().flatten().tolist()) == seen
+                here[row].append(seen)
+        above, entries = here, entries + width * stride
 
 
 # ---------------------------------------------------------------------- look-up drafters

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmspec import checkpoint
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
-from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
@@ -151,15 +151,16 @@ class MSD:
         first = self._children(self._root)
         rotations = iter(self._level_rotations(token.device))
         parents = self._root[:, None]
-        cache = self._cache
+        cache, reach = self._cache, Reach()
         allowed = self._allowed(token.new_ones(len(token), self.top_k, self.top_k * self.depth, dtype=torch.bool))
 
-        def extend(beam: Tensor, origin: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal parents
             hidden = parents.gather(1, origin[:, :, None].expand(-1, -1, parents.shape[2]))
             x = self.network.combine(target.embed(beam), hidden, None)
-            mine = allowed[:, :, : beam.shape[1], : cache.length + reach.shape[2]]
-            mine[:, 0, :, cache.length :] = reach
+            fed = reach(origin)
+            mine = allowed[:, :, : beam.shape[1], : cache.length + fed.shape[2]]
+            mine[:, 0, :, cache.length :] = fed
             parents = self._forward(x, next(rotations), mine)
             cache.offset += beam.shape[1]
             return self._children(parents)
