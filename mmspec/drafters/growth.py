@@ -94,7 +94,7 @@ def grow_tree(
     for level in range(1, deepest):
         if level % stride == 0:
             before, mass = mass, float(beam_score.exp().sum()) / batch
-            if not budget.deeper(_gain(mass, before, min(stride, deepest - level))):
+            if not budget.deeper(_gain(mass, before, stride, min(stride, deepest - level))):
                 break
         child, log_prob = extend(beam_token, origin)
         score = (beam_score[:, :, None] + log_prob).flatten(1)
@@ -109,12 +109,12 @@ def grow_tree(
     return _keep_best(token, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget, most)
 
 
-def _gain(mass: float, before: float, levels: int) -> float:
-    """Tokens that a pass of so many levels may add: the beam's mass, falling from level to level as it fell in the pass
-    before, from ``before`` to ``mass``."""
+def _gain(mass: float, before: float, stride: int, levels: int) -> float:
+    """Tokens that a pass of so many levels may add: the beam's mass, falling from level to level as it fell over the
+    ``stride`` levels of the pass before, from ``before`` to ``mass``."""
     if levels == 1:
         return mass
-    kept = min(1.0, mass / before) ** (1 / levels) if before > 0.0 else 0.0
+    kept = min(1.0, mass / before) ** (1 / stride) if before > 0.0 else 0.0
     return mass * sum(kept**level for level in range(levels))
 
 

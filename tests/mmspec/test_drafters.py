@@ -122,7 +122,7 @@ def test_an_empty_grant_is_plain_decoding():
     assert tree.nodes == 1
 
 
-@pytest.mark.parametrize(("stride", "asked"), [(1, [0.5, 0.25, 0.125, 0.0625]), (2, [0.375, 0.09375]), (3, [0.1875])])
+@pytest.mark.parametrize(("stride", "asked"), [(1, [0.5, 0.25, 0.125, 0.0625]), (2, [0.375, 0.0625]), (3, [0.1875])])
 def test_the_budget_is_asked_before_each_pass(stride, asked):
     """Two tokens of chance one half each; the beam keeps one node, which is reached with half the mass per level."""
     gains = []
