@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from mmspec import checkpoint, plugins
 from mmspec.drafter import Drafter
 from mmspec.errors import UserError
+from mmspec.support import lay_out_for_few_rows
 from mmspec.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,7 +51,9 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
         model = model.to(_DTYPES[dtype])
     elif where.type == "cpu" and model.num_parameters() < _LARGE:
         model = model.float()
-    return adapter(model.to(where).eval(), processor)
+    model = model.to(where).eval()
+    lay_out_for_few_rows(model)
+    return adapter(model, processor)
 
 
 def pick_device(device: str) -> torch.device:

