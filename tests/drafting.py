@@ -1,11 +1,21 @@
-"""An MSD network by hand: random weights for a target, and the plain layer that its own is compared with."""
+"""The network of MSD and FLASH by hand, with random weights, and drafting as plain loops say it."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from itertools import pairwise
 
+import pytest
 import torch
 
+from mmspec import SamplingParams, plugins
+from mmspec.budget import Budget
+from mmspec.engine import decode
+from mmspec.sampling import Sampler
+from mmspec.stopping import Stopper
+from tests.targets import prompt_of, row_of
+from tests.tiny import root_path, valid_nodes
 from vision.drafters.network import MSDConfig, MSDNetwork
 
 
@@ -17,10 +27,11 @@ def network_for(model, seed=0, **changes):
     return network
 
 
-def plain_layer(network, x):
-    """The network over one sequence of inputs, (length, hidden), head by head, positions 0, 1, ..."""
+def plain_layer(network, x, positions=None):
+    """The network over one sequence of inputs, (length, hidden), head by head; positions are 0, 1, ... by default."""
     c, state = network.config, dict(network.named_parameters())
-    norm = lambda y, w: y / (y.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w  # noqa: E731
+    norm = lambda y, w: plain_norm(y, w, c.norm_eps)  # noqa: E731
+    at = torch.arange(len(x)) if positions is None else torch.tensor(positions)
     y = norm(x, state["input_norm.weight"]) if c.input_norm else x
     qkv = y @ state["qkv.weight"].T + state.get("qkv.bias", 0.0)
     parts = qkv.split([c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], dim=-1)
@@ -28,7 +39,7 @@ def plain_layer(network, x):
 
     def turn(z):
         half = c.head_dim // 2
-        spin = torch.arange(len(x))[:, None] * c.rope_theta ** (-torch.arange(half) / half)
+        spin = at[:, None] * c.rope_theta ** (-torch.arange(half) / half)
         turned = torch.complex(z[..., :half], z[..., half:]) * torch.polar(torch.ones_like(spin), spin)[:, None]
         return torch.cat([turned.real, turned.imag], dim=-1)
 
@@ -42,3 +53,146 @@ def plain_layer(network, x):
     x = x + torch.cat(heads, dim=-1) @ state["out.weight"].T
     gate, up = (norm(x, state["post_norm.weight"]) @ state["gate_up.weight"].T).split(c.mlp, dim=-1)
     return x + (gate * gate.sigmoid() * up) @ state["down.weight"].T
+
+
+def plain_norm(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def plain_cell(network, embed, state):
+    """The state behind a token, (hidden,), from the one that it was drafted from."""
+    c, w = network.config, dict(network.cell.named_parameters())
+    read = torch.cat([embed, plain_norm(state, w["norm.weight"], c.norm_eps)])
+    gate, up = (w["into.weight"] @ read + w["into.bias"]).split(c.hidden_size)
+    return state + w["out.weight"] @ (gate * gate.sigmoid() * up)
+
+
+def plain_entries(network, hidden, embeds, visual):
+    """The layer's inputs for a sequence of entries, (length, hidden) each, and their positions."""
+    c, inputs, positions = network.config, [], []
+    fuse = lambda j, e: network.fc(torch.cat([e, hidden[j]]))  # noqa: E731
+    j = 0
+    while j < len(embeds):
+        end = j
+        while end < len(embeds) and visual[end]:
+            end += 1
+        if end == j:
+            inputs.append(fuse(j, embeds[j]))
+            positions.append(j)
+            j += 1
+            continue
+        pieces = math.ceil((end - j) / c.span) if c.span else 1
+        cuts = [j + (end - j) * piece // pieces for piece in range(pieces + 1)]
+        for begin, stop in pairwise(cuts):
+            count = stop - begin
+            spots = list(range(begin, stop))
+            read = embeds[begin:stop]
+            if c.latents and count > c.latents:
+                spots = [begin + math.floor((place + 0.5) * count / c.latents) for place in range(c.latents)]
+                read = plain_latents(network, read)
+            inputs += [e if c.decoupled else fuse(spot, e) for spot, e in zip(spots, read, strict=True)]
+            positions += spots
+        j = end
+    return torch.stack(inputs), positions
+
+
+def plain_latents(network, features):
+    width = features.shape[1]
+    keys = features / (features.pow(2).mean(-1, keepdim=True) + torch.finfo(features.dtype).eps).sqrt()
+    return torch.stack(
+        [(query @ keys.T / math.sqrt(width)).softmax(-1) @ features for query in network.latents.queries]
+    )
+
+
+def states_of(model, row, said):
+    """Hidden states and input embeddings of a row's prompt and what was said, by the plain model without a cache."""
+    extended = dict(row)
+    extended["input_ids"] = torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
+    if "mm_token_type_ids" in row:
+        extended["mm_token_type_ids"] = torch.nn.functional.pad(row["mm_token_type_ids"], (0, len(said)))
+    seen = {}
+    handle = model.get_decoder().register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True)
+    with torch.no_grad():
+        hidden = model(**extended, use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+    handle.remove()
+    embeds = seen.get("inputs_embeds")
+    return hidden, model.get_input_embeddings()(extended["input_ids"])[0] if embeds is None else embeds[0]
+
+
+@torch.no_grad()
+def plain_gain(drafter, target, hidden, embeds, visual, path):
+    """Path probability of drafted tokens, by running the network over the whole sequence whenever it is asked."""
+    network = drafter.network
+    inputs, positions = plain_entries(network, hidden[:-1], embeds[1:], visual[1:])
+    state, block, gain = plain_layer(network, inputs, positions)[-1], [], 1.0
+    for token in path:
+        logits = target.head(state)
+        if drafter.draft_ids is not None:
+            allowed = torch.full_like(logits, -math.inf)
+            allowed[drafter.draft_ids] = logits[drafter.draft_ids]
+            logits = allowed
+        gain *= float(logits.softmax(-1)[token])
+        embed = target.embed(torch.tensor(token))
+        block.append(network.fc(torch.cat([embed, state])))
+        if len(block) < network.config.slots:
+            state = plain_cell(network, embed, state)
+            continue
+        inputs = torch.cat([inputs, torch.stack(block)])
+        positions = [*positions, *range(positions[-1] + 1, positions[-1] + 1 + len(block))]
+        state, block = plain_layer(network, inputs, positions)[-1], []
+    return gain
+
+
+class Watched(Budget):
+    """Notes what it is shown; some steps are not drafted at all, others are shallow."""
+
+    def __init__(self, nodes, skip=()):
+        super().__init__(nodes, depth=4)
+        self.skip, self.step, self.shown = skip, 0, None
+
+    def drafts(self):
+        self.step += 1
+        return super().drafts() and self.step not in self.skip
+
+    def take(self, gains):
+        self.shown = gains
+        return super().take(gains)
+
+
+def check(model, inputs, drafter, *, nodes=7, skip=(), new=12, params=None):
+    """Decode; every tree's every node must have the probability of the plain loop, and every output token be right."""
+    target = plugins.target_class(model.config)(model)
+    drafter.attach(target)
+    budget = Watched(nodes, skip)
+    trees = []
+    propose = drafter.propose
+    drafter.propose = lambda token, b: trees.append((propose(token, b), budget.shown)) or trees[-1][0]
+    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
+    prompt = prompt_of(inputs)
+    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
+    said: list[list[int]] = [[] for _ in rows]
+    lengths = Counter()
+    for state in decode(target, drafter, prompt, sampler, Stopper(new, eos_token_ids=[]), budget):
+        if trees:
+            tree, shown = trees.pop()
+            for b, row in enumerate(rows):
+                if len(said[b]) == new:
+                    continue  # finished: what is drafted for it is not looked at
+                hidden, embeds = states_of(model, row, said[b])
+                visual = torch.zeros(len(embeds), dtype=torch.bool)
+                marks = target._visual(prompt_of({**inputs, "input_ids": row["input_ids"]}))
+                if marks is not None:
+                    visual[: marks.shape[1]] = marks[0]
+                assert int(tree.tokens[b, 0]) == said[b][-1]
+                for node in valid_nodes(tree, b)[1:]:
+                    path = [int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]]
+                    expected = plain_gain(drafter, target, hidden, embeds, visual, path)
+                    assert shown[b][node - 1] == pytest.approx(expected, rel=2e-3, abs=1e-6)
+        for b, r in enumerate(state):
+            said[b] += r.emitted if said[b] != r.token_ids else []
+            lengths[len(r.emitted)] += 1
+    if params is None:
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert said == ids[:, inputs["input_ids"].shape[1] :].tolist()
+    return lengths

@@ -2,118 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-
 import pytest
 import torch
 
 from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.budget import Budget
-from mmspec.engine import decode
 from mmspec.loading import make_drafter
-from mmspec.sampling import Sampler
-from mmspec.stopping import Stopper
 from mmspec.transformers_target import TransformersTarget
-from tests.drafting import network_for, plain_layer
+from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
-from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny import shared_model
 from vision.drafters.msd import MSD, Eagle
 from vision.drafters.network import MSDConfig, MSDNetwork
-
-# ---------------------------------------------------------------------- the reference
-
-
-def states_of(model, row, said):
-    """Hidden states and input embeddings of a row's prompt and what was said, by the plain model without a cache."""
-    extended = dict(row)
-    extended["input_ids"] = torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
-    if "mm_token_type_ids" in row:
-        extended["mm_token_type_ids"] = torch.nn.functional.pad(row["mm_token_type_ids"], (0, len(said)))
-    seen = {}
-    handle = model.get_decoder().register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True)
-    with torch.no_grad():
-        hidden = model(**extended, use_cache=False, output_hidden_states=True).hidden_states[-1][0]
-    handle.remove()
-    embeds = seen.get("inputs_embeds")
-    return hidden, model.get_input_embeddings()(extended["input_ids"])[0] if embeds is None else embeds[0]
-
-
-@torch.no_grad()
-def plain_gain(drafter, target, hidden, embeds, visual, path):
-    """Path probability of drafted tokens, by running the network over the whole sequence for every one of them."""
-    network = drafter.network
-    fused = network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1))
-    inputs = torch.where(visual[1:, None] & network.config.decoupled, embeds[1:], fused)
-    gain = 1.0
-    for token in path:
-        guess = plain_layer(network, inputs)[-1]
-        logits = target.head(guess)
-        if drafter.draft_ids is not None:
-            allowed = torch.full_like(logits, -math.inf)
-            allowed[drafter.draft_ids] = logits[drafter.draft_ids]
-            logits = allowed
-        gain *= float(logits.softmax(-1)[token])
-        fed = network.fc(torch.cat([target.embed(torch.tensor(token)), guess]))
-        inputs = torch.cat([inputs, fed[None]])
-    return gain
-
-
-class Watched(Budget):
-    """Notes what it is shown; some steps are not drafted at all, others are shallow."""
-
-    def __init__(self, nodes, skip=()):
-        super().__init__(nodes, depth=4)
-        self.skip, self.step, self.shown = skip, 0, None
-
-    def drafts(self):
-        self.step += 1
-        return super().drafts() and self.step not in self.skip
-
-    def take(self, gains):
-        self.shown = gains
-        return super().take(gains)
-
-
-def check(model, inputs, drafter, *, nodes=7, skip=(), new=12, params=None):
-    """Decode; every tree's every node must have the probability of the plain loop, and every output token be right."""
-    target = plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    budget = Watched(nodes, skip)
-    trees = []
-    propose = drafter.propose
-    drafter.propose = lambda token, b: trees.append((propose(token, b), budget.shown)) or trees[-1][0]
-    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
-    prompt = prompt_of(inputs)
-    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
-    said: list[list[int]] = [[] for _ in rows]
-    lengths = Counter()
-    for state in decode(target, drafter, prompt, sampler, Stopper(new, eos_token_ids=[]), budget):
-        if trees:
-            tree, shown = trees.pop()
-            for b, row in enumerate(rows):
-                if len(said[b]) == new:
-                    continue  # finished: what is drafted for it is not looked at
-                hidden, embeds = states_of(model, row, said[b])
-                visual = torch.zeros(len(embeds), dtype=torch.bool)
-                marks = target._visual(prompt_of({**inputs, "input_ids": row["input_ids"]}))
-                if marks is not None:
-                    visual[: marks.shape[1]] = marks[0]
-                assert int(tree.tokens[b, 0]) == said[b][-1]
-                for node in valid_nodes(tree, b)[1:]:
-                    path = [int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]]
-                    expected = plain_gain(drafter, target, hidden, embeds, visual, path)
-                    assert shown[b][node - 1] == pytest.approx(expected, rel=2e-3, abs=1e-6)
-        for b, r in enumerate(state):
-            said[b] += r.emitted if said[b] != r.token_ids else []
-            lengths[len(r.emitted)] += 1
-    if params is None:
-        with torch.no_grad():
-            ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert said == ids[:, inputs["input_ids"].shape[1] :].tolist()
-    return lengths
-
 
 # ---------------------------------------------------------------------- drafting
 
@@ -226,7 +127,7 @@ def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
     with pytest.raises(UserError, match=r"expected down.weight \(48, 32\), received \(48, 64\)"):
         make_drafter(str(tmp_path))
     (tmp_path / "config.json").write_text(config.replace('"top_k"', '"top"'))
-    with pytest.raises(UserError, match="expected the settings of an msd drafter, received 'top_k'"):
+    with pytest.raises(UserError, match="expected the settings of a drafter msd, received 'top_k'"):
         make_drafter(str(tmp_path))
     with pytest.raises(UserError, match="hidden size 48: the drafter has 24"):
         MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(target)

@@ -1,12 +1,14 @@
-"""MSD: a drafter that reads the target's hidden states, with text and visual tokens apart (arXiv 2505.14260).
+"""Drafters that read the target's hidden states: MSD, with text and visual tokens apart (arXiv 2505.14260), and FLASH,
+with a few latents per image and several tokens per pass (arXiv 2505.12728).
 
-Each step it absorbs the accepted tokens with their true hidden states, then grows a dynamic tree (EAGLE-2, arXiv
-2406.16858) in which it feeds on its own guesses of hidden states.
+Each step they absorb the accepted tokens with their true hidden states, then grow a dynamic tree (EAGLE-2, arXiv
+2406.16858) in which they feed on their own guesses of hidden states. One class runs every network; which of FLASH's two
+ideas are in use, ``MSDConfig`` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +21,14 @@ from torch.nn.utils.rnn import pad_sequence
 from mmspec import checkpoint
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
-from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 from vision.drafters import published
+from vision.drafters.latents import packing, take
+from vision.drafters.levels import Levels
 from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
 
 
@@ -43,6 +47,7 @@ class MSD:
 
     layouts: ClassVar[tuple[str, ...]] = ("msd", "vispec", "eagle3")  # of published checkpoints
     decoupled: ClassVar[bool] = True  # how those are read
+    name: ClassVar[str] = "msd"  # as registered
     published: dict[str, Any] | None = None  # the sizes of the target of a published checkpoint
 
     def __init__(
@@ -62,7 +67,7 @@ class MSD:
         self._rotary = Rotary(network.config.head_dim, network.config.rope_theta)
         self._target: Target | None = None
         self._scores: Callable[[Tensor], Tensor] | None = None
-        self._cache = TreeCache(1)
+        self.cache = TreeCache(1)
         self._root = torch.empty(0)  # (batch, hidden) guess of the state at the last emitted token
         self._positions: list[int] = []  # of each row, tokens absorbed (padding left out)
         self._states: list[list[Tensor]] = []  # of each row, hidden states to absorb, (tokens, hidden) each
@@ -86,7 +91,7 @@ class MSD:
             shape = MSDConfig(**config["network"])
             settings = {name: config[name] for name in ("top_k", "depth", "total_tokens", "verifier")}
         except (KeyError, TypeError) as error:
-            raise UserError(f"{folder}: expected the settings of an msd drafter, received {error}") from error
+            raise UserError(f"{folder}: expected the settings of a drafter {cls.name}, received {error}") from error
         draft_ids = tensors.pop("draft_ids", None)
         return cls(network_from(shape, tensors, folder), draft_ids, **settings)
 
@@ -96,7 +101,7 @@ class MSD:
         if self.draft_ids is not None:
             tensors["draft_ids"] = self.draft_ids
         settings = {name: getattr(self, name) for name in ("top_k", "depth", "total_tokens")}
-        checkpoint.write(folder, "msd", {"network": asdict(self.network.config), **settings}, tensors, target)
+        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     def attach(self, target: Target) -> None:
         if self.verifier is not None:
@@ -106,7 +111,9 @@ class MSD:
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         width = self.network.config.hidden_size
         if probe.shape[-1] != width:
-            raise UserError(f"msd must have the target's hidden size {probe.shape[-1]}: the drafter has {width}")
+            raise UserError(
+                f"{self.name} must have the target's hidden size {probe.shape[-1]}: the drafter has {width}"
+            )
         self.network.to(probe)
         if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
             self.draft_ids = torch.arange(self.published["vocab_size"])
@@ -119,54 +126,48 @@ class MSD:
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        target = self._met()
+        target, network = self.target, self.network
         batch, length = prompt.input_ids.shape
-        mask = prompt.attention_mask
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        self._positions = [length] * batch if mask is None else mask.sum(1).tolist()
         first = torch.tensor([[row[-1]] for row in history], device=step.hidden.device)
         fed = target.embed(prompt.input_ids) if step.embeds is None else step.embeds  # text needs not be shown
-        embeds = torch.cat([fed[:, 1:], target.embed(first)], dim=1)
+        embeds, hidden = torch.cat([fed[:, 1:], target.embed(first)], dim=1), step.hidden
         visual = None if step.visual is None else F.pad(step.visual[:, 1:], (0, 1))
-        x = self.network.combine(embeds, step.hidden, visual)
+        at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+        if visual is not None and mask is not None:
+            visual = visual & mask  # an image that begins a row has no entry for its first token
+        images = None if visual is None else network.images(visual)
+        if images is not None:
+            assert visual is not None
+            kept = images.kept(visual)
+            order, mask = packing(kept if mask is None else kept & mask, left=True)
+            at = order if isinstance(at, slice) else at.gather(1, order)
+            embeds = take(network.with_latents(embeds, hidden, images), order)
+            hidden, visual = take(hidden, order), visual.gather(1, order)
+            mask = None if bool(mask.all()) else mask
+        x = network.combine(embeds, hidden, visual)
         self._rotary.reserve(length + 64, x)
-        if mask is None:
-            self._positions = [length] * batch
-            rotation = self._rotary(slice(0, length))
-            allowed = None
-        else:
-            self._positions = mask.sum(1).tolist()
-            rotation = self._rotary((mask.long().cumsum(1) - 1).clamp(min=0))
-            allowed = mask[:, None, None].bool() & torch.ones(length, length, device=x.device).tril().bool()
+        entries = x.shape[1]
+        allowed = None
+        if mask is not None:
+            allowed = mask[:, None, None] & torch.ones(entries, entries, device=x.device).tril().bool()
             # What stands in the padding attends to itself, so that no row of the mask is empty.
-            allowed = allowed | torch.eye(length, dtype=torch.bool, device=x.device)
-        self._cache = TreeCache(1, reserve=length + 512)
-        guesses = self._forward(x, rotation, allowed, causal=mask is None)
-        self._cache.commit_prompt(length, mask, batch, x.device)
+            allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
+        self.cache = TreeCache(1, reserve=entries + 512)
+        guesses = self.forward(x, self._rotary(at), allowed, causal=mask is None)
+        self.cache.commit_prompt(entries, mask, batch, x.device)
         self._root = guesses[:, -1]
         self._states, self._tokens = [[] for _ in history], [[] for _ in history]
 
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        target = self._met()
         self._absorb()
-        first = self._children(self._root)
-        rotations = iter(self._level_rotations(token.device))
-        parents = self._root[:, None]
-        cache, reach = self._cache, Reach()
-        allowed = self._allowed(token.new_ones(len(token), self.top_k, self.top_k * self.depth, dtype=torch.bool))
-
-        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal parents
-            hidden = parents.gather(1, origin[:, :, None].expand(-1, -1, parents.shape[2]))
-            x = self.network.combine(target.embed(beam), hidden, None)
-            fed = reach(origin)
-            mine = allowed[:, :, : beam.shape[1], : cache.length + fed.shape[2]]
-            mine[:, 0, :, cache.length :] = fed
-            parents = self._forward(x, next(rotations), mine)
-            cache.offset += beam.shape[1]
-            return self._children(parents)
-
-        tree = grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
-        cache.offset = 0
+        first = self.children(self._root)
+        levels = Levels(self, self._root)
+        size = {"depth": self.depth, "nodes": self.total_tokens, "stride": self.network.config.slots}
+        tree = grow_tree(token, first, levels.extend, budget, self.top_k, **size)
+        self.cache.offset = 0
         return tree
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
@@ -187,40 +188,40 @@ class MSD:
         states = [torch.cat(row) if row else self._root.new_zeros(1, self._root.shape[1]) for row in self._states]
         hidden = pad_sequence(states, batch_first=True)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in self._tokens], device=device)
-        x = self.network.combine(self._met().embed(tokens), hidden, None)
+        x = self.network.combine(self.target.embed(tokens), hidden, None)
         self._rotary.reserve(max(self._positions) + width + self.depth + 1, x)
-        begin = self._positions
-        if len(begin) == 1:
-            rotation = self._rotary(slice(begin[0], begin[0] + width))
-        else:
-            rotation = self._rotary(torch.tensor(begin, device=device)[:, None] + torch.arange(width, device=device))
         chain = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(len(grown), -1, -1)
-        guesses = self._forward(x, rotation, self._allowed(chain))
+        guesses = self.forward(x, self.rotation(0, width, 1), self.allowed(chain))
         rows = [list(range(n)) for n in grown]
         path = torch.tensor([row + [-1] * (width - len(row)) for row in rows], device=device)
-        self._cache.commit(path, rows)
-        self._positions = [at + n for at, n in zip(begin, grown, strict=True)]
+        self.cache.commit(path, rows)
+        self._positions = [at + n for at, n in zip(self._positions, grown, strict=True)]
         last = [guesses[row, n - 1] if n else self._root[row] for row, n in enumerate(grown)]
         self._root = torch.stack(last)
         self._states, self._tokens = [[] for _ in grown], [[] for _ in grown]
 
-    def _level_rotations(self, device: torch.device) -> Sequence[Rotation]:
-        """The rotation of each level of the tree: all nodes of a row's level stand at one position."""
-        if len(self._positions) == 1:
-            at = self._positions[0]
-            return [self._rotary(slice(at + level, at + level + 1)) for level in range(self.depth)]
-        begin = torch.tensor(self._positions, device=device)[:, None]
-        return [self._rotary(begin + level) for level in range(self.depth)]
+    def rotation(self, after: int, count: int, chains: int) -> Rotation:
+        """The rotation of ``chains`` chains of ``count`` nodes, which begin ``after`` positions behind the prefix."""
+        begin = [at + after for at in self._positions]
+        if len(begin) == 1:
+            cos, sin = self._rotary(slice(begin[0], begin[0] + count))
+        else:
+            device = self._root.device
+            cos, sin = self._rotary(torch.tensor(begin, device=device)[:, None] + torch.arange(count, device=device))
+        if count == 1:
+            return cos, sin  # one position for all, which broadcasts
+        return torch.cat([cos] * chains, dim=-3), torch.cat([sin] * chains, dim=-3)
 
-    def _allowed(self, reach: Tensor) -> Tensor:
+    def allowed(self, reach: Tensor) -> Tensor:
         """(batch, 1, nodes, slots) bool: the committed prefix, and ``reach`` behind it."""
-        cache = self._cache
+        cache = self.cache
         batch, nodes = reach.shape[:2]
         prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
         return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
 
-    def _forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, causal: bool = False) -> Tensor:
-        layer: Any = self._cache.layers[0]
+    def forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, causal: bool = False) -> Tensor:
+        """Guesses behind new entries, (batch, nodes, hidden), which the cache takes in."""
+        layer: Any = self.cache.layers[0]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = layer.update(k, v)
@@ -228,13 +229,16 @@ class MSD:
 
         return self.network(x, rotation, attend)
 
-    def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens behind states, (..., hidden), and their log probabilities, (..., top_k) each."""
         assert self._scores is not None, "attach comes first"
         log_probs = self._scores(hidden).float().log_softmax(-1)
         best, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
         return tokens if self.draft_ids is None else self.draft_ids[tokens], best
 
-    def _met(self) -> Target:
+    @property
+    def target(self) -> Target:
+        """What it was attached to."""
         assert self._target is not None, "attach comes first"
         return self._target
 
@@ -268,3 +272,10 @@ class Eagle(MSD):
     def __init__(self, network: MSDNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         network.config = replace(network.config, decoupled=False)
         super().__init__(network, draft_ids, **settings)
+
+
+class Flash(MSD):
+    """FLASH (arXiv 2505.12728): the same, for networks with latents or slots."""
+
+    layouts = ()
+    name = "flash"

@@ -1,6 +1,8 @@
-"""The MSD network (arXiv 2505.14260): one decoder layer between a projection of the target's states and its own head.
+"""The network of MSD and FLASH (arXiv 2505.14260, 2505.12728): one decoder layer between a projection of the target's
+states and its own head.
 
-It guesses the target's next hidden state. Embedding, final norm and head are the target's; none is held here.
+It guesses the target's next hidden state, and with several slots those that follow it. Embedding, final norm and head
+are the target's; none is held here.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from vision.drafters.latents import Images, Latents, find_images, put
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rotation = tuple[Tensor, Tensor]
@@ -30,6 +34,9 @@ class MSDConfig:
         qkv_bias: bias on queries, keys and values.
         decoupled: visual positions take the raw visual feature (MSD); False sends them through ``fc`` together with a
             hidden state, as text (EAGLE, arXiv 2401.15077).
+        latents: entries that stand for an image (FLASH); 0 keeps all its visual tokens.
+        span: visual tokens of an image at most: a longer run of them is taken for several images; 0: any run is one.
+        slots: tokens that are guessed from one pass of the layer (FLASH); 1 is MSD.
     """
 
     hidden_size: int
@@ -42,6 +49,9 @@ class MSDConfig:
     input_norm: bool = False
     qkv_bias: bool = False
     decoupled: bool = True
+    latents: int = 0
+    span: int = 0
+    slots: int = 1
 
     @classmethod
     def like(cls, config: object, **changes: object) -> MSDConfig:
@@ -68,6 +78,22 @@ class Norm(nn.RMSNorm):
         return super().forward(x if x.dtype == self.weight.dtype else x.float())
 
 
+class Cell(nn.Module):
+    """From one slot to the next: a state, and the token that was drafted from it, give the state behind that token."""
+
+    def __init__(self, config: MSDConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.norm = Norm(width, config.norm_eps)
+        self.into = nn.Linear(2 * width, 2 * width)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, embeds: Tensor, state: Tensor) -> Tensor:
+        """(..., hidden) each."""
+        gate, up = self.into(torch.cat([embeds, self.norm(state)], dim=-1)).chunk(2, dim=-1)
+        return state + self.out(F.silu(gate) * up)
+
+
 class MSDNetwork(nn.Module):
     """See the module. Parameters are (out, in); ``qkv`` stacks queries, keys and values, ``gate_up`` gate and up."""
 
@@ -82,6 +108,10 @@ class MSDNetwork(nn.Module):
         self.down = nn.Linear(config.mlp, width, bias=False)
         self.input_norm = Norm(width, config.norm_eps) if config.input_norm else nn.Identity()
         self.post_norm = Norm(width, config.norm_eps)
+        if config.latents:
+            self.latents = Latents(config.latents, width)
+        if config.slots > 1:
+            self.cell = Cell(config)
 
     def lay_out_for_few_rows(self) -> None:
         """Store the weights transposed in memory: on a CPU, products with a few rows are then up to twice as fast."""
@@ -102,6 +132,15 @@ class MSDNetwork(nn.Module):
         if visual is None or not self.config.decoupled:
             return fused
         return torch.where(visual[..., None], embeds, fused)
+
+    def images(self, visual: Tensor) -> Images | None:
+        """Where latents replace ``visual`` entries, (batch, entries) bool; None where nowhere."""
+        config = self.config
+        return find_images(visual, config.latents, config.span) if config.latents else None
+
+    def with_latents(self, embeds: Tensor, hidden: Tensor, images: Images) -> Tensor:
+        """``embeds`` with latents at their spots; arguments as for ``combine``, before any entry has left."""
+        return put(embeds, self.latents(embeds, images), images)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Guesses of the hidden states that follow.

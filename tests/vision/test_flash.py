@@ -1,0 +1,166 @@
+"""FLASH drafts what its network says: latents for images, slots between passes, each apart from the other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from mmspec import SamplingParams, plugins
+from mmspec.budget import Budget
+from mmspec.loading import make_drafter
+from mmspec.target import Prompt
+from tests.drafting import check, network_for
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from vision.drafters.latents import find_images, packing
+from vision.drafters.msd import MSD, Eagle, Flash
+
+# ---------------------------------------------------------------------- where latents stand
+
+
+def test_runs_are_cut_into_images():
+    visual = torch.zeros(2, 30, dtype=torch.bool)
+    visual[0, 2:9] = visual[0, 10:28] = True  # 7 and 18 entries
+    visual[1, 1:3] = visual[1, 4:10] = True  # too few, and 6
+    images = find_images(visual, latents=2, span=7)
+    pieces = [(0, 2, 9), (0, 10, 16), (0, 16, 22), (0, 22, 28), (1, 4, 10)]
+    assert images.row.tolist() == [row for row, _, _ in pieces]
+    for index, (_, begin, end) in enumerate(pieces):
+        assert images.entry[index][images.inside[index]].tolist() == list(range(begin, end))
+    assert images.spot.tolist() == [[3, 7], [11, 14], [17, 20], [23, 26], [5, 8]]
+    kept = images.kept(visual)
+    assert kept[0].nonzero().flatten().tolist() == [0, 1, 3, 7, 9, 11, 14, 17, 20, 23, 26, 28, 29]
+    assert kept[1].nonzero().flatten().tolist() == [0, 1, 2, 3, 5, 8, *range(10, 30)]
+    whole = find_images(visual, latents=2, span=0)
+    assert whole.inside.sum(1).tolist() == [7, 18, 6]
+    assert find_images(visual, latents=18, span=0) is None
+    assert find_images(torch.zeros_like(visual), latents=2, span=0) is None
+
+
+@pytest.mark.parametrize("latents", range(1, 12))
+def test_latents_stand_apart_and_inside(latents):
+    visual = torch.zeros(1, 40, dtype=torch.bool)
+    visual[0, 3:16], visual[0, 20:32] = True, True
+    images = find_images(visual, latents, span=0)
+    for spots, (begin, end) in zip(images.spot.tolist(), [(3, 16), (20, 32)], strict=True):
+        assert len(set(spots)) == latents
+        assert begin <= spots[0] < spots[-1] + 1 <= end
+        assert spots == sorted(spots)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_packing_keeps_order(left):
+    kept = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 1, 0]]).bool()
+    order, valid = packing(kept, left)
+    assert [row[keep].tolist() for row, keep in zip(order, valid, strict=True)] == [[0, 2, 3, 5], [2, 4]]
+    assert valid.tolist() == [[True] * 4, [False, False, True, True] if left else [True, True, False, False]]
+
+
+# ---------------------------------------------------------------------- drafting
+
+
+@pytest.mark.parametrize("name", sorted(VISION_CONFIGS))
+def test_all_of_flash_on_every_family(name):
+    model = shared_model(name)
+    drafter = Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4)
+    check(model, vision_inputs(name, 2), drafter, new=8)
+
+
+@pytest.mark.parametrize(("latents", "span"), [(0, 0), (1, 0), (5, 16), (5, 0), (16, 16)])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_both_ideas_apart_and_together(latents, span, slots):
+    """Two images in one run; three rows with padding of their own, some steps without a draft, trees of 4 levels."""
+    model = shared_model("llava")
+    network = network_for(model, latents=latents, span=span, slots=slots)
+    check(model, vision_inputs("llava", 3, images=2), Flash(network, top_k=3, depth=4), skip=(1, 3, 4), nodes=12, new=9)
+
+
+def test_rows_with_unequal_numbers_of_images():
+    model = shared_model("llava")
+    one, two = vision_inputs("llava", 1, 1), vision_inputs("llava", 1, 2, seed=1)
+    ids = torch.zeros_like(two["input_ids"]).repeat(2, 1)
+    mask = torch.zeros_like(ids)
+    for row, inputs in enumerate((one, two)):
+        length = inputs["input_ids"].shape[1]
+        ids[row, -length:], mask[row, -length:] = inputs["input_ids"][0], 1
+    pixels = torch.cat([one["pixel_values"], two["pixel_values"]])
+    target = plugins.target_class(model.config)(model)
+    drafter = Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=5)
+    drafter.attach(target)
+
+    def tree(prompt):
+        step = target.prefill(prompt, 32)
+        drafter.begin(prompt, step, [[7]] * len(prompt.input_ids))
+        return drafter.propose(torch.tensor([7] * len(prompt.input_ids)), Budget(20, 5))
+
+    both = tree(Prompt(ids, mask, {"pixel_values": pixels}))
+    for row, inputs in enumerate((one, two)):
+        alone = tree(Prompt(inputs["input_ids"], None, {"pixel_values": inputs["pixel_values"]}))
+        assert torch.equal(both.tokens[row], alone.tokens[0])
+        assert torch.equal(both.parents[row], alone.parents[0])
+
+
+def test_text_only_narrow_head_norm_and_sampling():
+    model = shared_model("qwen2")
+    network = network_for(model, latents=4, slots=3, input_norm=True, qkv_bias=True)
+    check(model, text_inputs(3), Flash(network, torch.tensor([5, 9, 2, 40, 41, 60]), top_k=4, depth=5), new=8)
+    model = shared_model("llava")
+    drafter = Eagle(network_for(model, latents=4, slots=2), top_k=2, depth=4)
+    check(model, vision_inputs("llava", 2), drafter, params=SamplingParams(temperature=1.0), new=8)
+
+
+def test_a_budget_that_stops_early_gets_one_passs_levels():
+    class Shy(Budget):
+        def deeper(self, gain):
+            return False
+
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    for slots in (1, 3):
+        drafter = Flash(network_for(model, slots=slots), top_k=4, depth=8)
+        drafter.attach(target)
+        prompt = prompt_of(vision_inputs("llava"))
+        drafter.begin(prompt, target.prefill(prompt, 32), [[7]])
+        assert drafter.propose(torch.tensor([7]), Shy(60)).max_depth == slots
+
+
+def test_the_cache_holds_latents_only():
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    prompt = prompt_of(vision_inputs("llava", images=3))
+    lengths = []
+    for latents in (0, 2):
+        drafter = Flash(network_for(model, latents=latents, span=16))
+        drafter.attach(target)
+        drafter.begin(prompt, target.prefill(prompt, 32), [[7]])
+        lengths.append(drafter.cache.length)
+    assert lengths[0] - lengths[1] == 3 * 16 - 1 - 3 * 2  # the first token of the row has no entry
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_comes_back(tmp_path):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    drafter = Flash(network_for(model, latents=3, span=16, slots=4), top_k=7)
+    drafter.save(tmp_path, target)
+    again = Flash.from_checkpoint(tmp_path)
+    assert (again.network.config, again.top_k) == (drafter.network.config, 7)
+    for name, tensor in drafter.network.state_dict().items():
+        assert torch.equal(again.network.state_dict()[name], tensor)
+
+
+def test_checkpoints_from_before_latents_and_slots_load(tmp_path):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    MSD(network_for(model)).save(tmp_path, target)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for field in ("latents", "span", "slots"):
+        del content["network"][field]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    again = make_drafter(str(tmp_path)).network.config
+    assert (again.latents, again.slots) == (0, 1)
