@@ -46,9 +46,8 @@ def with_totals(tallies: Mapping[Key, Tally]) -> dict[Key, Tally]:
         totals[total] = totals.get(total, Tally()) + tally
     several = len({key.suite for key in tallies}) > 1
     every = {**tallies, **(totals if several else {})}
-    order = {name: place for place, name in enumerate(dict.fromkeys(key.suite for key in every))}
-    # Sorting is stable: within a suite, drafters stay in the order in which they were named.
-    return dict(sorted(every.items(), key=lambda item: (item[0].temperature, order[item[0].suite])))
+    # Sorting is stable: suites and drafters stay in the order in which they were measured, sums last.
+    return dict(sorted(every.items(), key=lambda item: item[0].temperature))
 
 
 def table(tallies: Mapping[Key, Tally], learners: Sequence[str]) -> Table:

@@ -18,7 +18,7 @@ from eval.tiny_models import msd_network
 from mmspec.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine import decode
+from mmspec.engine import decode, generator_for
 from tests.standin import save_llava
 from vision.drafters.msd import MSD
 
@@ -81,18 +81,20 @@ def test_a_drafter_that_sees_three_ahead_is_accepted_four_at_a_time(pipe):
     assert tests.unequal == []
 
 
-def test_sampled_answers_equal_plain_ones_of_the_same_seed(pipe):
-    asked = conversations()
+def test_sampled_answers_equal_plain_ones_of_the_same_seed(pipe, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(
+        "mmspec.pipeline.generator_for", lambda seed, device: seeds.append(seed) or generator_for(seed, device)
+    )
+    asked = conversations(["What is it?", "Which colour?", "Why?"], counted=1)
     tests = Study(pipe, {"msd": MSD(msd_network(pipe.model)), "recycle": Recycle()}, "6", [1.0], 2, 15)
-    tests.run("images", asked)
-    sampled = {
-        tuple(pipe.generate(**asked[0].request([]), max_new_tokens=15, temperature=1.0, seed=seed).token_ids)
-        for seed in (0, 1, 1_000_000)
-    }
-    assert len(sampled) == 3
+    tests.run("turns", asked)
+    # Behind the nine turns of the history: per round, six requests plainly and by either drafter, each with its seed.
+    assert seeds[9:] == [*range(6)] * 3 + [*range(1_000_000, 1_000_006)] * 3
+    assert len({tuple(pipe.generate("A", max_new_tokens=15, temperature=1.0, seed=k).token_ids) for k in range(3)}) == 3
     for tally in tests.tallies.values():
-        assert tally.row()["equal"] == tally.row()["requests"] == 6
-        assert tally.groups == [("images", number) for number in range(3)] * 2
+        assert tally.row()["equal"] == tally.row()["requests"] == 12
+        assert tally.groups == [("turns", number) for number in (0, 0, 1, 1, 2, 2)] * 2
 
 
 def test_a_wrong_output_is_counted_and_shown(pipe, monkeypatch):

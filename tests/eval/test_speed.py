@@ -12,6 +12,7 @@ from eval import speed
 from eval.speed import PARTS, PLAIN, TRANSFORMERS, Way, held_out_requests, measure, split
 from eval.tiny_models import msd_network
 from mmspec.drafters.recycle import Recycle
+from mmspec.tree import TokenTree
 from tests.standin import save_llava
 from vision.drafters.msd import MSD
 
@@ -47,6 +48,7 @@ def test_the_parts_of_a_request_add_up(folder):
         # A drafter reads the prompt behind the first token, so that this belongs to decoding.
         assert sum(spent[part] for part in PARTS[1:]) == pytest.approx(spent["decoding"], rel=0.05)
     assert plain["pass_passes"] == 1
+    assert plain["pass_seconds"] == pytest.approx(ways[0].seconds[0]["verify"] / 29)
     assert plain["tree_seconds"] == never["tree_seconds"] == 0
     steps = 29 / ways[1].lengths[0]
     assert 0 < msd["tree_seconds"] * (steps - 1) < ways[1].seconds[0]["draft"]
@@ -76,6 +78,26 @@ def test_no_prompt_is_drafted_from_its_own_answer(folder):
     measure(pipe, requests(2), [once], rounds=1, max_new_tokens=20)
     measure(pipe, requests(2), [often], rounds=4, max_new_tokens=20)
     assert often.drafter._table == once.drafter._table
+
+
+class Silent:
+    """Drafts nothing, so that every step emits one token whatever the budget decides."""
+
+    def attach(self, target): ...
+
+    def begin(self, prompt, step, history): ...
+
+    def propose(self, token, budget):
+        return TokenTree.root(token)
+
+    def observe(self, tree, verdict, step): ...
+
+
+def test_a_budget_learns_from_one_round_of_each_prompt(folder):
+    pipe = mmspec.load(folder, drafter=None)
+    way = Way("adaptive", Silent(), None)
+    measure(pipe, requests(2), [way], rounds=3, max_new_tokens=11)
+    assert way.budgets[1]._steps == 2 * 10
 
 
 def test_prompts_are_held_out():
