@@ -90,7 +90,10 @@ def plain_entries(network, hidden, embeds, visual):
             if c.latents and count > c.latents:
                 spots = [begin + math.floor((place + 0.5) * count / c.latents) for place in range(c.latents)]
                 read = plain_latents(network, read)
-            inputs += [e if c.decoupled else fuse(spot, e) for spot, e in zip(spots, read, strict=True)]
+            apart = network.visual_fc if c.visual_states else network.fc
+            plain = c.decoupled and not c.visual_states
+            both = [torch.cat([e, hidden[spot]]) for spot, e in zip(spots, read, strict=True)]
+            inputs += list(read) if plain else [apart(pair) for pair in both]
             positions += spots
         j = end
     return torch.stack(inputs), positions

@@ -33,6 +33,13 @@ def test_several_images_skipped_steps_and_sampling(cls):
     check(model, inputs, cls(network_for(model), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
 
 
+def test_visual_positions_may_have_a_projection_of_their_own():
+    model = shared_model("llava")
+    drafter = MSD(network_for(model, visual_states=True), top_k=3, depth=3)
+    check(model, vision_inputs("llava", 2, images=2), drafter, new=6)
+    assert not hasattr(network_for(model, visual_states=True, decoupled=False), "visual_fc")
+
+
 def test_norm_bias_and_text_only():
     model = shared_model("qwen2")
     network = network_for(model, input_norm=True, qkv_bias=True)

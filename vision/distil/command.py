@@ -76,6 +76,12 @@ DRAFTER = (
     click.option(
         "--decoupled/--no-decoupled", default=True, show_default=True, help="Off: EAGLE, without MSD's paths."
     ),
+    click.option(
+        "--visual-states/--no-visual-states",
+        default=False,
+        show_default=True,
+        help="Visual positions see the target's hidden states too, by a projection of their own.",
+    ),
     click.option("--heads", type=click.IntRange(1), help="Of its attention; by default the target's."),
     click.option("--kv-heads", type=click.IntRange(1), help="By default the target's."),
     click.option("--head-dim", type=click.IntRange(2), help="By default the target's."),

@@ -181,8 +181,9 @@ def _task(
 
 
 def _shape(options: Mapping[str, Any], target: Any) -> MSDConfig:
-    chosen = {name: options[name] for name in ("heads", "kv_heads", "head_dim", "mlp") if options[name] is not None}
-    shape = MSDConfig.like(target.config, decoupled=options["decoupled"], **chosen)
+    names = ("heads", "kv_heads", "head_dim", "mlp", "decoupled", "visual_states")
+    chosen = {name: options[name] for name in names if options[name] is not None}
+    shape = MSDConfig.like(target.config, **chosen)
     if shape.heads % shape.kv_heads:
         raise UserError(f"heads must be a multiple of kv-heads: received {shape.heads} and {shape.kv_heads}")
     if shape.head_dim % 2:

@@ -34,6 +34,8 @@ class MSDConfig:
         qkv_bias: bias on queries, keys and values.
         decoupled: visual positions take the raw visual feature (MSD); False sends them through ``fc`` together with a
             hidden state, as text (EAGLE, arXiv 2401.15077).
+        visual_states: visual positions have a projection of their own, of feature and hidden state, which is used at
+            prompts only and costs nothing per token. False is MSD as published.
         latents: entries that stand for an image (FLASH); 0 keeps all its visual tokens.
         span: visual tokens of an image at most: a longer run of them is taken for several images; 0: any run is one.
         slots: tokens that are guessed from one pass of the layer (FLASH); 1 is MSD.
@@ -49,6 +51,7 @@ class MSDConfig:
     input_norm: bool = False
     qkv_bias: bool = False
     decoupled: bool = True
+    visual_states: bool = False
     latents: int = 0
     span: int = 0
     slots: int = 1
@@ -108,6 +111,8 @@ class MSDNetwork(nn.Module):
         self.down = nn.Linear(config.mlp, width, bias=False)
         self.input_norm = Norm(width, config.norm_eps) if config.input_norm else nn.Identity()
         self.post_norm = Norm(width, config.norm_eps)
+        if config.decoupled and config.visual_states:
+            self.visual_fc = nn.Linear(2 * width, width)
         if config.latents:
             self.latents = Latents(config.latents, width)
         if config.slots > 1:
@@ -121,17 +126,19 @@ class MSDNetwork(nn.Module):
 
     def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None) -> Tensor:
         """The layer's inputs: text positions fuse the next token's embedding with the hidden state before it, visual
-        positions are the visual feature alone (arXiv 2505.14260, section 3.2).
+        positions are the visual feature alone (arXiv 2505.14260, section 3.2) or have a projection of their own.
 
         Args:
             embeds: (batch, nodes, hidden) input embeddings of the target at the positions that follow ``hidden``'s.
             hidden: (batch, nodes, hidden) last hidden states, the target's or this network's own.
             visual: (batch, nodes) bool, which of ``embeds`` are visual features; None where all are text.
         """
-        fused = self.fc(torch.cat([embeds, hidden], dim=-1))
+        both = torch.cat([embeds, hidden], dim=-1)
+        fused = self.fc(both)
         if visual is None or not self.config.decoupled:
             return fused
-        return torch.where(visual[..., None], embeds, fused)
+        apart = self.visual_fc(both) if self.config.visual_states else embeds
+        return torch.where(visual[..., None], apart, fused)
 
     def images(self, visual: Tensor) -> Images | None:
         """Where latents replace ``visual`` entries, (batch, entries) bool; None where nowhere."""
