@@ -1,4 +1,4 @@
-"""The losses of several self-fed passes against running every chain by itself."""
+"""The losses of several self-fed passes and slots against running every chain by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from mmspec.transformers_target import TransformersTarget
-from tests.drafting import network_for, plain_layer
+from tests.drafting import network_for, plain_cell, plain_entries, plain_layer
 from tests.tiny import shared_model
 from vision.distil.features import Features
 from vision.distil.objective import Objective
@@ -27,30 +27,62 @@ def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0):
     return Features(tokens, torch.randn(batch, length, width, generator=g), embeds, visual, answer, keep)
 
 
-def plain_figures(network, target, batch, passes, draft_ids=None):
-    """Per pass, mean losses over entries, each from a chain that is run from the true states on."""
-    sums = [[] for _ in range(passes)]
+def plain_figures(network, target, batch, passes, draft_ids=None, offset=0):
+    """By depth, mean losses over chains, each run by itself from the true states on, and the weight that they have."""
+    slots = network.config.slots
+    sums = [[] for _ in range(passes * slots)]
     head = target.head if draft_ids is None else lambda h: target.head(h)[..., draft_ids]
     for row in range(batch.tokens.shape[0]):
         e, h, visual = batch.embeds[row], batch.hidden[row], batch.visual[row]
         said = batch.answer[row].nonzero().flatten().tolist()
-        true = [
-            e[j + 1] if visual[j + 1] else network.fc(torch.cat([e[j + 1], h[j]]))
-            for j in range(batch.tokens.shape[1] - 1)
-        ]
-        for start in said[:-1]:  # the chain's first entry consumes this token
-            inputs = true[:start]
-            for number in range(passes):
-                consumed = start + number
-                if consumed not in said or consumed + 1 not in said:
+        true, at = plain_entries(network, h[:-1], e[1:], visual[1:])
+        starts = [start for start in said[:-1] if start + 1 in said]
+        for number, start in enumerate(starts):  # the chain's first entry consumes this token
+            inputs, positions = true[: at.index(start - 1) + 1], at[: at.index(start - 1) + 1]
+            guess, block = plain_layer(network, inputs, positions)[-1], []
+            for depth in range(passes * slots):
+                consumed = start + depth
+                followed = depth < slots or number % slots == offset
+                if consumed not in said or consumed + 1 not in said or not followed:
                     break
-                guess = plain_layer(network, torch.stack(inputs))[-1]
                 goal, scores = head(h[consumed]).softmax(-1), head(guess).log_softmax(-1)
-                sums[number].append((F.smooth_l1_loss(guess, h[consumed]), -(goal * scores).sum()))
-                if consumed + 1 < len(e):
-                    inputs = [*inputs, network.fc(torch.cat([e[consumed + 1], guess]))]
-    means = [tuple(torch.stack(column).mean() for column in zip(*rows, strict=True)) for rows in sums]
-    return [(*pair, len(rows) / len(sums[0])) for pair, rows in zip(means, sums, strict=True)]
+                sums[depth].append((F.smooth_l1_loss(guess, h[consumed]), -(goal * scores).sum()))
+                if consumed + 1 == len(e):
+                    break
+                block.append(network.fc(torch.cat([e[consumed + 1], guess])))
+                if len(block) < slots:
+                    guess = plain_cell(network, e[consumed + 1], guess)
+                    continue
+                inputs = torch.cat([inputs, torch.stack(block)])
+                positions = [*positions, *range(positions[-1] + 1, positions[-1] + 1 + slots)]
+                guess, block = plain_layer(network, inputs, positions)[-1], []
+    found = []
+    for depth, rows in enumerate(filter(None, sums)):
+        means = (torch.stack(column).mean() for column in zip(*rows, strict=True))
+        found.append((*means, len(rows) / len(sums[0]) * (slots if depth >= slots else 1)))
+    return found
+
+
+def check(network, target, batch, passes, draft_ids=None, seed=0):
+    """Losses and gradients."""
+    objective = Objective(passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0)
+    losses = objective(network, target, batch, draft_ids, torch.Generator().manual_seed(seed))
+    slots = network.config.slots
+    offset = int(torch.randint(slots, (), generator=torch.Generator().manual_seed(seed)))
+    expected = plain_figures(network, target, batch, passes, draft_ids, offset)
+    total = 0.0
+    for depth, (hidden, token, share) in enumerate(expected):
+        assert losses.figures[f"hidden_{depth + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
+        assert losses.figures[f"token_{depth + 1}"] == pytest.approx(token.item(), rel=1e-4)
+        weight = 0.5 ** (depth // slots) * 0.9 ** (depth % slots)
+        total = total + share * weight * (0.7 * hidden + 0.3 * token)
+    assert len(losses.figures) == 3 * len(expected)
+    torch.testing.assert_close(losses.total, total, rtol=1e-4, atol=1e-5)
+    ours = torch.autograd.grad(losses.total, list(network.parameters()))
+    theirs = torch.autograd.grad(total, list(network.parameters()))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-3, atol=1e-3)
+    return len(expected)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -58,28 +90,61 @@ def plain_figures(network, target, batch, passes, draft_ids=None):
 def test_passes_equal_chains(decoupled, ids):
     model = shared_model("llama")
     target = TransformersTarget(model)
-    network = network_for(model)
-    if decoupled:
-        batch = random_batch(target)
-    else:
-        network = network_for(model, decoupled=False)
-        batch = random_batch(target)
-        batch.visual = torch.zeros_like(batch.visual)
-    draft_ids = None if ids is None else torch.tensor(ids)
-    losses = Objective(passes=3, decay=0.5, hidden_weight=0.7, token_weight=0.3, noise=0.0)(
-        network, target, batch, draft_ids
+    network = network_for(model, decoupled=decoupled)
+    check(network, target, random_batch(target), 3, None if ids is None else torch.tensor(ids))
+
+
+@pytest.mark.parametrize(("slots", "passes"), [(2, 3), (3, 2), (5, 1), (4, 2)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_slots_equal_chains(slots, passes, seed):
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    batch = random_batch(target, (13, 12), ((3, 12), (2, 9)))
+    depths = check(network_for(model, slots=slots), target, batch, passes, seed=seed)
+    assert slots * (passes - 1) < depths <= slots * passes
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("span", [0, 4])
+def test_latents_equal_chains(slots, span):
+    """Images of unequal numbers of tokens, some too short for latents, one behind an answer."""
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    batch = random_batch(target, (26, 22), ((12, 20), (9, 14)))
+    g = torch.Generator().manual_seed(1)
+    batch.visual[:] = False
+    for row, begin, end in ((0, 1, 6), (0, 7, 9), (0, 21, 25), (1, 2, 9)):
+        batch.visual[row, begin:end] = True
+        batch.embeds[row, begin:end] = torch.randn(end - begin, 48, generator=g)
+    batch.answer[1, 16:21] = True
+    check(network_for(model, latents=2, span=span, slots=slots), target, batch, 2)
+    check(network_for(model, latents=3, slots=slots, decoupled=False), target, batch, 2, torch.arange(40))
+
+
+def test_glancing_shows_true_states_in_place_of_wrong_guesses():
+    """At first all wrong guesses are replaced; what follows a right one is as without glancing. Later none are."""
+    model = shared_model("llama")
+    target, network = TransformersTarget(model), network_for(model, slots=2)
+    batch = random_batch(target)
+    run = lambda glancing, progress: Objective(passes=2, noise=0.0, glancing=glancing)(  # noqa: E731
+        network, target, batch, None, torch.Generator().manual_seed(0), progress
     )
-    expected = plain_figures(network, target, batch, 3, draft_ids)
-    total = 0.0
-    for number, (hidden, token, share) in enumerate(expected):
-        assert losses.figures[f"hidden_{number + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
-        assert losses.figures[f"token_{number + 1}"] == pytest.approx(token.item(), rel=1e-4)
-        total = total + share * 0.5**number * (0.7 * hidden + 0.3 * token)
-    torch.testing.assert_close(losses.total, total, rtol=1e-4, atol=1e-5)
-    ours = torch.autograd.grad(losses.total, list(network.parameters()))
-    theirs = torch.autograd.grad(total, list(network.parameters()))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=5e-3, atol=1e-3)
+    plain, none, shown = run(0.0, 0.0), run(1.0, 1.0), run(1.0, 0.0)
+    assert plain.figures == none.figures
+    assert shown.figures["token_1"] == plain.figures["token_1"]
+    assert shown.figures["token_2"] != plain.figures["token_2"]
+    # The second slot from true states alone; no guess of this network is right.
+    assert shown.figures["right_1"] == 0.0
+    entries, losses = [], []
+    for row, said in enumerate(batch.answer):
+        for j in range(said.shape[0] - 3):
+            if said[j + 1 : j + 4].all():
+                state = plain_cell(network, batch.embeds[row, j + 2], batch.hidden[row, j + 1])
+                entries.append(F.smooth_l1_loss(state, batch.hidden[row, j + 2]))
+                goal = target.head(batch.hidden[row, j + 2]).softmax(-1)
+                losses.append(-(goal * target.head(state).log_softmax(-1)).sum())
+    assert shown.figures["hidden_2"] == pytest.approx(torch.stack(entries).mean().item(), rel=1e-4)
+    assert shown.figures["token_2"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
 
 
 def test_padding_and_short_answers_change_nothing():
