@@ -29,12 +29,13 @@ import mmspec
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from tests.standin import save_llava
-from vision.distil.command import msd
+from vision.distil.command import flash, msd
 from vision.distil.curve import draw
 from vision.distil.order import MIXED, TEXT, Order
 from vision.distil.plan import Plan
 from vision.distil.tasks import frequent
 from vision.distil.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
+from vision.drafters.msd import Flash
 
 EXAMPLES = 40
 
@@ -53,6 +54,7 @@ class Toy:
         self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in kinds}
         self.seen: list[list[tuple[str, int]]] = []
+        self.progress: list[float] = []
 
     def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
         self.seen.append(examples)
@@ -66,8 +68,11 @@ class Toy:
     def weight(self, batch: tuple[Tensor, Tensor]) -> int:
         return len(batch[0])
 
-    def loss(self, network: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator) -> ToyLosses:
+    def loss(
+        self, network: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator, progress: float = 1.0
+    ) -> ToyLosses:
         x, y = batch
+        self.progress.append(progress)
         error = (network(x) - y).square().mean()
         return ToyLosses(error, {"error": float(error.detach()), "noise": float(torch.rand((), generator=generator))})
 
@@ -245,6 +250,12 @@ def test_epochs_and_minutes_end_a_run(tmp_path: Path) -> None:
     assert trainer(tmp_path / "minutes", steps=None, minutes=0.01).done
 
 
+def test_a_loss_hears_of_the_progress(tmp_path: Path) -> None:
+    toy = Toy()
+    trainer(tmp_path, toy, steps=4).train()
+    assert toy.progress == [1.0, 0.0, 0.25, 0.5, 0.75, 1.0]  # held-out losses are those of the end
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     next(iter(run.task.network.parameters())).data.fill_(float("nan"))
@@ -342,11 +353,11 @@ def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 def train(model: str, files: dict[str, Path]) -> Callable[..., str]:
     """Runs the command in a folder; what it said."""
 
-    def call(out: Path, *options: str, **replaced: Path | None) -> str:
+    def call(out: Path, *options: str, command: Any = msd, **replaced: Path | None) -> str:
         chosen = {"--text": files["text"], "--data": files["data"], **{f"--{k}": v for k, v in replaced.items()}}
         given = [part for name, path in chosen.items() if path for part in (name, str(path))]
         small = ["--batch", "6", "--held-out", "4", "--prompts", "4", "--max-new-tokens", "16", "--warmup", "5"]
-        result = CliRunner().invoke(msd, ["--target", model, "--out", str(out), *given, *small, *options])
+        result = CliRunner().invoke(command, ["--target", model, "--out", str(out), *given, *small, *options])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.output
@@ -370,6 +381,30 @@ def test_msd_learns_to_guess_its_target(model: str, train: Callable[..., str], t
     drafter = make_drafter(str(tmp_path / DRAFTER))
     assert (drafter.top_k, drafter.depth, drafter.total_tokens) == (4, 6, 12)
     assert drafter.network.config.decoupled
+    pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
+    answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "latents", "slots"),
+    [
+        ([], 4, 4),
+        (["--latents", "3", "--slots", "1"], 3, 1),
+        (["--ratio", "2", "--slots", "2", "--glancing", "0.4"], 8, 2),
+    ],
+)
+def test_flash_learns_to_guess_its_target(
+    options: list[str], latents: int, slots: int, model: str, train: Callable[..., str], tmp_path: Path
+) -> None:
+    train(tmp_path, "--steps", "60", "--rate", "1e-2", "--passes", "2", "--glancing", "0.4", *options, command=flash)
+    first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
+    assert last["loss"] < 0.8 * first["loss"]
+    assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.2
+    assert f"right_{2 * slots}" in last
+    drafter = Flash.from_checkpoint(tmp_path / DRAFTER)
+    config = drafter.network.config
+    assert (drafter.name, config.latents, config.span, config.slots) == ("flash", latents, 16, slots)
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
@@ -461,7 +496,7 @@ def test_conversations_are_asked_for(train: Callable[..., str], files: dict[str,
 
 
 def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
-    command = [sys.executable, *launcher, "-m", "vision.distil.command", *options]
+    command = [sys.executable, *launcher, "-m", "vision.distil.command", "msd", *options]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

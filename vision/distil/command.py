@@ -1,4 +1,5 @@
-"""`mmspec train msd`: an MSD drafter for any target, from conversations that the target has (best) answered itself."""
+"""`mmspec train msd` and `mmspec train flash`: drafters for any target, from conversations that the target has (best)
+answered itself."""
 
 from __future__ import annotations
 
@@ -91,6 +92,27 @@ DRAFTER = (
     click.option("--depth", type=click.IntRange(1), default=6, show_default=True, help="Saved: levels of its trees."),
     click.option("--total-tokens", type=click.IntRange(1), default=59, show_default=True, help="Saved: nodes at most."),
 )
+FLASH = (
+    click.option(
+        "--slots", type=click.IntRange(1), default=4, show_default=True, help="Tokens per pass; 1 guesses as MSD does."
+    ),
+    click.option("--latents", type=click.IntRange(0), help="Per image; 0 keeps all visual tokens, as MSD does."),
+    click.option("--ratio", type=POSITIVE, default=4.0, show_default=True, help="Or visual tokens per latent."),
+    click.option(
+        "--span",
+        type=click.IntRange(1),
+        help="Visual tokens of an image: longer runs are several images. By default as the target's configuration "
+        "says, else 256.",
+    ),
+    click.option("--slot-decay", type=POSITIVE, default=1.0, show_default=True, help="Weight of a slot to the last."),
+    click.option(
+        "--glancing",
+        type=SHARE,
+        default=0.0,
+        show_default=True,
+        help="Of wrong guesses: replaced by the truth, falling to 0.",
+    ),
+)
 
 
 def _options(*groups: tuple[Callable, ...]) -> Callable:
@@ -108,14 +130,29 @@ def msd(**options: Any) -> None:
     """Train an MSD drafter: first on text, then on a growing share of images and videos.
 
     A run that was interrupted goes on when the same command is given again. The drafter comes to lie in OUT/drafter,
-    figures in OUT/log.jsonl and OUT/curve.svg. Several devices: `accelerate launch -m vision.distil.command OPTIONS`.
+    figures in OUT/log.jsonl and OUT/curve.svg. Several devices: `accelerate launch -m vision.distil.command msd
+    OPTIONS`.
     """
     from vision.distil.msd import run
 
     run(options)
 
 
+@click.command("flash")
+@_options(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, FLASH)
+def flash(**options: Any) -> None:
+    """Train a FLASH drafter: as `train msd` does, with latents in place of images and several tokens per pass.
+
+    Each of the two is switched apart: --latents 0 sees all visual tokens, --slots 1 guesses one token per pass. All
+    else is as in `train msd`, on several devices too.
+    """
+    from vision.distil.msd import run
+    from vision.drafters.msd import Flash
+
+    run(options, Flash)
+
+
 if __name__ == "__main__":
     from mmspec.cli import main
 
-    sys.exit(main(["train", "msd", *sys.argv[1:]]))
+    sys.exit(main(["train", *sys.argv[1:]]))

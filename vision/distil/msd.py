@@ -1,4 +1,4 @@
-"""What `mmspec train msd` puts together: target, conversations, network, objective, trainer."""
+"""What `mmspec train msd` and `train flash` put together: target, conversations, network, objective, trainer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,12 @@ RATES = {"muon": 3e-3, "adamw": 5e-5}
 """Default learning rates; AdamW's is that of arXiv 2505.14260."""
 
 
-def run(options: Mapping[str, Any]) -> None:
-    """Trains as the options of `command.msd` say, or goes on where `--out` was left."""
+def run(options: Mapping[str, Any], kind: type[MSD] = MSD) -> None:
+    """Trains as the options of `command.msd` or `command.flash` say, or goes on where `--out` was left.
+
+    Args:
+        kind: of drafter. Options that its command does not have keep the defaults of `Objective` and `MSDConfig`.
+    """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options["threads"])
@@ -47,7 +51,7 @@ def run(options: Mapping[str, Any]) -> None:
     target = load(options["target"], None, str(accelerator.device), options["dtype"]).target
     target.model.requires_grad_(False)
     extract = _extract(options, accelerator, target, [*chain(*training.values()), *held_out], console)
-    task = _task(options, target, training, held_out, extract)
+    task = _task(options, kind, target, training, held_out, extract)
     # A file that has grown is other data: places in it are not what they were.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}
@@ -151,6 +155,7 @@ def _extract(
 
 def _task(
     options: Mapping[str, Any],
+    kind: type[MSD],
     target: Any,
     training: dict[str, list[Conversation]],
     held_out: list[Conversation],
@@ -162,12 +167,12 @@ def _task(
     settings = {name: options[name] for name in ("top_k", "depth", "total_tokens")}
 
     def drafter(network: nn.Module) -> MSD:
-        return MSD(network, draft_ids, **settings)  # type: ignore[arg-type]
+        return kind(network, draft_ids, **settings)  # type: ignore[arg-type]
 
     return DrafterTask(
         target,
         network,
-        Objective(**{field.name: options[field.name] for field in fields(Objective)}),
+        Objective(**{field.name: options[field.name] for field in fields(Objective) if field.name in options}),
         drafter,
         training,
         held_out,
@@ -181,14 +186,27 @@ def _task(
 
 
 def _shape(options: Mapping[str, Any], target: Any) -> MSDConfig:
-    names = ("heads", "kv_heads", "head_dim", "mlp", "decoupled", "visual_states")
-    chosen = {name: options[name] for name in names if options[name] is not None}
-    shape = MSDConfig.like(target.config, **chosen)
+    given = {field.name: options[field.name] for field in fields(MSDConfig) if options.get(field.name) is not None}
+    shape = MSDConfig.like(target.config, **{**given, **_latents(options, target)})
     if shape.heads % shape.kv_heads:
         raise UserError(f"heads must be a multiple of kv-heads: received {shape.heads} and {shape.kv_heads}")
     if shape.head_dim % 2:
         raise UserError(f"head-dim must be even: received {shape.head_dim}")
     return shape
+
+
+def _latents(options: Mapping[str, Any], target: Any) -> dict[str, int]:
+    """`latents` and `span`, for drafters that compress images."""
+    if "ratio" not in options:
+        return {}
+    # LLaVA's configurations tell how many tokens an image has; in other families it varies.
+    span = options["span"] or getattr(target.model.config, "image_seq_length", None) or _SPAN
+    latents = max(1, round(span / options["ratio"])) if options["latents"] is None else options["latents"]
+    return {"latents": latents, "span": span if latents else 0}
+
+
+_SPAN = 256
+"""Visual tokens that share latents where a target's configuration does not tell how many an image has."""
 
 
 def _bfloat16(precision: str, target: Any) -> bool:

@@ -96,8 +96,8 @@ class Task(Protocol):
     def weight(self, batch: Any) -> int:
         """How many positions the loss of a batch is a mean over."""
 
-    def loss(self, network: nn.Module, batch: Any, generator: torch.Generator) -> Losses:
-        """Losses of a batch."""
+    def loss(self, network: nn.Module, batch: Any, generator: torch.Generator, progress: float) -> Losses:
+        """Losses of a batch, when this share of the training is behind us."""
 
     def held_out(self) -> dict[str, float]:
         """Figures of the network as it stands, on examples that it is not trained on."""

@@ -19,7 +19,7 @@ from vision.distil.order import Example
 from vision.distil.plan import Losses
 
 Extract = Callable[[Sequence[Conversation]], Features]
-Loss = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None], Losses]
+Loss = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None, float], Losses]
 
 HELD_OUT = 64
 """Held-out conversations that a report measures the loss on, at most."""
@@ -31,7 +31,7 @@ class DrafterTask:
     Args:
         target: the frozen target.
         network: the drafter's, in float32 on the target's device.
-        objective: called with network, target, features, draft ids and generator.
+        objective: called with network, target, features, draft ids, generator and the training's progress.
         drafter: from a network of its own to the drafter that runs it.
         training: conversations by kind (`order.TEXT`, `order.MIXED`).
         held_out: conversations that are not trained on.
@@ -75,10 +75,12 @@ class DrafterTask:
         """Guesses that the loss is a mean over: tokens of answers that follow another one's."""
         return int((batch.answer[:, 2:] & batch.answer[:, 1:-1]).sum())
 
-    def loss(self, network: nn.Module, batch: Features, generator: torch.Generator | None) -> Losses:
-        """The objective's losses of a batch."""
+    def loss(
+        self, network: nn.Module, batch: Features, generator: torch.Generator | None, progress: float = 1.0
+    ) -> Losses:
+        """The objective's losses of a batch, when this share of the training is behind us."""
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return self.objective(network, self.target, batch, self.draft_ids, generator)
+            return self.objective(network, self.target, batch, self.draft_ids, generator, progress)
 
     def held_out(self) -> dict[str, float]:
         """Mean loss and figures on held-out conversations, and the mean acceptance length of decoding their prompts."""

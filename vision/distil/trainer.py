@@ -129,7 +129,7 @@ class Trainer:
         share = self.plan.share(self.progress, self.task.lengths)
         examples = self.order.next(share)
         batch = self.task.batch(examples[self.accelerator.process_index :: self.accelerator.num_processes])
-        loss, figures = self.learner(batch, self._generator())
+        loss, figures = self.learner(batch, self._generator(), self.progress)
         self.accelerator.backward(loss * self._weight(batch))
         factor = rate(self.progress, self.step, self.plan.warmup, self.plan.hold)
         self.optimisers.step(factor)
@@ -203,13 +203,11 @@ class _Learner(nn.Module):
         self.network = task.network
         self._loss = task.loss
 
-    def forward(self, batch: Any, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        losses = self._loss(self.network, batch, generator)
-        total = losses.total
-        if not total.requires_grad:
-            # No position counts in this batch; every process must have gradients all the same.
-            total = total + 0.0 * sum(parameter.sum() for parameter in self.network.parameters())
-        return total, losses.figures
+    def forward(self, batch: Any, generator: torch.Generator, progress: float) -> tuple[Tensor, dict[str, float]]:
+        losses = self._loss(self.network, batch, generator, progress)
+        # Every process must have gradients of everything, also where its batch has no use for a part of the network.
+        unused = 0.0 * sum(parameter.sum() for parameter in self.network.parameters())
+        return losses.total + unused, losses.figures
 
 
 def _check(plan: Plan, task: Task, accelerator: Accelerator) -> None:
