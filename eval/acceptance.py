@@ -129,7 +129,7 @@ def _check_pairs(wanted: Sequence[tuple[str, str]], drafters: Mapping[str, Draft
             raise UserError(f"--paired takes labels of --drafters ({', '.join(drafters)}): got {label!r}")
 
 
-_COUNTS = {"images": 200, "videos": 40, "turns": 40, "several": 40, "text": 40}
+_COUNTS = {"images": 200, "videos": 24, "turns": 24, "several": 24, "text": 24}
 
 
 def _count_options(function: Callable[..., Any]) -> Callable[..., Any]:
