@@ -69,8 +69,8 @@ OBJECTIVE = (
         help="Passes over a batch, each fed with the guesses of the one before.",
     ),
     click.option("--decay", type=POSITIVE, default=0.8, show_default=True, help="Weight of a pass to the one before."),
-    click.option("--hidden-weight", type=Number(0), default=1.0, show_default=True, help="Of hidden states' distance."),
-    click.option("--token-weight", type=Number(0), default=0.1, show_default=True, help="Of tokens' cross-entropy."),
+    click.option("--hidden-weight", type=Number(0), default=0.1, show_default=True, help="Of hidden states' distance."),
+    click.option("--token-weight", type=Number(0), default=1.0, show_default=True, help="Of tokens' cross-entropy."),
     click.option("--noise", type=Number(0), default=0.1, show_default=True, help="On the states that are read."),
 )
 DRAFTER = (

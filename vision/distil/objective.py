@@ -47,7 +47,8 @@ class Objective:
         decay: weight of a pass relative to the one before.
         slot_decay: weight of a slot relative to the one before.
         hidden_weight: of the smooth L1 distance to the target's hidden state.
-        token_weight: of the cross-entropy with the target's distribution of the next token.
+        token_weight: of the cross-entropy with the target's distribution of the next token. The paper weighs the two 1
+            and 0.1, as EAGLE does.
         noise: uniform noise of this size, times 512 / length, on the hidden states of the first pass.
         glancing: share of the wrong guesses that are replaced by the target's states before a slot or a pass is fed
             with them, when training begins; it falls to 0 at the end (Falcon, arXiv 2412.12639, shows tokens instead).
@@ -56,8 +57,8 @@ class Objective:
     passes: int = 3
     decay: float = 0.8
     slot_decay: float = 1.0
-    hidden_weight: float = 1.0
-    token_weight: float = 0.1
+    hidden_weight: float = 0.1
+    token_weight: float = 1.0
     noise: float = 0.1
     glancing: float = 0.0
 
