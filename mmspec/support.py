@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from mmspec import attention as tree_attention
 from mmspec.errors import UserError
 
 
@@ -66,7 +67,7 @@ def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
         if lacking := sorted(needed - accepted.keys()):
             raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
     attention = config._attn_implementation
-    if attention not in ("sdpa", "eager"):
+    if attention not in ("sdpa", "eager", tree_attention.NAME):
         # FlashAttention takes 2D masks only, and a dense 4D mask makes flex attention abort.
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 

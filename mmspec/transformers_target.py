@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from mmspec import attention
 from mmspec.budget import CostTable
 from mmspec.cache import TreeCache
 from mmspec.errors import UserError
@@ -41,6 +42,7 @@ class TransformersTarget:
         self.processor = processor
         self.config = model.config.get_text_config()
         refuse_unsupported(model, self.config)
+        attention.install(model)
         self.decoder = model.get_decoder()
         self._embedding: Any = model.get_input_embeddings()
         self._output: Any = model.get_output_embeddings()

@@ -135,7 +135,7 @@ def test_the_model_stays_as_it_was():
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), reference)
 
 
-@pytest.mark.parametrize(("asked", "got"), [("sdpa", "sdpa"), ("eager", "eager")])
+@pytest.mark.parametrize(("asked", "got"), [("sdpa", "mmspec_tree"), ("eager", "eager")])
 def test_attention_that_takes_trees_is_kept(asked, got):
     model = text_model("llama")
     model.set_attn_implementation(asked)
@@ -149,7 +149,7 @@ def test_attention_that_takes_none_is_switched(name, model_name):
     model = text_model(model_name)
     model.config._attn_implementation_internal = name  # what from_pretrained(attn_implementation=...) leaves behind
     TransformersTarget(model)
-    assert model.config._attn_implementation in ("sdpa", "eager")
+    assert model.config._attn_implementation in ("mmspec_tree", "eager")
     assert_trees_equal_paths(model, text_inputs(1, 5), steps=1)
 
 
