@@ -6,6 +6,7 @@ The scenes are drawn by ``seeded("heldout", index)``. Who uses which indices:
 - 4,000 and 5,000 on: warm-up and prompts of ``eval.speed``
 - 1,000,000 on: accuracy of the embedded models (``vision.training.accuracy``)
 - 2,000,000 on: acceptance (``eval.acceptance``), 100,000 to each suite
+- 3,000,000 on: choosing FLASH's settings (``eval.flash``)
 """
 
 from __future__ import annotations

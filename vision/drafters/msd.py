@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class MSD:
         return published.recognise(folder) in cls.layouts
 
     @classmethod
-    def from_checkpoint(cls, folder: Path) -> MSD:
+    def from_checkpoint(cls, folder: Path) -> Self:
         """Read what ``save`` wrote, or a published checkpoint; raises ``UserError`` where it is damaged."""
         if checkpoint.drafter_name(folder) is None:
             shape, tensors, settings = published.read_published(folder, cls.decoupled)
