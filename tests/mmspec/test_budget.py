@@ -173,6 +173,17 @@ def test_refuses_tables_that_say_nothing(tokens, seconds, message):
         CostTable(tokens, seconds)
 
 
+def test_one_slow_draft_is_not_the_last():
+    """What drafting costs is learnt by drafting: a first draft that took very long must not forbid all others."""
+    budget = adaptive()
+    simulate(budget, 1, 0.9, draft_seconds=40.0)
+    for seed in range(8):
+        budget.begin()
+        simulate(budget, 60, 0.9, seed=seed)
+    budget.begin()
+    assert simulate(budget, 300, 0.9) < 0.6 * FLAT(1)
+
+
 def test_drafting_in_vain_becomes_rare():
     budget = AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)))
     budget.begin()
