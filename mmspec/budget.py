@@ -113,8 +113,8 @@ class AdaptiveBudget(Budget):
     """The tree size that earns most: tokens gained, less the time they cost at what time has been worth of late.
 
     What it learns (which confidences hold, what drafting costs) outlives requests. Each request has an account of the
-    time saved against plain decoding: drafting may use up what it saved, a small credit, the cost of one draft, and half
-    of what it saved in earlier requests, so that a text that no drafter can guess costs next to nothing.
+    time saved against plain decoding: drafting may use up what it saved, a small credit, the cost of one draft, and
+    half of what it saved in earlier requests, so that a text that no drafter can guess costs next to nothing.
 
     Args:
         cost: the target's verify time.

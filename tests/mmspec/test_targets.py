@@ -20,6 +20,7 @@ from eval.oracle import Oracle
 from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.budget import CostTable
+from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
 from tests.targets import assert_trees_equal_paths, prompt_of
@@ -264,3 +265,17 @@ def test_rows_ahead_of_others_stay_within_learned_positions():
     for seed in range(5):
         oracle = Oracle(reference[:, 9:].tolist(), vocab=90, seed=seed)
         assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
+
+
+def test_weights_laid_out_for_few_rows_are_the_same_weights():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(30, 8), "head": torch.nn.Linear(8, 30, bias=False)})
+    model["body"], model["wide"] = torch.nn.Linear(8, 12), torch.nn.Linear(8, 2050)
+    model["rounded"] = torch.nn.Linear(8, 12).to(torch.bfloat16)
+    model["head"].weight = model["embed"].weight
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lay_out_for_few_rows(model)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert model["body"].weight.t().is_contiguous()
+    for name in ("embed", "wide", "rounded"):  # rows that are looked up, too wide, not float32
+        assert model[name].weight.is_contiguous()

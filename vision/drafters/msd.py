@@ -23,6 +23,7 @@ from mmspec.budget import Budget
 from mmspec.cache import TreeCache
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
+from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
@@ -117,8 +118,7 @@ class MSD:
         self.network.to(probe)
         if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
             self.draft_ids = torch.arange(self.published["vocab_size"])
-        if probe.device.type == "cpu":
-            self.network.lay_out_for_few_rows()
+        lay_out_for_few_rows(self.network)
         self._target = target
         self._scores = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         if self.draft_ids is not None:

@@ -118,12 +118,6 @@ class MSDNetwork(nn.Module):
         if config.slots > 1:
             self.cell = Cell(config)
 
-    def lay_out_for_few_rows(self) -> None:
-        """Store the weights transposed in memory: on a CPU, products with a few rows are then up to twice as fast."""
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                parameter.data = parameter.data.t().contiguous().t()
-
     def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None) -> Tensor:
         """The layer's inputs: text positions fuse the next token's embedding with the hidden state before it, visual
         positions are the visual feature alone (arXiv 2505.14260, section 3.2) or have a projection of their own.
