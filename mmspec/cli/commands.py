@@ -24,6 +24,7 @@ _HELP = {
     "tiny-llava": "The embedded vision-language model.",
     "make-data": "Let a model answer prompts, for its drafters to learn from.",
     "msd": "An MSD drafter for a model.",
+    "flash": "A FLASH drafter for a model.",
     "recycle": "A recycle drafter's table for a model.",
 }
 
