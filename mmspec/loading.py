@@ -97,10 +97,8 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
     if isinstance(drafter, str | Path):
         drafter = _at_home(str(drafter), Path(home)) if home else drafter
         folder = Path("recycle" if drafter == "auto" else drafter)
-        if not folder.exists() and "/" in str(drafter) and ":" not in str(drafter):
-            if is_path(str(drafter)):
-                raise UserError(f"{drafter}: expected the folder of a drafter checkpoint, there is none")
-            folder = _from_hub(str(drafter))
+        if "/" in str(drafter) and ":" not in str(drafter):
+            folder = _checkpoint_folder(str(drafter))
         if name := checkpoint.drafter_name(folder):
             return plugins.find("drafters", name).from_checkpoint(folder)
         if folder.is_dir():
@@ -124,6 +122,15 @@ def _at_home(drafter: str, home: Path) -> str:
     return drafter
 
 
+def _checkpoint_folder(name: str) -> Path:
+    """A local folder, or the local copy of one on the hub."""
+    if os.path.exists(name):
+        return Path(name)
+    if is_path(name) or "/" not in name:
+        raise UserError(f"{name}: expected the folder of a drafter checkpoint, there is none")
+    return _from_hub(name)
+
+
 def _from_hub(name: str) -> Path:
     """The local copy of a drafter checkpoint on the hub."""
     try:
@@ -143,8 +150,8 @@ def _from_hub(name: str) -> Path:
 def _registered_drafter(drafter: str) -> Drafter:
     name, _, argument = drafter.partition(":")
     cls = plugins.find("drafters", name)
-    if argument and os.path.isdir(argument) and hasattr(cls, "from_checkpoint"):
-        return cls.from_checkpoint(Path(argument))
+    if argument and hasattr(cls, "from_checkpoint"):
+        return cls.from_checkpoint(_checkpoint_folder(argument))
     try:
         return cls(argument) if argument else cls()
     except UserError:
