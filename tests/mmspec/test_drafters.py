@@ -368,7 +368,10 @@ def test_registered_names():
         (lambda: make_drafter("small:/nowhere/at/all"), "cannot make drafter 'small:/nowhere/at/all'"),
         (lambda: make_drafter("ngram:x"), "drafter 'ngram' does not take the argument 'x'"),
         (lambda: make_drafter("recycle:8"), "8: expected the folder of a drafter checkpoint, there is none"),
-        (lambda: make_drafter("eagle:/nowhere"), "/nowhere: expected the folder of a drafter checkpoint, there is none"),
+        (
+            lambda: make_drafter("eagle:/nowhere"),
+            "/nowhere: expected the folder of a drafter checkpoint, there is none",
+        ),
         (
             lambda: make_drafter("/nowhere/at/all"),
             "/nowhere/at/all: expected the folder of a drafter",
