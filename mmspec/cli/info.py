@@ -46,7 +46,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
-        "attention": "sdpa, with the tree as a 4D mask (eager where a model has no sdpa)",
+        "attention": "torch's, with the tree as a 4D mask (eager where a model has no sdpa)",
         "kernels": "plain torch",
         "models": [_model(entry.name) for entry in plugins.registered("models")],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
