@@ -196,8 +196,11 @@ class TransformersTarget:
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         layer = self._output
         ids = token_ids.to(layer.weight.device)
-        weight = layer.weight.detach()[ids]
-        bias = layer.bias.detach()[ids] if getattr(layer, "bias", None) is not None else None
+        # The first tokens of the vocabulary need no copy of their rows.
+        first = torch.equal(ids, torch.arange(len(ids), device=ids.device))
+        rows = slice(len(ids)) if first else ids
+        weight = layer.weight.detach()[rows]
+        bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
         return lambda hidden: self._scale_logits(torch.nn.functional.linear(hidden, weight, bias))
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:

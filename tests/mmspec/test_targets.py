@@ -279,3 +279,12 @@ def test_weights_laid_out_for_few_rows_are_the_same_weights():
     assert model["body"].weight.t().is_contiguous()
     for name in ("embed", "wide", "rounded"):  # rows that are looked up, too wide, not float32
         assert model[name].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90]])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_narrow_head_gives_the_same_logits(ids, name):
+    target = TransformersTarget(shared_model(name))
+    hidden = torch.randn(2, 3, 48)
+    narrow = target.narrow_head(torch.tensor(ids))
+    torch.testing.assert_close(narrow(hidden), target.head(hidden)[..., ids])
