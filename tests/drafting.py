@@ -28,7 +28,12 @@ def network_for(model, seed=0, **changes):
 
 
 def plain_layer(network, x, positions=None):
-    """The network over one sequence of inputs, (length, hidden), head by head; positions are 0, 1, ... by default."""
+    """The network's guesses for one sequence of inputs, (length, hidden); positions are 0, 1, ... by default."""
+    return plain_output(network, x, positions)[0]
+
+
+def plain_output(network, x, positions=None):
+    """Guesses, and what the layer's MLP adds to, (length, hidden) each, head by head."""
     c, state = network.config, dict(network.named_parameters())
     norm = lambda y, w: plain_norm(y, w, c.norm_eps)  # noqa: E731
     at = torch.arange(len(x)) if positions is None else torch.tensor(positions)
@@ -52,19 +57,33 @@ def plain_layer(network, x, positions=None):
         heads.append(scores.softmax(-1) @ v[:, own])
     x = x + torch.cat(heads, dim=-1) @ state["out.weight"].T
     gate, up = (norm(x, state["post_norm.weight"]) @ state["gate_up.weight"].T).split(c.mlp, dim=-1)
-    return x + (gate * gate.sigmoid() * up) @ state["down.weight"].T
+    return x + (gate * gate.sigmoid() * up) @ state["down.weight"].T, x
 
 
 def plain_norm(x, weight, eps):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def plain_cell(network, embed, state):
-    """The state behind a token, (hidden,), from the one that it was drafted from."""
-    c, w = network.config, dict(network.cell.named_parameters())
-    read = torch.cat([embed, plain_norm(state, w["norm.weight"], c.norm_eps)])
-    gate, up = (w["into.weight"] @ read + w["into.bias"]).split(c.hidden_size)
-    return state + w["out.weight"] @ (gate * gate.sigmoid() * up)
+def plain_begin(network, inputs, positions=None):
+    """The guess behind a sequence of inputs, and what the first slot carries, (hidden,) each."""
+    guess, middle = (part[-1] for part in plain_output(network, inputs, positions))
+    if network.config.slots == 1:
+        return guess, None
+    w = dict(network.cell.named_parameters())
+    return guess, plain_centred(network, w["first.weight"] @ torch.cat([guess, middle]) + w["first.bias"])
+
+
+def plain_cell(network, embed, carried):
+    """The guess behind a token, and what is carried on, from what was carried to it."""
+    w = dict(network.cell.named_parameters())
+    read = w["into.weight"] @ torch.cat([embed, carried]) + w["into.bias"]
+    carried = plain_centred(network, carried + w["out.weight"] @ (read * read.sigmoid()))
+    return w["guess.weight"] @ carried + w["guess.bias"], carried
+
+
+def plain_centred(network, x):
+    w = network.cell.norm
+    return (x - x.mean()) / (x.var(unbiased=False) + network.config.norm_eps).sqrt() * w.weight + w.bias
 
 
 def plain_entries(network, hidden, embeds, visual):
@@ -127,7 +146,7 @@ def plain_gain(drafter, target, hidden, embeds, visual, path):
     """Path probability of drafted tokens, by running the network over the whole sequence whenever it is asked."""
     network = drafter.network
     inputs, positions = plain_entries(network, hidden[:-1], embeds[1:], visual[1:])
-    state, block, gain = plain_layer(network, inputs, positions)[-1], [], 1.0
+    (state, carried), block, gain = plain_begin(network, inputs, positions), [], 1.0
     for token in path:
         logits = target.head(state)
         if drafter.draft_ids is not None:
@@ -138,11 +157,11 @@ def plain_gain(drafter, target, hidden, embeds, visual, path):
         embed = target.embed(torch.tensor(token))
         block.append(network.fc(torch.cat([embed, state])))
         if len(block) < network.config.slots:
-            state = plain_cell(network, embed, state)
+            state, carried = plain_cell(network, embed, carried)
             continue
         inputs = torch.cat([inputs, torch.stack(block)])
         positions = [*positions, *range(positions[-1] + 1, positions[-1] + 1 + len(block))]
-        state, block = plain_layer(network, inputs, positions)[-1], []
+        (state, carried), block = plain_begin(network, inputs, positions), []
     return gain
 
 

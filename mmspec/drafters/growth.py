@@ -87,7 +87,7 @@ def grow_tree(
     """
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
-    tokens, scores, parents = [first[0]], [first[1]], [torch.zeros_like(first[0])]
+    tokens, scores, parents = [first[0]], [first[1]], []
     beam_score, beam = first[1].topk(min(top_k, first[1].shape[1]), dim=1)
     beam_token, beam_node, origin, seen = first[0].gather(1, beam), beam + 1, torch.zeros_like(beam), first[0].shape[1]
     mass = 1.0
@@ -101,12 +101,15 @@ def grow_tree(
         children = child.shape[2]
         tokens.append(child.flatten(1))
         scores.append(score)
-        parents.append(beam_node[:, :, None].expand(-1, -1, children).flatten(1))
+        parents.append(beam_node)
         beam_score, best = score.topk(min(top_k, score.shape[1]), dim=1)
         beam_token, origin = tokens[-1].gather(1, best), best // children
         beam_node, seen = best + (1 + seen), seen + score.shape[1]
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
-    return _keep_best(token, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget, most)
+    above = torch.zeros_like(first[0])
+    if parents:
+        above = torch.cat([above, torch.cat(parents, 1).repeat_interleave(child.shape[2], dim=1)], dim=1)
+    return _keep_best(token, torch.cat(tokens, 1), above, torch.cat(scores, 1), budget, most)
 
 
 def _gain(mass: float, before: float, stride: int, levels: int) -> float:
@@ -128,6 +131,7 @@ class Reach:
     def __init__(self, stride: int = 1) -> None:
         self._stride = stride
         self._reach: Tensor | None = None
+        self._own = torch.empty(0, 0)
 
     def __call__(self, origin: Tensor) -> Tensor:
         """Feed a beam.
@@ -139,19 +143,20 @@ class Reach:
             (batch, width * stride, entries) bool: a node's chain, and those of its ancestors, of all entries so far.
         """
         batch, width = origin.shape
-        own = torch.eye(width, dtype=torch.bool, device=origin.device)
-        if self._stride > 1:
-            chain = torch.ones(self._stride, self._stride, dtype=torch.bool, device=origin.device).tril()
-            own = (own[:, None, :, None] & chain[None, :, None, :]).flatten(2).flatten(0, 1)
-        own = own.expand(batch, -1, -1)
+        if self._own.shape[1] != width * self._stride:
+            own = torch.eye(width, dtype=torch.bool, device=origin.device)
+            if self._stride > 1:
+                chain = torch.ones(self._stride, self._stride, dtype=torch.bool, device=origin.device).tril()
+                own = (own[:, None, :, None] & chain[None, :, None, :]).flatten(2).flatten(0, 1)
+            self._own = own.expand(batch, -1, -1)
         if self._reach is None:
-            self._reach = own
+            self._reach = self._own
         else:
             ends = self._reach[:, self._stride - 1 :: self._stride]
             above = ends.gather(1, origin[:, :, None].expand(-1, -1, ends.shape[2]))
             if self._stride > 1:
                 above = above.repeat_interleave(self._stride, dim=1)
-            self._reach = torch.cat([above, own], dim=2)
+            self._reach = torch.cat([above, self._own], dim=2)
         return self._reach
 
 

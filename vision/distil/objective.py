@@ -50,8 +50,9 @@ class Objective:
         token_weight: of the cross-entropy with the target's distribution of the next token. The paper weighs the two 1
             and 0.1, as EAGLE does.
         noise: uniform noise of this size, times 512 / length, on the hidden states of the first pass.
-        glancing: share of the wrong guesses that are replaced by the target's states before a slot or a pass is fed
-            with them, when training begins; it falls to 0 at the end (Falcon, arXiv 2412.12639, shows tokens instead).
+        glancing: share of the wrong guesses that are replaced by the target's states before the next pass is fed with
+            them, when training begins; it falls to 0 at the end (Falcon, arXiv 2412.12639, which shows tokens: here
+            tokens within a block are the true ones anyway, as a node counts only where its parent is right).
     """
 
     passes: int = 3
@@ -90,10 +91,10 @@ class Objective:
         rotary.reserve(batch.hidden.shape[1], batch.embeds)
         memory = Memory()
         x = network.combine(entries.embeds, entries.hidden, entries.visual)
-        guesses = network(x, rotary(entries.positions), memory.attend)
+        outputs = network(x, rotary(entries.positions), memory.attend)
 
         entry, valid = packing(entries.wanted, left=False)
-        state = take(guesses, entry)
+        state = network.begin(take(outputs, entry))
         for number in range(self.passes):
             states, ends = self._slots(network, entries, judge, entry, state, valid, number)
             if number + 1 == self.passes or not bool(ends.any()):
@@ -106,8 +107,8 @@ class Objective:
             link = link.clamp(max=x.shape[1] - 1).flatten(1)
             fed = network.combine(take(entries.embeds, link), states.flatten(1, 2), None)
             at = entries.positions
-            guesses = network(fed, rotary(link if isinstance(at, slice) else at.gather(1, link)), memory.attend)
-            entry, valid, state = entry + slots, ends, guesses[:, slots - 1 :: slots]
+            outputs = network(fed, rotary(link if isinstance(at, slice) else at.gather(1, link)), memory.attend)
+            entry, valid, state = entry + slots, ends, network.begin(outputs[:, slots - 1 :: slots])
         return Losses(judge.total, judge.figures)
 
     def _slots(
@@ -134,16 +135,15 @@ class Objective:
         """
         slots, last = network.config.slots, entries.wanted.shape[1] - 1
         # Later passes follow one chain in ``slots``.
-        share, states = slots if number else 1, []
+        share, guesses = slots if number else 1, []
         for slot in range(slots):
             place = (entry + slot).clamp(max=last)
             if slot:
                 state = network.cell(take(entries.embeds, place), state)
             weight = self.decay**number * self.slot_decay**slot * share
-            state = judge(state, place, valid, number * slots + slot + 1, weight)
-            states.append(state)
+            guesses.append(judge(network.guess(state), place, valid, number * slots + slot + 1, weight))
             valid = valid & entries.wanted.gather(1, (entry + slot + 1).clamp(max=last))
-        return torch.stack(states, dim=2), valid
+        return torch.stack(guesses, dim=2), valid
 
     def _noisy(self, hidden: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.noise == 0.0:

@@ -45,12 +45,12 @@ class Levels:
         self._block = []
         reach = self._reach(origin)
         nodes = reach.shape[1]
-        x = drafter.network.combine(embeds, states, None)
+        x = drafter.network.combine(embeds, drafter.network.guess(states), None)
         rotation = drafter.rotation(self._passes * slots, slots, nodes // slots)
-        guesses = drafter.forward(x, rotation, self._mask(reach))
+        outputs = drafter.forward(x, rotation, self._mask(reach))
         self._passes += 1
         drafter.cache.offset += nodes
-        return guesses[:, slots - 1 :: slots]
+        return drafter.network.begin(outputs[:, slots - 1 :: slots])
 
     def _mask(self, reach: Tensor) -> Tensor:
         """Of the prefix, which is the same for all passes, and ``reach``."""

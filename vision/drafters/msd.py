@@ -69,7 +69,7 @@ class MSD:
         self._target: Target | None = None
         self._scores: Callable[[Tensor], Tensor] | None = None
         self.cache = TreeCache(1)
-        self._root = torch.empty(0)  # (batch, hidden) guess of the state at the last emitted token
+        self._root = torch.empty(0)  # (batch, states) of the first slot behind the last emitted token
         self._positions: list[int] = []  # of each row, tokens absorbed (padding left out)
         self._states: list[list[Tensor]] = []  # of each row, hidden states to absorb, (tokens, hidden) each
         self._tokens: list[list[int]] = []  # and the tokens that follow them
@@ -155,9 +155,9 @@ class MSD:
             # What stands in the padding attends to itself, so that no row of the mask is empty.
             allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
         self.cache = TreeCache(1, reserve=entries + 512)
-        guesses = self.forward(x, self._rotary(at), allowed, causal=mask is None)
+        outputs = self.forward(x, self._rotary(at), allowed, causal=mask is None)
         self.cache.commit_prompt(entries, mask, batch, x.device)
-        self._root = guesses[:, -1]
+        self._root = network.begin(outputs[:, -1])
         self._states, self._tokens = [[] for _ in history], [[] for _ in history]
 
     @torch.inference_mode()
@@ -179,25 +179,28 @@ class MSD:
                 self._tokens[row] += tokens
 
     def _absorb(self) -> None:
-        """Take in accepted tokens with true states; ``_root`` becomes the guess of the state at the root."""
-        grown = [len(row) for row in self._tokens]
-        width = max(grown)
-        if width == 0:
+        """Take in accepted tokens with true states; ``_root`` becomes what they say of the root."""
+        grown, width = [len(row) for row in self._tokens], self.network.config.hidden_size
+        longest = max(grown)
+        if longest == 0:
             return
         device = self._root.device
-        states = [torch.cat(row) if row else self._root.new_zeros(1, self._root.shape[1]) for row in self._states]
+        states = [torch.cat(row) if row else self._root.new_zeros(1, width) for row in self._states]
         hidden = pad_sequence(states, batch_first=True)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in self._tokens], device=device)
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in self._tokens], device=device)
         x = self.network.combine(self.target.embed(tokens), hidden, None)
-        self._rotary.reserve(max(self._positions) + width + self.depth + 1, x)
-        chain = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(len(grown), -1, -1)
-        guesses = self.forward(x, self.rotation(0, width, 1), self.allowed(chain))
+        self._rotary.reserve(max(self._positions) + longest + self.depth + 1, x)
+        chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(grown), -1, -1)
+        outputs = self.forward(x, self.rotation(0, longest, 1), self.allowed(chain))
         rows = [list(range(n)) for n in grown]
-        path = torch.tensor([row + [-1] * (width - len(row)) for row in rows], device=device)
+        path = torch.tensor([row + [-1] * (longest - len(row)) for row in rows], device=device)
         self.cache.commit(path, rows)
         self._positions = [at + n for at, n in zip(self._positions, grown, strict=True)]
-        last = [guesses[row, n - 1] if n else self._root[row] for row, n in enumerate(grown)]
-        self._root = torch.stack(last)
+        ends = outputs[:, -1] if min(grown) == longest else outputs[range(len(grown)), [n - 1 for n in grown]]
+        last = self.network.begin(ends)
+        self._root = (
+            last if all(grown) else torch.where(torch.tensor(grown, device=device)[:, None] > 0, last, self._root)
+        )
         self._states, self._tokens = [[] for _ in grown], [[] for _ in grown]
 
     def rotation(self, after: int, count: int, chains: int) -> Rotation:
@@ -229,10 +232,10 @@ class MSD:
 
         return self.network(x, rotation, attend)
 
-    def children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens behind states, (..., hidden), and their log probabilities, (..., top_k) each."""
+    def children(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens by states of slots, (..., states), and their log probabilities, (..., top_k) each."""
         assert self._scores is not None, "attach comes first"
-        log_probs = self._scores(hidden).float().log_softmax(-1)
+        log_probs = self._scores(self.network.guess(state)).float().log_softmax(-1)
         best, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
         return tokens if self.draft_ids is None else self.draft_ids[tokens], best
 

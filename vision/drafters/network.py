@@ -82,19 +82,29 @@ class Norm(nn.RMSNorm):
 
 
 class Cell(nn.Module):
-    """From one slot to the next: a state, and the token that was drafted from it, give the state behind that token."""
+    """From slot to slot without attention: a vector is carried along, which takes in each drafted token and gives the
+    next guess. A state of a slot is its guess and the vector, (..., 2 * hidden)."""
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__()
-        width = config.hidden_size
-        self.norm = Norm(width, config.norm_eps)
-        self.into = nn.Linear(2 * width, 2 * width)
+        self.width = width = config.hidden_size
+        self.first = nn.Linear(2 * width, width)
+        self.into = nn.Linear(2 * width, width)
         self.out = nn.Linear(width, width, bias=False)
+        self.guess = nn.Linear(width, width)
+        # One kernel; RMSNorm takes several on a CPU, half of the cell's time.
+        self.norm = nn.LayerNorm(width, config.norm_eps)
+
+    def begin(self, output: Tensor) -> Tensor:
+        """The state of the first slot, from what the layer gives: (..., 2 * hidden) both."""
+        return torch.cat([output[..., : self.width], self.norm(self.first(output))], dim=-1)
 
     def forward(self, embeds: Tensor, state: Tensor) -> Tensor:
-        """(..., hidden) each."""
-        gate, up = self.into(torch.cat([embeds, self.norm(state)], dim=-1)).chunk(2, dim=-1)
-        return state + self.out(F.silu(gate) * up)
+        """The next slot's state: from embeddings, (..., hidden), of tokens that were drafted from ``state``."""
+        carried = state[..., self.width :]
+        read = F.silu(self.into(torch.cat([embeds, carried], dim=-1)))
+        carried = self.norm(carried + self.out(read))
+        return torch.cat([self.guess(carried), carried], dim=-1)
 
 
 class MSDNetwork(nn.Module):
@@ -143,8 +153,17 @@ class MSDNetwork(nn.Module):
         """``embeds`` with latents at their spots; arguments as for ``combine``, before any entry has left."""
         return put(embeds, self.latents(embeds, images), images)
 
+    def begin(self, output: Tensor) -> Tensor:
+        """States of the first slots, from what the layer gives: (..., outputs) -> (..., states)."""
+        return self.cell.begin(output) if self.config.slots > 1 else output
+
+    def guess(self, state: Tensor) -> Tensor:
+        """The guesses in states of slots: (..., states) -> (..., hidden)."""
+        return state[..., : self.config.hidden_size] if self.config.slots > 1 else state
+
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Guesses of the hidden states that follow.
+        """Guesses of the hidden states that follow, (batch, nodes, hidden); where there are several slots, with what
+        ``begin`` needs beside, (batch, nodes, 2 * hidden).
 
         Args:
             x: (batch, nodes, hidden) from ``combine``.
@@ -161,7 +180,8 @@ class MSDNetwork(nn.Module):
         read = attend(q, k, qkv[:, :, turned:].transpose(1, 2))
         x = x + self.out(read.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        guess = x + self.down(F.silu(gate) * up)
+        return guess if config.slots == 1 else torch.cat([guess, x], dim=-1)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
