@@ -28,13 +28,13 @@ from transformers import LlavaForConditionalGeneration
 import mmspec
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
+from mmspec.training.curve import draw
+from mmspec.training.order import MIXED, TEXT, Order
+from mmspec.training.plan import Plan
+from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
 from vision.distil.command import flash, msd
-from vision.distil.curve import draw
-from vision.distil.order import MIXED, TEXT, Order
-from vision.distil.plan import Plan
 from vision.distil.tasks import frequent
-from vision.distil.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from vision.drafters.msd import Flash
 
 EXAMPLES = 40

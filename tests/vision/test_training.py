@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from mmspec.training.optimisers import rate
 from vision.scenes.conversations import one_image, several_images, video
 from vision.scenes.drawing import draw
 from vision.scenes.reading import Happening, Mention, read_events, read_objects
@@ -24,8 +25,8 @@ from vision.training.batches import ALL_LESSONS, POOL, Lessons, held_out_batch, 
 from vision.training.command import tiny_llava
 from vision.training.loop import CHECKPOINT, LOG, MODEL, Plan, Run
 from vision.training.network import Network
-from vision.training.optimisers import language_optimisers, rate, tower_optimisers
 from vision.training.perception import IGNORE, TASKS, patch_labels, perception_accuracy, perception_loss
+from vision.training.stages import language_optimisers, tower_optimisers
 from vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
 
 SMALL = Architecture(32, 1, 2, 32, 1, 2, 1, 16, 32, 1024, 512)

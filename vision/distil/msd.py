@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 from mmspec.errors import UserError
 from mmspec.pipeline import load
+from mmspec.training.order import MIXED, TEXT
+from mmspec.training.plan import Plan
+from mmspec.training.stopping import stoppable
+from mmspec.training.trainer import DRAFTER, Trainer
 from vision.distil import data
 from vision.distil.command import FREE
 from vision.distil.data import Conversation
 from vision.distil.features import Extractor, FeatureCache
 from vision.distil.objective import Objective
-from vision.distil.order import MIXED, TEXT
-from vision.distil.plan import Plan
 from vision.distil.tasks import DrafterTask, Extract, frequent
-from vision.distil.trainer import DRAFTER, Trainer
 from vision.drafters.msd import MSD
 from vision.drafters.network import MSDConfig, MSDNetwork
-from vision.training.stopping import stoppable
 
 RATES = {"muon": 3e-3, "adamw": 5e-5}
 """Default learning rates; AdamW's is that of arXiv 2505.14260."""

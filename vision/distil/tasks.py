@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.training.order import Example
+from mmspec.training.plan import Losses
 from vision.distil.data import Conversation
 from vision.distil.features import Features
-from vision.distil.order import Example
-from vision.distil.plan import Losses
 
 Extract = Callable[[Sequence[Conversation]], Features]
 Loss = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None, float], Losses]

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from vision.training.stopping import stoppable
+from mmspec.training.stopping import stoppable
 
 
 @click.command("tiny-llava")

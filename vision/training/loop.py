@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mmspec.training.optimisers import Optimisers, rate
 from vision.scenes.conversations import Example
 from vision.scenes.scene import seeded
 from vision.training.architecture import Architecture, llava_config
@@ -28,8 +29,8 @@ from vision.training.batches import (
 )
 from vision.training.export import export
 from vision.training.network import Network
-from vision.training.optimisers import Optimisers, language_optimisers, rate, tower_optimisers
 from vision.training.perception import perception_accuracy, perception_loss
+from vision.training.stages import language_optimisers, tower_optimisers
 from vision.training.text import corpus, make_processor, token_ids, train_tokenizer
 
 CHECKPOINT = "checkpoint.pt"

@@ -1,4 +1,4 @@
-"""Training curves of drafters: ``python -m vision.distil.curve RUN/log.jsonl OTHER/log.jsonl --out curves.svg``."""
+"""Training curves of drafters: ``python -m mmspec.training.curve RUN/log.jsonl OTHER/log.jsonl --out curves.svg``."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mmspec.errors import UserError
-from vision.distil import records
-from vision.distil.curve import draw
-from vision.distil.order import Order
-from vision.distil.plan import Plan, Task
-from vision.training.optimisers import rate
+from mmspec.training import records
+from mmspec.training.curve import draw
+from mmspec.training.optimisers import rate
+from mmspec.training.order import Order
+from mmspec.training.plan import Plan, Task
 
 CHECKPOINT, SETTINGS, LOG, CURVE, DRAFTER = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg", "drafter"
 ROWS = 400

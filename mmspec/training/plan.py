@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from vision.distil.order import MIXED, TEXT, Example
-from vision.training.optimisers import Optimisers, Rates
+from mmspec.training.optimisers import Optimisers, Rates
+from mmspec.training.order import MIXED, TEXT, Example
 
 
 @dataclass(frozen=True)

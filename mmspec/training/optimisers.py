@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vision.training.network import Network
-
 
 @dataclass(frozen=True)
 class Rates:
@@ -88,23 +86,6 @@ class Optimisers:
         """Restores `state_dict()` of the same groups."""
         for optimiser, state in zip(self.all, states, strict=True):
             optimiser.load_state_dict(state)
-
-
-def tower_optimisers(network: Network) -> Optimisers:
-    """For the tower with its heads alone."""
-    return Optimisers([(network.llava.model.vision_tower, 1.0), (network.heads, 1.0)])
-
-
-def language_optimisers(network: Network) -> Optimisers:
-    """For the whole model; the tower, which can see by then, moves slowly."""
-    model = network.llava.model
-    return Optimisers(
-        [
-            (model.vision_tower, 0.25),
-            (network.heads, 0.25),
-            (nn.ModuleDict({"projector": model.multi_modal_projector, "language": model.language_model}), 0.75),
-        ]
-    )
 
 
 def rate(progress: float, step: int, warmup: int, hold: float) -> float:

@@ -1,0 +1,1 @@
+"""Training loops that plug-ins share: one resumable trainer, its plan, optimisers and logs."""
