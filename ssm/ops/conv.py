@@ -1,0 +1,97 @@
+"""The causal convolution of Mamba-2 over a tree: each node sees its own last inputs, along its own path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspec import kernels
+
+
+def conv_window(parents: Tensor, width: int) -> Tensor:
+    """Where each node's last ``width`` inputs stand; computed once per tree, for all layers.
+
+    Args:
+        parents: (batch, nodes) int64, -1 at the root, else smaller than the node's own index.
+        width: taps of the convolution.
+
+    Returns:
+        (batch, nodes, width) int64, oldest first, the node's own input last: indices into the sequence of the last
+        ``width - 1`` entries of the convolution's state, followed by the inputs of the nodes.
+    """
+    batch, nodes = parents.shape
+    before = width - 1
+    # An entry of the state is preceded by the one before it; the root by the last of them.
+    kept = torch.arange(-1, before - 1, device=parents.device).expand(batch, -1)
+    previous = torch.cat([kept, parents + before], dim=1)
+    taps = [torch.arange(before, before + nodes, device=parents.device).expand(batch, -1)]
+    for _ in range(before):
+        taps.append(previous.gather(1, taps[-1]))
+    return torch.stack(taps[::-1], dim=2)
+
+
+def tree_conv(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    activation: str | None = "silu",
+) -> Tensor:
+    """The depthwise causal convolution at every node of a tree.
+
+    Args:
+        x: (batch, nodes, channels), the nodes' inputs.
+        state: (batch, channels, entries), inputs before the tree, newest last; at least ``width - 1`` entries, of which
+            the last are read (transformers keeps ``width`` of them, other libraries ``width - 1``).
+        weight: (channels, width).
+        bias: (channels,) or None.
+        window: (batch, nodes, width), from ``conv_window``.
+        activation: "silu" (also called "swish") or None.
+
+    Returns:
+        (batch, nodes, channels), in the precision of ``x``; computed in float32.
+
+    Raises:
+        ValueError: the state has fewer than ``width - 1`` entries, or the activation is unknown.
+    """
+    _check(x, state, weight.shape[1], activation)
+    if kernels.in_use(x.device) == "triton":
+        from ssm.ops import triton_conv
+
+        return triton_conv.tree_conv(x, state, weight, bias, window, activation)
+    before = weight.shape[1] - 1
+    kept = state[:, :, state.shape[2] - before :].transpose(1, 2)
+    inputs = torch.cat([kept.to(x.dtype), x], dim=1)  # (batch, width - 1 + nodes, channels)
+    row = torch.arange(x.shape[0], device=x.device)[:, None, None]
+    y = (inputs[row, window] * weight.t().float()).sum(2)
+    if bias is not None:
+        y += bias
+    return (y if activation is None else torch.nn.functional.silu(y, inplace=True)).to(x.dtype)
+
+
+def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
+    """Shift the inputs along a path into the convolution's state, in place.
+
+    Args:
+        x: (batch, nodes, channels), the nodes' inputs.
+        state: (batch, channels, entries); becomes the last entries of itself followed by the path's inputs.
+        path: (batch, depth) int64, node indices from the root on, padded with -1 at the end.
+    """
+    if kernels.in_use(x.device) == "triton":
+        from ssm.ops import triton_conv
+
+        return triton_conv.commit_conv(x, state, path)
+    entries = state.shape[2]
+    row = torch.arange(x.shape[0], device=x.device)[:, None]
+    inputs = torch.cat([state, x[row, path.clamp(min=0)].transpose(1, 2).to(state.dtype)], dim=2)
+    last = (path >= 0).sum(1, keepdim=True) + torch.arange(entries, device=x.device)  # (batch, entries)
+    state.copy_(inputs.gather(2, last[:, None].expand(-1, state.shape[1], -1)))
+
+
+def _check(x: Tensor, state: Tensor, width: int, activation: str | None) -> None:
+    if state.shape[:2] != (x.shape[0], x.shape[2]) or state.shape[2] < width - 1:
+        expected = f"({x.shape[0]}, {x.shape[2]}, {width - 1} or more)"
+        raise ValueError(f"the state of a convolution of width {width} must be {expected}: got {tuple(state.shape)}")
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation must be 'silu', 'swish' or None: got {activation!r}")

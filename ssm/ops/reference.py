@@ -1,0 +1,93 @@
+"""The same operations by loops that follow parents, one node at a time: slow, and plain enough to be believed.
+
+Papers: Mamba-2 (arXiv 2405.21060), whose recurrence this is; STree (arXiv 2505.14969), which runs it over a tree.
+
+    x      (batch, nodes, heads, head_dim)   X, the inputs behind the convolution
+    dt     (batch, nodes, heads)             Delta, the step sizes, behind softplus
+    a      (heads,)                          A, one negative number per head
+    b, c   (batch, nodes, groups, state)     B and C, one pair for all heads of a group
+    d      (heads,)                          D, the skip connection
+    state  (batch, heads, head_dim, state)   h, here S: one matrix per head
+
+One step of the recurrence, for one head with A = a:
+
+    S <- exp(dt a) S + dt x (outer product) B
+    y  = S C + D x
+
+Nothing here knows of ancestors' sums, masks or windows: a node starts from a copy of its parent's state, the root from
+the state before the tree, and every node's state is kept. Signatures are those of ``ssm.ops``, with ``parents`` (batch,
+nodes), -1 at the root, in place of ``ancestors`` and ``window``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tree_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, parents: Tensor
+) -> Tensor:
+    """(batch, nodes, heads, head_dim) float32: the output at every node."""
+    y = torch.empty(x.shape)
+    for row, head in _pairs(x):
+        group = _group(head, x, b)
+        states: list[Tensor] = []
+        for node, parent in enumerate(parents[row].tolist()):
+            before = state[row, head] if parent < 0 else states[parent]
+            states.append(_step(before, x, dt, a, b, row, node, head))
+            y[row, node, head] = states[node] @ c[row, node, group].float()
+            if d is not None:
+                y[row, node, head] += d[head] * x[row, node, head]
+    return y
+
+
+def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
+    """The state steps through the nodes of each row's path, in place."""
+    for row, head in _pairs(x):
+        for node in path[row].tolist():
+            if node >= 0:
+                state[row, head] = _step(state[row, head], x, dt, a, b, row, node, head)
+
+
+def tree_conv(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, parents: Tensor, activation: str | None = "silu"
+) -> Tensor:
+    """(batch, nodes, channels): each node's last inputs, weighed; the state's entries stand before the root."""
+    y = torch.empty(x.shape, dtype=torch.float32)
+    for row in range(x.shape[0]):
+        for node in range(x.shape[1]):
+            inputs: list[Tensor] = []
+            at = node
+            while at >= 0:
+                inputs.insert(0, x[row, at])
+                at = int(parents[row, at])
+            inputs = [*state[row].unbind(1), *inputs][-weight.shape[1] :]
+            y[row, node] = sum(weight[:, tap].float() * one for tap, one in enumerate(inputs))
+            if bias is not None:
+                y[row, node] += bias
+    return (torch.nn.functional.silu(y) if activation else y).to(x.dtype)
+
+
+def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
+    """The inputs along each row's path enter the state one by one, the oldest entry leaves."""
+    for row in range(x.shape[0]):
+        for node in path[row].tolist():
+            if node >= 0:
+                state[row] = torch.cat([state[row, :, 1:], x[row, node, :, None].to(state.dtype)], dim=1)
+
+
+def _step(before: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, row: int, node: int, head: int) -> Tensor:
+    """One head's state behind a node. (head_dim, state)"""
+    step = dt[row, node, head]
+    entering = step * torch.outer(x[row, node, head].float(), b[row, node, _group(head, x, b)].float())
+    return torch.exp(step * a[head]) * before + entering
+
+
+def _group(head: int, x: Tensor, b: Tensor) -> int:
+    """Consecutive heads share a group."""
+    return head // (x.shape[2] // b.shape[2])
+
+
+def _pairs(x: Tensor) -> list[tuple[int, int]]:
+    return [(row, head) for row in range(x.shape[0]) for head in range(x.shape[2])]
