@@ -77,6 +77,40 @@ class VisionTarget(TransformersTarget):
             videos += played
         return self._process(texts, images, videos)
 
+    def open_media(
+        self, messages: Sequence[Mapping[str, Any]], **video: Any
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[Any]]]:
+        """A conversation's images and videos, apart from its messages.
+
+        Args:
+            messages: chat messages whose image and video items name their sources.
+            **video: how videos are opened; see ``load_video``.
+
+        Returns:
+            The messages for ``encode``, the same as the processor's chat template is shown them, and the ``images`` and
+            ``videos`` of the request.
+        """
+        request: dict[str, list[Any]] = {"images": [], "videos": []}
+        bare, shown = [], []
+        for message in messages:
+            content = message["content"]
+            items: list[dict[str, Any]] = []
+            seen: list[dict[str, Any]] = []
+            for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                kept = item if item["type"] == "text" else {"type": item["type"]}
+                instead = [kept]
+                if item["type"] == "image":
+                    request["images"].append(item.get("path", item.get("image")))
+                elif item["type"] == "video":
+                    clip = load_video(item.get("path", item.get("video")), **video)
+                    request["videos"].append(clip)
+                    instead = [kept] if self._takes_videos else [{"type": "image"} for _ in clip.frames]
+                items.append(kept)
+                seen += instead
+            bare.append({"role": message["role"], "content": items})
+            shown.append({"role": message["role"], "content": seen})
+        return bare, shown, request
+
     def _compose(self, prompt: Any, pictures: list[Any], clips: list[Video]) -> tuple[str, list[Any], list[Video]]:
         """The prompt's text with placeholders, the images in its order, and the videos that stay videos."""
         if not prompt:

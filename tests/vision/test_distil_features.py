@@ -16,12 +16,12 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import mmspec
+from mmspec.distil.data import Conversation, text_of
+from mmspec.distil.features import Extractor, FeatureCache, Features, extract
+from mmspec.distil.sequences import Encoder
 from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model
-from vision.distil.data import Conversation, text_of
-from vision.distil.features import Extractor, FeatureCache, Features, extract
-from vision.distil.sequences import Encoder
 from vision.embedded import samples
 from vision.targets import VisionTarget
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
+from mmspec.distil.tasks import frequent
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.training.curve import draw
@@ -34,7 +35,6 @@ from mmspec.training.plan import Plan
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
 from vision.distil.command import flash, msd
-from vision.distil.tasks import frequent
 from vision.drafters.msd import Flash
 
 EXAMPLES = 40

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
+from mmspec.distil import data
 from mmspec.errors import UserError
 from tests.standin import save_llava, save_text_model
-from vision.distil import data
 from vision.distil.answering import Answering, Job, job_of
 from vision.distil.make_data import Store, make_data
 from vision.distil.scenes import KINDS, drawn

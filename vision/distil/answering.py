@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from mmspec.distil import data
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from vision.distil import data
 from vision.targets import VisionTarget
 
 _POOL = 8  # batches whose requests are sorted together, so that answers of a batch end at about the same time

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.cli.options import Number
+from mmspec.distil import data
 from mmspec.errors import UserError
-from vision.distil import data
 
 if TYPE_CHECKING:
     from vision.distil.answering import Job

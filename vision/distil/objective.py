@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.distil.features import Features
 from mmspec.target import Target
-from vision.distil.features import Features
 from vision.distil.memory import Memory
 from vision.drafters.latents import packing, take
 from vision.drafters.network import MSDNetwork, Rotary

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mmspec.distil.data import Conversation, as_text, read, split, to_record
 from mmspec.errors import UserError
-from vision.distil.data import Conversation, as_text, read, split, to_record
 
 
 def turns(*values, **keys):

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.distil import data
+from mmspec.distil.data import Conversation
 from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
-from vision.distil import data
-from vision.distil.data import Conversation
-from vision.targets import VisionTarget
-from vision.video import Backend, Video, load_video
 
 CONTEXT = -1
 _Token = tuple[int, int]  # its id, and the number of the answer that it belongs to or CONTEXT
@@ -53,7 +51,7 @@ class Encoder:
     Args:
         target: the model that answers; its processor or tokenizer must have a chat template.
         max_length: most positions; by default, and at most, what the target was made for.
-        frames, fps, video_backend: as for `VisionTarget.encode`.
+        frames, fps, video_backend: of videos, for targets that take them.
 
     Attributes:
         settings: what the sequences depend on beside target and conversation, as JSON values.
@@ -66,7 +64,7 @@ class Encoder:
         *,
         frames: int | None = None,
         fps: float | None = None,
-        video_backend: Backend = "pyav",
+        video_backend: str = "pyav",
     ) -> None:
         self.target = target
         limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
@@ -76,9 +74,11 @@ class Encoder:
         self.settings: dict[str, Any] = {"max_length": self.max_length, **self._video}
         config = target.model.config
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
-        self.visual_ids = {mark for mark in marks if mark is not None} if isinstance(target, VisionTarget) else set()
+        self.visual_ids = {mark for mark in marks if mark is not None}
         self.stops = {*target.eos_token_ids, target.tokenizer.eos_token_id} - {None}
-        renderer = target.processor if isinstance(target, VisionTarget) else target.tokenizer
+        # What a target has that takes images and videos; a text target reads text only.
+        self._open_media = getattr(target, "open_media", None)
+        renderer = target.processor if self._open_media else target.tokenizer
         if not getattr(renderer, "chat_template", None):
             raise UserError("conversations need a chat template: the model's processor has none")
         self._render = renderer.apply_chat_template
@@ -111,11 +111,14 @@ class Encoder:
         return shorter.cut(self.max_length)
 
     def _encode(self, conversation: Conversation) -> Encoded | None:
-        messages, pictures, clips = self._opened(conversation)
+        if self._open_media is None:
+            messages = shown = data.as_text(conversation.messages)
+            media: dict[str, Any] = {}
+        else:
+            messages, shown, media = self._open_media(conversation.messages, **self._video)
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        prompt = self.target.encode([{"prompt": messages[:last], "images": pictures, "videos": clips}])
+        prompt = self.target.encode([{"prompt": messages[:last], **media}])
         processed = prompt.input_ids[0].tolist()
-        shown = self._frames_for_videos(messages, clips)
         tokens = self._tokens(shown[: last + 1], conversation.answers)
         if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
             self._reasons[conversation.id] = "visual tokens in an answer"
@@ -126,39 +129,12 @@ class Encoder:
         visual = torch.isin(ids, torch.tensor(sorted(self.visual_ids), dtype=torch.long))
         return Encoded(ids, turns, visual, prompt.inputs)
 
-    def _opened(self, conversation: Conversation) -> tuple[list[dict[str, Any]], list[Any], list[Video]]:
-        """Messages whose media items name no source, and the sources."""
-        if not isinstance(self.target, VisionTarget):
-            return data.as_text(conversation.messages), [], []
-        sources = [(item["type"], item.get("path", item.get("image"))) for item in conversation.media]
-        pictures = [source for kind, source in sources if kind == "image"]
-        clips = [load_video(source, **self._video) for kind, source in sources if kind == "video"]
-        messages = []
-        for message in conversation.messages:
-            content = message["content"]
-            items = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            bare = [item if item["type"] == "text" else {"type": item["type"]} for item in items]
-            messages.append({"role": message["role"], "content": bare})
-        return messages, pictures, clips
-
-    def _frames_for_videos(self, messages: list[dict[str, Any]], clips: list[Video]) -> list[dict[str, Any]]:
-        """As `VisionTarget.encode` shows videos to a processor that takes none."""
-        if not clips or getattr(self.target.processor, "video_processor", None) is not None:
-            return messages
-        left, shown = iter(clips), []
-        for message in messages:
-            items = []
-            for item in message["content"]:
-                items += [{"type": "image"} for _ in next(left).frames] if item["type"] == "video" else [item]
-            shown.append({**message, "content": items})
-        return shown
-
     def _text(self, messages: list[dict[str, Any]], asking: bool) -> str:
         return self._render(messages, add_generation_prompt=asking, tokenize=False)
 
     def _ids(self, text: str, whole: bool = True) -> list[int]:
         # As the targets do: for vision, the processor adds a start token; for text, the template writes it.
-        special = whole and isinstance(self.target, VisionTarget)
+        special = whole and self._open_media is not None
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:

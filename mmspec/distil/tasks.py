@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.distil.data import Conversation
+from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.order import Example
 from mmspec.training.plan import Losses
-from vision.distil.data import Conversation
-from vision.distil.features import Features
 
 Extract = Callable[[Sequence[Conversation]], Features]
 Loss = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None, float], Losses]

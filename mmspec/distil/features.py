@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.checkpoint import verifier_of
+from mmspec.distil.data import Conversation
+from mmspec.distil.extraction import Extractor, Features, Row, collate, extract
 from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
-from vision.distil.data import Conversation
-from vision.distil.extraction import Extractor, Features, Row, collate, extract
 
 __all__ = ["Extractor", "FeatureCache", "Features", "Row", "collate", "extract"]
 

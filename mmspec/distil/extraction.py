@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmspec.distil.data import Conversation
+from mmspec.distil.sequences import Encoded, Encoder
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
-from vision.distil.data import Conversation
-from vision.distil.sequences import Encoded, Encoder
 
 _KINDS = "mm_token_type_ids"
 
