@@ -1,9 +1,10 @@
 """What each idea of FLASH is worth: ``python -m eval.flash --out FOLDER --train "--data FILE"``.
 
-One drafter is trained per cell of a grid: tokens per pass, latents per image, glancing. The cell of one token per pass
-and all visual tokens is MSD. Trained cells are kept in the folder, and a run that was killed goes on where it was. Then
-all are measured on the same held-out requests, in turn: images, images with a sign of random letters, several images at
-once, videos of a few and of many frames.
+One drafter is trained per cell of a grid: tokens per pass, latents per image, glancing; each learns to guess as many
+levels, in as many self-fed passes as that takes. The cell of one token per pass and all visual tokens is MSD. Trained
+cells are kept in the folder, and a run that was killed goes on where it was. Then all are measured on the same held-out
+requests, in turn: images, images with a sign of random letters, several images at once, videos of a few and of many
+frames.
 
 Acceptance and the cost of a tree are those of trees of one fixed size; speed, and what drafting costs per token, are
 those of the adaptive tree, reading the prompt included. Ratios to MSD are by request, then their median.
@@ -75,25 +76,27 @@ def grid(slots: Sequence[int], latents: Sequence[int], glancing: Sequence[float]
 # ---------------------------------------------------------------------- training
 
 
-def train(cell: Cell, folder: Path, length: Sequence[str], options: Sequence[str]) -> None:
+def train(cell: Cell, folder: Path, length: Sequence[str], options: Sequence[str], levels: int = 8) -> None:
     """Train a cell, or go on with it, in a process of its own.
 
     Args:
         length: ``--minutes`` or ``--steps`` with its value.
+        levels: of a tree, at least, that it is trained for.
         options: more of ``mmspec train flash``.
 
     Raises:
         UserError: the training ended with an error, was stopped, or the folder's cell was trained otherwise.
     """
     out = folder / cell.name
-    wanted = {**asdict(cell), "length": list(length), "options": list(options)}
+    own = {**asdict(cell), "passes": -(-levels // cell.slots)}
+    wanted = {**own, "length": list(length), "options": list(options)}
     mark = out / "trained.json"
     if mark.exists():
         if (found := json.loads(mark.read_text())) != wanted:
             raise UserError(f"{out} was trained otherwise: expected {wanted}, received {found}")
         return
-    own = [part for name, value in asdict(cell).items() for part in (f"--{name}", f"{value:g}")]
-    command = [sys.executable, "-m", "vision.distil.command", "flash", *length, *options, *own, "--out", str(out)]
+    given = [part for name, value in own.items() for part in (f"--{name}", f"{value:g}")]
+    command = [sys.executable, "-m", "vision.distil.command", "flash", *length, *options, *given, "--out", str(out)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode or "the drafter lies in" not in done.stderr:
         raise UserError(f"training {cell.name} ended early: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -244,7 +247,8 @@ def _latents(part: str) -> int:
 @click.option("--train", "training", default="", help='Options of `mmspec train flash`, e.g. "--data FILE".')
 @click.option("--minutes", type=float, help="Training of each cell.")
 @click.option("--steps", type=click.IntRange(1), help="Or its length in steps.")
-@click.option("--slots", default="1,2,3,5", show_default=True, callback=_numbers(int), help="Tokens per pass.")
+@click.option("--levels", default=8, show_default=True, help="Of trees, that drafters are trained for.")
+@click.option("--slots", default="1,2,3,5,8", show_default=True, callback=_numbers(int), help="Tokens per pass.")
 @click.option("--latents", default="4,16,all", show_default=True, callback=_numbers(_latents), help="Per image.")
 @click.option(
     "--glancing",
@@ -271,8 +275,8 @@ def main(model: str, out: Path, training: str, minutes: float | None, steps: int
     errors = Console(stderr=True)
     for number, cell in enumerate(cells, start=1):
         errors.print(f"{number}/{len(cells)} {cell.name}", markup=False)
-        train(cell, out, length, extra)
-    _measure(model, out, cells, options, {"length": length, "training": training})
+        train(cell, out, length, extra, options["levels"])
+    _measure(model, out, cells, options, {"length": length, "training": training, "levels": options["levels"]})
 
 
 def _measure(model: str, out: Path, cells: Sequence[Cell], options: dict[str, Any], about: dict[str, Any]) -> None:

@@ -105,25 +105,25 @@ def plain_entries(network, hidden, embeds, visual):
         for begin, stop in pairwise(cuts):
             count = stop - begin
             spots = list(range(begin, stop))
-            read = embeds[begin:stop]
+            read, told = embeds[begin:stop], hidden[begin:stop]
             if c.latents and count > c.latents:
                 spots = [begin + math.floor((place + 0.5) * count / c.latents) for place in range(c.latents)]
-                read = plain_latents(network, read)
+                weights = plain_weights(network, told)
+                read, told = weights @ read, weights @ told
             apart = network.visual_fc if c.visual_states else network.fc
             plain = c.decoupled and not c.visual_states
-            both = [torch.cat([e, hidden[spot]]) for spot, e in zip(spots, read, strict=True)]
+            both = [torch.cat([e, h]) for e, h in zip(read, told, strict=True)]
             inputs += list(read) if plain else [apart(pair) for pair in both]
             positions += spots
         j = end
     return torch.stack(inputs), positions
 
 
-def plain_latents(network, features):
-    width = features.shape[1]
-    keys = features / (features.pow(2).mean(-1, keepdim=True) + torch.finfo(features.dtype).eps).sqrt()
-    return torch.stack(
-        [(query @ keys.T / math.sqrt(width)).softmax(-1) @ features for query in network.latents.queries]
-    )
+def plain_weights(network, hidden):
+    """What each latent takes of an image's entries, (latents, entries), from the target's states there."""
+    width = hidden.shape[1]
+    keys = hidden / (hidden.pow(2).mean(-1, keepdim=True) + torch.finfo(hidden.dtype).eps).sqrt()
+    return torch.stack([(query @ keys.T / math.sqrt(width)).softmax(-1) for query in network.latents.queries])
 
 
 def states_of(model, row, said):

@@ -465,6 +465,23 @@ def test_a_draft_vocabulary_is_saved(
     assert pipe.generate("Count.", max_new_tokens=8, nodes=4).token_ids
 
 
+def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Path) -> None:
+    train(tmp_path / "msd", "--steps", "2", "--draft-vocabulary", "10", "--mlp", "16")
+    begin = tmp_path / "msd" / DRAFTER
+    # So small a rate leaves weights as they are.
+    train(tmp_path / "on", "--steps", "1", "--rate", "1e-12", "--start", str(begin))
+    for name, value in saved(tmp_path / "msd").items():
+        torch.testing.assert_close(saved(tmp_path / "on")[name], value, atol=1e-6, rtol=0)
+    options = ["--steps", "1", "--rate", "1e-12", "--start", str(begin), "--slots", "3", "--latents", "2"]
+    train(tmp_path / "flash", *options, command=flash)
+    network = json.loads((tmp_path / "flash" / DRAFTER / "config.json").read_text())["network"]
+    assert (network["mlp"], network["slots"], network["latents"]) == (16, 3, 2)
+    for name, value in saved(tmp_path / "msd").items():
+        torch.testing.assert_close(saved(tmp_path / "flash")[name], value, atol=1e-6, rtol=0)
+    with pytest.raises(UserError, match=r"expected gate_up.weight \(16, \d+\) to start from, received \(32, \d+\)"):
+        train(tmp_path / "other", "--steps", "1", "--start", str(begin), "--mlp", "8")
+
+
 def test_the_most_frequent_tokens_come_first() -> None:
     assert frequent([[5, 5, 5, 9, 9], [9, 5, 7]], 2, [2]).tolist() == [2, 5]
     assert frequent([[5, 9]], 99, [2, 9]).tolist() == [2, 5, 9]

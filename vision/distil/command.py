@@ -4,6 +4,7 @@ answered itself."""
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -26,13 +27,15 @@ OBJECTIVE = (
 )
 DRAFTER = (
     click.option(
-        "--decoupled/--no-decoupled", default=True, show_default=True, help="Off: EAGLE, without MSD's paths."
+        "--start",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Begin from this drafter: its shape, draft vocabulary and weights where nothing else is asked for.",
     ),
+    click.option("--decoupled/--no-decoupled", default=None, help="Off: EAGLE, without MSD's paths.  [default: on]"),
     click.option(
         "--visual-states/--no-visual-states",
-        default=False,
-        show_default=True,
-        help="Visual positions see the target's hidden states too, by a projection of their own.",
+        default=None,
+        help="Visual positions see the target's hidden states too, by a projection of their own.  [default: off]",
     ),
     click.option("--heads", type=click.IntRange(1), help="Of its attention; by default the target's."),
     click.option("--kv-heads", type=click.IntRange(1), help="By default the target's."),

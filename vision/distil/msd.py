@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +39,15 @@ def _task(
     extract: Extract,
 ) -> DrafterTask:
     torch.manual_seed(options["seed"])
-    network = MSDNetwork(_shape(options, target)).to(target.device, torch.float32)
+    start = None
+    if options["start"] is not None:
+        start = MSD.from_checkpoint(options["start"])
+        start.attach(target)  # refuses drafters of other targets
+    network = MSDNetwork(_shape(options, target, start)).to(target.device, torch.float32)
     draft_ids = draft_vocabulary(options["draft_vocabulary"], target, chain(*training.values()))
+    if start is not None:
+        _begin_from(start, network, options["start"])
+        draft_ids = start.draft_ids if draft_ids is None else draft_ids
     settings = {name: options[name] for name in ("top_k", "depth", "total_tokens")}
 
     def drafter(network: nn.Module) -> MSD:
@@ -61,14 +69,25 @@ def _task(
     )
 
 
-def _shape(options: Mapping[str, Any], target: Any) -> MSDConfig:
+def _shape(options: Mapping[str, Any], target: Any, start: MSD | None) -> MSDConfig:
     given = {field.name: options[field.name] for field in fields(MSDConfig) if options.get(field.name) is not None}
-    shape = MSDConfig.like(target.config, **{**given, **_latents(options, target)})
+    given |= _latents(options, target)
+    shape = replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
     if shape.heads % shape.kv_heads:
         raise UserError(f"heads must be a multiple of kv-heads: received {shape.heads} and {shape.kv_heads}")
     if shape.head_dim % 2:
         raise UserError(f"head-dim must be even: received {shape.head_dim}")
     return shape
+
+
+def _begin_from(start: MSD, network: MSDNetwork, folder: Path) -> None:
+    """Take over the weights of another drafter; what it does not have stays random, what is not used is left out."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    shared = {name: tensor for name, tensor in start.network.state_dict().items() if name in wanted}
+    for name, tensor in shared.items():
+        if tuple(tensor.shape) != wanted[name]:
+            raise UserError(f"{folder}: expected {name} {wanted[name]} to start from, received {tuple(tensor.shape)}")
+    network.load_state_dict(shared, strict=False)
 
 
 def _latents(options: Mapping[str, Any], target: Any) -> dict[str, int]:

@@ -177,11 +177,8 @@ def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
     if images is None:
         return _Entries(embeds, hidden, truth, visual, wanted, slice(0, truth.shape[1]))
     order, _ = packing(images.kept(visual), left=False)
-    embeds, visual, wanted = (
-        network.with_latents(embeds, hidden, images),
-        visual.gather(1, order),
-        wanted.gather(1, order),
-    )
+    embeds, hidden = network.with_latents(embeds, hidden, images)
+    visual, wanted = visual.gather(1, order), wanted.gather(1, order)
     return _Entries(take(embeds, order), take(hidden, order), take(truth, order), visual, wanted, order)
 
 

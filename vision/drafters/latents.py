@@ -1,7 +1,8 @@
 """A drafter's short view of images: a few latents in place of an image's visual tokens (FLASH, arXiv 2505.12728).
 
-Learned queries A read an image's features F, ``softmax(A F^T) F``. The latents stand at entries spread evenly over the
-image's own; the others leave the sequence, and what remains keeps its positions.
+Learned queries A read the target's hidden states F of an image, ``softmax(A F^T) F``, and with the same weights its
+visual features. The latents stand at entries spread evenly over the image's own; the others leave the sequence, and
+what remains keeps its positions.
 """
 
 from __future__ import annotations
@@ -70,23 +71,23 @@ class Latents(nn.Module):
         super().__init__()
         self.queries = nn.Parameter(torch.randn(latents, width))
 
-    def forward(self, features: Tensor, images: Images) -> Tensor:
-        """The latents of each image, (images, latents, hidden).
+    def forward(self, hidden: Tensor, images: Images) -> Tensor:
+        """What each latent takes of its image's entries, (images, latents, longest), each row of them adding to one.
 
         Args:
-            features: (batch, entries, hidden).
+            hidden: (batch, entries, hidden), the target's states.
         """
-        own = features[images.row[:, None], images.entry]  # (images, longest, hidden)
-        # The queries look at directions: visual features of some targets are large enough to saturate the softmax.
+        own = hidden[images.row[:, None], images.entry]  # (images, longest, hidden)
+        # The queries look at directions: hidden states of some targets are large enough to saturate the softmax.
         keys = F.rms_norm(own, own.shape[-1:])
         scores = self.queries.to(own.dtype) @ keys.transpose(1, 2) / own.shape[-1] ** 0.5
-        weights = scores.masked_fill(~images.inside[:, None], -torch.inf).float().softmax(-1)
-        return weights.to(own.dtype) @ own
+        return scores.masked_fill(~images.inside[:, None], -torch.inf).float().softmax(-1)
 
 
-def put(embeds: Tensor, latents: Tensor, images: Images) -> Tensor:
-    """``embeds``, (batch, entries, hidden), with the latents at their spots."""
-    return embeds.index_put((images.row[:, None].expand_as(images.spot), images.spot), latents.to(embeds.dtype))
+def compress(x: Tensor, weights: Tensor, images: Images) -> Tensor:
+    """``x``, (batch, entries, hidden), with the latents' weighted means at their spots."""
+    latents = weights.to(x.dtype) @ x[images.row[:, None], images.entry]
+    return x.index_put((images.row[:, None].expand_as(images.spot), images.spot), latents)
 
 
 def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:

@@ -143,8 +143,8 @@ class MSD:
             kept = images.kept(visual)
             order, mask = packing(kept if mask is None else kept & mask, left=True)
             at = order if isinstance(at, slice) else at.gather(1, order)
-            embeds = take(network.with_latents(embeds, hidden, images), order)
-            hidden, visual = take(hidden, order), visual.gather(1, order)
+            embeds, hidden = (take(x, order) for x in network.with_latents(embeds, hidden, images))
+            visual = visual.gather(1, order)
             mask = None if bool(mask.all()) else mask
         x = network.combine(embeds, hidden, visual)
         self._rotary.reserve(length + 64, x)

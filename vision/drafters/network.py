@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vision.drafters.latents import Images, Latents, find_images, put
+from vision.drafters.latents import Images, Latents, compress, find_images
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rotation = tuple[Tensor, Tensor]
@@ -149,9 +149,10 @@ class MSDNetwork(nn.Module):
         config = self.config
         return find_images(visual, config.latents, config.span) if config.latents else None
 
-    def with_latents(self, embeds: Tensor, hidden: Tensor, images: Images) -> Tensor:
-        """``embeds`` with latents at their spots; arguments as for ``combine``, before any entry has left."""
-        return put(embeds, self.latents(embeds, images), images)
+    def with_latents(self, embeds: Tensor, hidden: Tensor, images: Images) -> tuple[Tensor, Tensor]:
+        """``embeds`` and ``hidden``, as for ``combine``, with latents at their spots, before any entry has left."""
+        weights = self.latents(hidden, images)
+        return compress(embeds, weights, images), compress(hidden, weights, images)
 
     def begin(self, output: Tensor) -> Tensor:
         """States of the first slots, from what the layer gives: (..., outputs) -> (..., states)."""
