@@ -12,16 +12,21 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BambaConfig,
     CLIPVisionConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
     LlavaNextVideoConfig,
     LlavaOnevisionConfig,
+    Mamba2Config,
     MistralConfig,
+    NemotronHConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -29,6 +34,7 @@ from transformers import (
     Qwen3Config,
     Qwen3VLConfig,
     SiglipVisionConfig,
+    Zamba2Config,
 )
 
 from vision.drafters.network import MSDConfig, MSDNetwork
@@ -63,14 +69,95 @@ TEXT_CONFIGS: dict[str, Any] = {
     "gemma3": lambda: Gemma3TextConfig(**_TEXT, sliding_window=6, query_pre_attn_scalar=12),
 }
 
+_RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"
+_MIXER: dict[str, Any] = dict(
+    mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8
+)
+
+
+def _bamba(**changes: Any) -> BambaConfig:
+    return BambaConfig(**{**_TEXT, **_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes})
+
+
+HYBRID_CONFIGS: dict[str, Any] = {
+    "mamba2": lambda: Mamba2Config(
+        **{**_TEXT, "num_hidden_layers": 3, "head_dim": 16}, num_heads=6, n_groups=2, state_size=8, chunk_size=8
+    ),
+    "bamba": _bamba,
+    # Step sizes are clamped to these limits in a prompt, and not at all where transformers decodes token by token.
+    "bamba-limits": lambda: _bamba(time_step_limit=(0.4, 1.0)),
+    "zamba2": lambda: Zamba2Config(
+        # Attention reads states and embeddings side by side, and its adapters are as wide for keys as for queries. With
+        # wider weights, passes of transformers itself in one go and token by token were measured to be 1e-3 apart.
+        **{**_TEXT, "num_hidden_layers": 5, "head_dim": 24, "num_key_value_heads": 4, "initializer_range": 0.1},
+        layers_block_type=[_RECURRENT, _BOTH, _BOTH, _RECURRENT, _BOTH],
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        adapter_rank=4,
+        use_mem_rope=True,
+        n_mamba_heads=6,
+        mamba_ngroups=2,
+        mamba_d_state=8,
+        chunk_size=8,
+        time_step_min=1e-9,
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **{**_TEXT, "num_hidden_layers": 6},
+        layers_block_type=[_RECURRENT, _ATTENDING, "mlp", _RECURRENT, "moe", _ATTENDING],
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=8,
+        time_step_min=1e-9,
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
+    "falcon_h1": lambda: FalconH1Config(
+        **{**_TEXT, "num_hidden_layers": 3},
+        **{**_MIXER, "mamba_n_groups": 1, "mamba_n_heads": 4},
+        mamba_d_ssm=64,
+        lm_head_multiplier=0.7,
+        embedding_multiplier=1.3,
+        key_multiplier=0.8,
+        ssm_in_multiplier=1.2,
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+    ),
+    "falcon_h1-norm": lambda: FalconH1Config(
+        **_TEXT, **{**_MIXER, "mamba_n_heads": 4}, mamba_d_ssm=64, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **{**_TEXT, "num_hidden_layers": 4},
+        **{**_MIXER, "mamba_n_groups": 1},
+        layer_types=[_RECURRENT, _ATTENDING, _RECURRENT, _ATTENDING],
+        num_local_experts=4,
+        shared_intermediate_size=32,
+        position_embedding_type="rope",
+        logits_scaling=1.5,
+        residual_multiplier=0.8,
+        attention_multiplier=0.3,
+        embedding_multiplier=1.2,
+    ),
+}
+"""Models with Mamba-2 layers: alone, between attention layers, before shared ones (Zamba2), in one layer with attention
+(Falcon-H1); one and two groups."""
+
 
 def text_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return _widen(AutoModelForCausalLM.from_config(TEXT_CONFIGS[name]())).eval()
+    return _widen(AutoModelForCausalLM.from_config((TEXT_CONFIGS | HYBRID_CONFIGS)[name]())).eval()
 
 
 def _widen(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the logits of a random model spread, whatever norm stands before its head."""
+    """Make the logits of a random model spread, whatever norm stands before its head, and states last a while."""
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            module.A_log.data.uniform_(-4, 1)
+            module.dt_bias.data.normal_()
+            module.D.data.normal_()
+            module.conv1d.weight.data.normal_(std=0.5)
+            module.conv1d.bias.data.normal_(std=0.2)
     head = model.get_output_embeddings()
     head.weight.data.normal_(std=0.5)
     return model
@@ -101,6 +188,9 @@ def _qwen_marks() -> dict[str, Any]:
 VISION_CONFIGS: dict[str, Any] = {
     "llava": lambda: LlavaConfig(
         vision_config=_clip(), text_config=LlamaConfig(**_TEXT), image_token_index=IMAGE, image_seq_length=16
+    ),
+    "llava_bamba": lambda: LlavaConfig(
+        vision_config=_clip(), text_config=_bamba(), image_token_index=IMAGE, image_seq_length=16
     ),
     "llava_next": lambda: LlavaNextConfig(
         vision_config=_clip(),
@@ -208,7 +298,7 @@ def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> 
                 add("pixel_values", torch.randn(8 * 4, patch, generator=g))
                 add("image_grid_thw", torch.tensor([[1, 8, 4]]))
                 media += [VISION_START, *[IMAGE] * 8, VISION_END]
-            elif name == "llava":
+            elif name in ("llava", "llava_bamba"):
                 add("pixel_values", torch.randn(1, 3, 16, 16, generator=g))
                 media += [IMAGE] * 16
             else:

@@ -7,6 +7,7 @@ row's end on, and ``attended`` tells which slots of a row hold committed tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,17 +21,27 @@ class TreeCache(Cache):
     """KV cache of one batch of sequences under tree verification.
 
     Args:
-        num_layers: attention layers of the model.
+        num_layers: layers of the model.
         reserve: slots to allocate at first use; more are added by doubling when needed.
         max_length: the model's context limit in tokens; None for no limit.
+        attending: the layers that have keys and values; None means all.
 
     Attributes:
+        attending: as above, in order.
         length: slots in use, i.e. the length of the longest row; forwards write from here on.
         lengths: committed tokens of each row (prompt padding included).
         attended: (batch, slots) bool, committed slots of each row.
     """
 
-    def __init__(self, num_layers: int, *, reserve: int = 512, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        reserve: int = 512,
+        max_length: int | None = None,
+        attending: Sequence[int] | None = None,
+    ) -> None:
+        self.attending = list(range(num_layers) if attending is None else attending)
         self.length = 0
         self.offset = 0
         self.lengths: list[int] = []
@@ -39,7 +50,8 @@ class TreeCache(Cache):
         self.padded = False
         self._storage: Tensor | None = None
         self._attended: Tensor | None = None
-        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
+        place = {layer: place for place, layer in enumerate(self.attending)}
+        super().__init__(layers=[_Layer(self, layer, place.get(layer, -1)) for layer in range(num_layers)])
 
     @property
     def capacity(self) -> int:
@@ -60,11 +72,19 @@ class TreeCache(Cache):
         if self._storage is None or need >= self.capacity:
             slots = max(need + 1, self.reserve if self._storage is None else 2 * self.capacity)
             batch, heads, _, head_dim = like.shape
-            grown = like.new_zeros(2 * len(self.layers), batch, heads, slots, head_dim)
+            grown = like.new_zeros(2 * len(self.attending), batch, heads, slots, head_dim)
             if self._storage is not None:
                 grown[:, :, :, : self.length + self.offset] = self._storage[:, :, :, : self.length + self.offset]
             self._storage = grown
         return self._storage
+
+    def arguments(self, reach: Tensor) -> dict[str, Any]:
+        """What else the decoder's forward is to be given for a pass over nodes, for layers other than attention.
+
+        Args:
+            reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each new node follows.
+        """
+        return {}
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int, device: torch.device) -> None:
         """Keep all ``tokens`` that the prefill wrote; ``attention_mask`` (batch, tokens) marks the padding with 0."""
@@ -80,7 +100,15 @@ class TreeCache(Cache):
             path: (batch, depth) int64, node indices padded with -1; node i stands in slot ``length + i``.
             rows: the same paths as Python lists without padding; an empty one leaves its row as it is.
         """
-        assert self._storage is not None
+        if self.attending:
+            self._keep(path, rows)
+        for row, kept in enumerate(rows):
+            self.lengths[row] += len(kept)
+        self.length = max(self.lengths)
+        self.offset = 0
+        self.padded = self.padded or min(self.lengths) != self.length
+
+    def _keep(self, path: Tensor, rows: list[list[int]]) -> None:
         assert self._attended is not None
         if self._attended.shape[1] < self.capacity:
             extra = self._attended.new_zeros(len(rows), self.capacity - self._attended.shape[1])
@@ -91,10 +119,6 @@ class TreeCache(Cache):
             self._move(path[:, :longest], rows, start)
         for row, kept in enumerate(rows):
             self._attended[row, self.lengths[row] : self.lengths[row] + len(kept)] = True
-            self.lengths[row] += len(kept)
-        self.length = max(self.lengths)
-        self.offset = 0
-        self.padded = self.padded or min(self.lengths) != self.length
 
     def _move(self, path: Tensor, rows: list[list[int]], start: int) -> None:
         storage = self._storage
@@ -112,15 +136,18 @@ class TreeCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length + self.offset
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
 
 class _Layer(CacheLayerMixin):
     """One layer's window into the shared buffer, with the interface that transformers' models expect."""
 
     is_sliding = False
 
-    def __init__(self, cache: TreeCache, index: int) -> None:
+    def __init__(self, cache: TreeCache, index: int, place: int) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        self.cache, self.index, self.place = cache, index, place
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.cache.room(0, key_states)
@@ -136,7 +163,7 @@ class _Layer(CacheLayerMixin):
                 f"layer {self.index} has {tuple(key_states.shape)} and {tuple(value_states.shape)}"
             )
         begin = self.cache.length + self.cache.offset
-        keys, values = storage[2 * self.index], storage[2 * self.index + 1]
+        keys, values = storage[2 * self.place], storage[2 * self.place + 1]
         keys[:, :, begin : begin + count] = key_states
         values[:, :, begin : begin + count] = value_states
         return keys[:, :, : begin + count], values[:, :, : begin + count]

@@ -25,10 +25,10 @@ def tree_mask(
 
     Returns:
         (batch, 1, nodes, slots): bool, or additive for eager attention, which misreads bool masks without a word. One
-        per kind of layer where a model has several. None where a single node attends to everything.
+        per kind of layer where a model has several. None where a single node attends to everything, or nothing attends.
     """
     batch, nodes = reach.shape[:2]
-    if nodes == 1 and tail_depth is None and not cache.padded:
+    if (nodes == 1 and tail_depth is None and not cache.padded) or not cache.attending:
         return None
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
     full = torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]

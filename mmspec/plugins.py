@@ -1,8 +1,10 @@
-"""Targets, drafters, embedded models and commands, found through entry points.
+"""Targets, kinds of layers, drafters, embedded models and commands, found through entry points.
 
 Groups, each line of a package's ``[project.entry-points]`` being ``name = "module:object"``:
 
 - ``mmspec.targets``: adapter classes (see ``TransformersTarget``); the first whose ``supports(config)`` holds is taken.
+- ``mmspec.layers``: classes that let trees pass through layers other than attention (see ``mmspec/layers.py``); the
+  first whose ``supports(config)`` holds for a text configuration is taken.
 - ``mmspec.drafters``: drafter classes, made with the text behind the colon of ``name:argument`` if there is one.
 - ``mmspec.models``: functions that return the folder of an embedded model.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
@@ -53,6 +55,15 @@ def target_class(config: Any) -> Any:
     raise UserError(
         f"no target adapter supports {type(config).__name__}: registered are {', '.join(names('targets')) or 'none'}"
     )
+
+
+def layer_class(config: Any) -> Any | None:
+    """What serves the layers other than attention of models of this text configuration; None where nothing does."""
+    for entry in _entries("layers"):
+        served = entry.load()
+        if served.supports(config):
+            return served
+    return None
 
 
 def _entries(group: str) -> tuple[EntryPoint, ...]:

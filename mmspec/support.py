@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -11,7 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mmspec import attention as tree_attention
+from mmspec import plugins
 from mmspec.errors import UserError
+from mmspec.layers import ATTENTION, TreeLayers
 
 
 def read_whole(auto_class: Any, name: str, config: Any, **options: Any) -> PreTrainedModel:
@@ -48,21 +49,33 @@ def lay_out_for_few_rows(module: nn.Module) -> None:
                 weight.data = weight.data.t().contiguous().t()
 
 
-def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
+def cache_argument(decoder: nn.Module) -> str:
+    """What a decoder's forward calls its cache."""
+    return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
+
+
+def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers | None) -> None:
     """Name what trees cannot pass through exactly; switch attention that takes no 4D mask to one that does.
 
+    Args:
+        layers: what serves the layers other than attention, if anything does.
+
     Raises:
-        UserError: an encoder-decoder, layers other than full or sliding-window attention, or a forward that cannot be
-            told positions, cache or which logits to compute.
+        UserError: an encoder-decoder, layers that nothing serves, or a forward that cannot be told positions, cache or
+            which logits to compute.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or []
-    other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if other:
-        raise UserError(f"layers must be full or sliding-window attention: {name} has {', '.join(other)}")
-    for part, needed in ((model, {"logits_to_keep"}), (model.get_decoder(), {"position_ids", "past_key_values"})):
+    kinds: set[str] = set(getattr(config, "layer_types", None) or ())
+    if other := sorted(kinds - (ATTENTION if layers is None else layers.kinds)):
+        served = ", ".join(plugins.names("layers"))
+        raise UserError(
+            f"layers must be full or sliding-window attention{served and f', or {served}'}: "
+            f"{name} has {', '.join(other)} of another kind"
+        )
+    needs = {"position_ids", "past_key_values"} if layers is None or layers.attends else {"cache_params"}
+    for part, needed in ((model, {"logits_to_keep"}), (model.get_decoder(), needs)):
         accepted = signature(part.forward).parameters
         if lacking := sorted(needed - accepted.keys()):
             raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
@@ -93,7 +106,7 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
 
 
 def logit_scaling(config: Any) -> Any:
-    """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite)."""
+    """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
     cap = getattr(config, "final_logit_softcapping", None)
     if cap:
         return lambda logits: torch.tanh(logits / cap) * cap
@@ -101,4 +114,6 @@ def logit_scaling(config: Any) -> Any:
         return lambda logits: logits * scale
     if scale := getattr(config, "logits_scaling", None):
         return lambda logits: logits / scale
+    if scale := getattr(config, "lm_head_multiplier", None):
+        return lambda logits: logits * scale
     return lambda logits: logits

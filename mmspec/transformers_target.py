@@ -13,8 +13,9 @@ from mmspec import attention
 from mmspec.budget import CostTable
 from mmspec.cache import TreeCache
 from mmspec.errors import UserError
+from mmspec.layers import tree_layers
 from mmspec.masks import tree_mask
-from mmspec.support import logit_scaling, read_whole, refuse_rope_switch, refuse_unsupported
+from mmspec.support import cache_argument, logit_scaling, read_whole, refuse_rope_switch, refuse_unsupported
 from mmspec.target import Prompt, Step
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
@@ -24,7 +25,8 @@ class TransformersTarget:
     """A decoder-only model of transformers as a target; the model's code and weights stay as they are.
 
     Trees enter the decoder as a 4D attention mask over (prefix, tree) with ``position_ids = prefix + depth`` and a
-    ``TreeCache``. Sliding windows go into the mask, so that no layer drops the tree.
+    ``TreeCache``. Sliding windows go into the mask, so that no layer drops the tree. Layers other than attention are
+    served by plug-ins (``mmspec/layers.py``).
 
     Args:
         model: any causal language model; subclasses take multimodal ones.
@@ -41,9 +43,11 @@ class TransformersTarget:
         self.model = model
         self.processor = processor
         self.config = model.config.get_text_config()
-        refuse_unsupported(model, self.config)
+        self._layers = tree_layers(model, self.config)
+        refuse_unsupported(model, self.config, self._layers)
         attention.install(model)
         self.decoder = model.get_decoder()
+        self._cache_argument = cache_argument(self.decoder)
         self._embedding: Any = model.get_input_embeddings()
         self._output: Any = model.get_output_embeddings()
         self._scale_logits = logit_scaling(self.config)
@@ -137,7 +141,7 @@ class TransformersTarget:
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
         refuse_rope_switch(self.config, length, room if batch == 1 else 2 * room)
-        self._cache = TreeCache(self.config.num_hidden_layers, reserve=length + min(room, 4096) + 64)
+        self._cache = self._new_cache(reserve=length + min(room, 4096) + 64)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
             positions = self._prompt_positions(ids, mask)
@@ -145,23 +149,25 @@ class TransformersTarget:
         seen: dict[str, Any] = {}
         handles = [
             self.decoder.register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True),
-            self.decoder.register_forward_hook(lambda _, a, out: seen.update(hidden=out[0])),
+            self.decoder.register_forward_hook(lambda _, a, out: seen.update(hidden=self._in_dtype(out[0]))),
         ]
         try:
             out = self.model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: self._cache},
                 **inputs,
             )
         finally:
             for handle in handles:
                 handle.remove()
         self._cache.commit_prompt(length, mask, batch, ids.device)
-        self._position = self._next_position(prompt, seen.get("position_ids"))
+        # A decoder without attention is not given any.
+        given = seen.get("position_ids") if self._cache.attending else positions
+        self._position = self._next_position(prompt, given)
         self._last_position = (self._position.amax() + room - 1).clamp(min=(self.context_limit or 0) - 1)
         self._tail_depth = None
         logits = out.logits[:, -1:]
@@ -222,10 +228,11 @@ class TransformersTarget:
             input_ids=tokens,
             attention_mask=tree_mask(self.config, self._cache, depth, self._tail_depth, reach, self.model.dtype),
             position_ids=position,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_argument: self._cache},
+            **self._cache.arguments(reach),
         )
-        return out[0]
+        return self._in_dtype(out[0])
 
     def keep_nodes(self, depth: Tensor) -> None:
         """Let the nodes of the last ``forward_nodes`` stand, uncommitted, for further nodes to attend to."""
@@ -244,6 +251,15 @@ class TransformersTarget:
             self._position = self._position + grown[0]
         else:
             self._position = self._position + torch.tensor(grown, device=self._position.device)
+
+    def _in_dtype(self, hidden: Tensor) -> Tensor:
+        """Last hidden states in the precision of the weights: Mamba-2 keeps them in float32."""
+        return hidden.to(self._embedding.weight.dtype)
+
+    def _new_cache(self, reserve: int) -> TreeCache:
+        if self._layers is not None:
+            return self._layers.cache(reserve)
+        return TreeCache(self.config.num_hidden_layers, reserve=reserve)
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length); None lets the model compute its own."""

@@ -1,0 +1,235 @@
+"""The cache of a model with Mamba-2 layers: their states beside the keys and values of its attention layers.
+
+A pass over a tree reads the states and changes nothing. It keeps what entered each layer's convolution and each node's
+step sizes; a commit runs the convolution once more along the accepted path, which gives what the scan was fed there,
+and lets the states absorb it. So a node costs its convolution's inputs, not a state.
+
+Axes beside the usual ones: ``layers`` counts the recurrent layers only, ``channels`` are those of the convolution: x, B
+and C side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.cache import TreeCache
+from mmspec.errors import UserError
+from ssm.ops import commit_conv, commit_scan, conv_window, tree_conv, tree_scan
+
+STATES = "tree_states"
+"""The keyword argument of a decoder's forward that hands a ``StateCache`` to its mixers."""
+
+_AT_ONCE = 1 << 18
+"""Entries of the convolution along paths that a commit works on at a time: more layers together mean fewer calls, fewer
+mean less memory."""
+
+
+@dataclass
+class _Tree:
+    """The nodes of the pass under way."""
+
+    ancestors: Tensor  # (batch, nodes, nodes) bool
+    window: Tensor  # (batch, nodes, width), see conv_window
+    scanned: int = 0  # layers that have scanned it
+
+
+@dataclass
+class _Mixers:
+    """What the mixers hand over beside states and inputs, the same at every pass; one entry per layer."""
+
+    weight: list[Tensor]  # (channels, width)
+    bias: list[Tensor | None]  # (channels,)
+    a: list[Tensor]  # (heads,)
+    activation: str | None = None
+    groups: int = 1
+
+    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Weights (layers, channels, width), biases (layers, channels) or None, and A (layers, heads)."""
+        bias = [b for b in self.bias if b is not None]
+        return torch.stack(self.weight), torch.stack(bias) if bias else None, torch.stack(self.a)
+
+
+class StateCache(TreeCache):
+    """Cache of one batch of sequences of a model with Mamba-2 layers. See ``TreeCache``.
+
+    Args:
+        num_layers: layers of the model.
+        recurrent: the layers that have a state.
+        attending: the layers that have keys and values; a layer may have both.
+        reserve: slots to allocate for keys and values.
+    """
+
+    def __init__(self, num_layers: int, recurrent: Sequence[int], *, attending: Sequence[int], reserve: int) -> None:
+        super().__init__(num_layers, reserve=reserve, attending=attending)
+        self._place = {layer: place for place, layer in enumerate(recurrent)}
+        nothing: list[Any] = [None] * len(recurrent)
+        self._mixers = _Mixers(nothing[:], nothing[:], nothing[:])
+        self._stacked: tuple[Tensor, Tensor | None, Tensor] | None = None
+        self._conv: Tensor | None = None  # (layers, batch, channels, width - 1)
+        self._state: Tensor | None = None  # (layers, batch, heads, head_dim, state) float32
+        self._inputs: Tensor | None = None  # (layers, batch, nodes, channels)
+        self._dt: Tensor | None = None  # (layers, batch, nodes, heads) float32
+        self._tree: _Tree | None = None
+        self._current = 0  # the layer whose mixer is running: its convolution and scan are not told
+
+    # ------------------------------------------------------------------ what transformers' mixers ask
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        # Else a mixer would take its own path for one token, which changes the state in place.
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 4, **options: Any
+    ) -> Tensor:
+        """Keep the last inputs of the prompt, (batch, channels, tokens); under a tree, note which layer is running."""
+        place = self._current = self._place[layer_idx]
+        if self._tree is None:
+            width = conv_kernel_size - 1
+            if self._conv is None:
+                batch, channels, _ = conv_states.shape
+                self._conv = conv_states.new_zeros(len(self._place), batch, channels, width)
+            last = conv_states[:, :, -width:]
+            self._conv[place, :, :, width - last.shape[2] :] = last
+        return conv_states
+
+    def update_recurrent_state(  # type: ignore[override]
+        self, recurrent_states: Tensor | None, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> None:
+        """Keep the state behind the prompt, (batch, heads, head_dim, state); a pass over a tree has none to keep."""
+        if recurrent_states is None:
+            return
+        if self._state is None:
+            shape = (len(self._place), *recurrent_states.shape)
+            self._state = recurrent_states.new_zeros(shape, dtype=torch.float32)
+        self._state[self._place[layer_idx]] = recurrent_states
+
+    # ------------------------------------------------------------------ a pass over a tree
+
+    def arguments(self, reach: Tensor) -> dict[str, Any]:
+        nodes, slots = reach.shape[1:]
+        if slots != nodes:
+            raise UserError(
+                "a tree must pass through Mamba-2 layers as a whole: "
+                f"got {nodes} nodes behind {slots - nodes} that are not committed"
+            )
+        assert self._conv is not None, "the prompt comes first"
+        index = torch.arange(nodes, device=reach.device)
+        # The parent is the last ancestor but the node itself, as parents stand before their children.
+        parents = torch.where(reach.tril(-1), index, -1).amax(-1)
+        self._tree = _Tree(reach, conv_window(parents, self._conv.shape[3] + 1))
+        return {STATES: self}
+
+    def conv(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, **options: Any
+    ) -> Tensor:
+        """In place of ``causal_conv1d_fn``: (batch, channels, nodes) in and out."""
+        assert self._tree is not None
+        assert self._conv is not None
+        place, x = self._current, hidden_states.transpose(1, 2)
+        self._mixers.weight[place], self._mixers.bias[place] = weight, bias
+        self._mixers.activation = activation
+        self._inputs, inputs = self._noted(self._inputs, x)
+        return tree_conv(inputs, self._conv[place], weight, bias, self._tree.window, activation).transpose(1, 2)
+
+    def scan(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        chunk_size: int | None = None,
+        D: Tensor | None = None,  # noqa: N803
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """In place of ``mamba2_chunk_scan``: (batch, nodes, heads, head_dim) in and out, and no state to keep yet.
+
+        Step sizes are not clamped to ``dt_limit``: transformers clamps them in prompts, and not when it decodes.
+        """
+        assert self._tree is not None
+        assert self._state is not None
+        place = self._current
+        self._mixers.a[place], self._mixers.groups = A, B.shape[2]
+        dt = dt.float() if dt_bias is None else dt.float() + dt_bias
+        self._dt, dt = self._noted(self._dt, torch.nn.functional.softplus(dt) if dt_softplus else dt)
+        y = tree_scan(hidden_states, dt, A, B, C, D, self._state[place], self._tree.ancestors)
+        self._tree.scanned += 1
+        return y.contiguous(), None
+
+    def _noted(self, kept: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep (batch, nodes, ...) of the current layer until the commit; the storage, and the copy in it."""
+        if kept is None or kept.shape[2] < new.shape[1]:
+            kept = new.new_empty(len(self._place), *new.shape)
+        copy = kept[self._current, :, : new.shape[1]]
+        copy.copy_(new)
+        return kept, copy
+
+    # ------------------------------------------------------------------ the accepted path
+
+    def commit(self, path: Tensor, rows: list[list[int]]) -> None:
+        super().commit(path, rows)
+        longest = max(map(len, rows))
+        if longest:
+            if self._tree is None or self._tree.scanned != len(self._place):
+                found = 0 if self._tree is None else self._tree.scanned
+                raise RuntimeError(f"the tree must pass every Mamba-2 layer: {found} of {len(self._place)} saw it")
+            self._absorb(path[:, :longest])
+        self._tree = None
+
+    def _absorb(self, path: Tensor) -> None:
+        """Take the nodes of each row's path, (batch, depth) padded with -1, into the states."""
+        assert self._conv is not None
+        assert self._state is not None
+        assert self._inputs is not None
+        assert self._dt is not None
+        if self._stacked is None:
+            self._stacked = self._mixers.stacked()
+        weight, bias, a = self._stacked
+        (batch, depth), (channels, width), groups = path.shape, weight.shape[1:], self._mixers.groups
+        heads, head_dim, size = self._state.shape[2:]
+        shares = [heads * head_dim, groups * size, groups * size]  # of the channels: x, B, C
+        step = torch.arange(depth, device=path.device)
+        chain = torch.where(path >= 0, step, -1)
+        window = (step[:, None] + torch.arange(width, device=path.device)).expand(batch, -1, -1)
+        at = torch.arange(batch, device=path.device)[:, None], path.clamp(min=0)
+        for part, layers in self._parts(batch, depth * channels):
+            inputs = _folded(self._inputs[part][:, *at])
+            conv = self._conv[part].view(batch, layers * channels, -1)
+            taps, shift = weight[part].flatten(0, 1), None if bias is None else bias[part].flatten()
+            y = tree_conv(inputs, conv, taps, shift, window, self._mixers.activation)
+            x, b, _ = y.view(batch, depth, layers, channels).split(shares, dim=-1)
+            commit_scan(
+                x.reshape(batch, depth, layers * heads, head_dim),
+                _folded(self._dt[part][:, *at]),
+                a[part].flatten(),
+                b.reshape(batch, depth, layers * groups, size),
+                self._state[part].view(batch, layers * heads, head_dim, size),
+                chain,
+            )
+            commit_conv(inputs, conv, chain)
+
+    def _parts(self, batch: int, entries: int) -> Iterator[tuple[slice, int]]:
+        """Layers to work on together, ``entries`` each: side by side like so many heads, which needs a single row."""
+        layers = len(self._place)
+        together = max(1, _AT_ONCE // entries) if batch == 1 else 1
+        for start in range(0, layers, together):
+            stop = min(start + together, layers)
+            yield slice(start, stop), stop - start
+
+
+def _folded(x: Tensor) -> Tensor:
+    """(layers, batch, depth, n) -> (batch, depth, layers * n)"""
+    return x.permute(1, 2, 0, 3).flatten(2)
