@@ -98,7 +98,7 @@ class Budget:
         return self.remaining > 0 and self.nodes > 0
 
     def deeper(self, gain: float) -> bool:
-        """Whether one more pass of the drafter, expected to add ``gain`` tokens to this step, pays."""
+        """Whether one more level of the tree, expected to add ``gain`` tokens to this step, pays."""
         return True
 
     def take(self, gains: Sequence[Sequence[float]]) -> int:
@@ -129,7 +129,7 @@ class AdaptiveBudget(Budget):
         self._cost = [cost(batch * cost.width(n, batch)) for n in range(1, nodes + 2)]
         self._scale = 1.0  # measured over calibrated seconds: the prefix grows, machines slow down
         self._draft = 0.0  # seconds of drafting per step
-        self._passes, self._pass_seconds = 1, 0.0
+        self._levels, self._level_seconds = 1, 0.0
         self._tokens, self._seconds = float(batch), self._cost[0]  # of late: their ratio is what time is worth
         self._accepted = [0.0] * _BINS
         self._seen = [0.0] * _BINS
@@ -148,15 +148,15 @@ class AdaptiveBudget(Budget):
         self._account = (_CREDIT + max(_CREDIT, 0.5 * self._record)) * self._cost[0] * self._scale + self._draft
 
     def drafts(self) -> bool:
-        self._passes = 1
+        self._levels = 1
         self._steps += 1
         if self._in_vain >= _PATIENCE and self._steps % _RETRY:
             return False
         return super().drafts() and self._account > self._extra(1) + self._draft
 
     def deeper(self, gain: float) -> bool:
-        pays = gain * self._seconds / self._tokens > self._pass_seconds
-        self._passes += pays
+        pays = gain * self._seconds / self._tokens > self._level_seconds
+        self._levels += pays
         return pays
 
     def take(self, gains: Sequence[Sequence[float]]) -> int:
@@ -184,7 +184,7 @@ class AdaptiveBudget(Budget):
         if draft_seconds > 0:
             drafted = draft_seconds if not self._draft else min(draft_seconds, 3 * self._draft)
             self._draft += (0.2 if self._draft else 1.0) * (drafted - self._draft)
-            self._pass_seconds = self._draft / self._passes
+            self._level_seconds = self._draft / self._levels
         spent = calibrated * self._scale + (self._draft if draft_seconds > 0 else 0.0)
         emitted = sum(map(len, paths))
         self._tokens = _FADE * self._tokens + emitted

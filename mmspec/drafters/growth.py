@@ -67,7 +67,6 @@ def grow_tree(
     *,
     depth: int | None = None,
     nodes: int | None = None,
-    stride: int = 1,
 ) -> TokenTree:
     """Grow one tree per row and cut it to the budget: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
 
@@ -83,19 +82,15 @@ def grow_tree(
         budget: bounds depth and size.
         top_k: nodes extended per level.
         depth, nodes: bounds of the drafter's own.
-        stride: levels that one pass of the drafter gives; the budget is asked before each pass but the first.
     """
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
     tokens, scores, parents = [first[0]], [first[1]], []
     beam_score, beam = first[1].topk(min(top_k, first[1].shape[1]), dim=1)
     beam_token, beam_node, origin, seen = first[0].gather(1, beam), beam + 1, torch.zeros_like(beam), first[0].shape[1]
-    mass = 1.0
-    for level in range(1, deepest):
-        if level % stride == 0:
-            before, mass = mass, float(beam_score.exp().sum()) / batch
-            if not budget.deeper(_gain(mass, before, stride, min(stride, deepest - level))):
-                break
+    for _ in range(1, deepest):
+        if not budget.deeper(float(beam_score.exp().sum()) / batch):
+            break
         child, log_prob = extend(beam_token, origin)
         score = (beam_score[:, :, None] + log_prob).flatten(1)
         children = child.shape[2]
@@ -110,15 +105,6 @@ def grow_tree(
     if parents:
         above = torch.cat([above, torch.cat(parents, 1).repeat_interleave(child.shape[2], dim=1)], dim=1)
     return _keep_best(token, torch.cat(tokens, 1), above, torch.cat(scores, 1), budget, most)
-
-
-def _gain(mass: float, before: float, stride: int, levels: int) -> float:
-    """Tokens that a pass of so many levels may add: the beam's mass, falling from level to level as it fell over the
-    ``stride`` levels of the pass before, from ``before`` to ``mass``."""
-    if levels == 1:
-        return mass
-    kept = min(1.0, mass / before) ** (1 / stride) if before > 0.0 else 0.0
-    return mass * sum(kept**level for level in range(levels))
 
 
 class Reach:

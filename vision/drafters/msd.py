@@ -165,8 +165,7 @@ class MSD:
         self._absorb()
         first = self.children(self._root)
         levels = Levels(self, self._root)
-        size = {"depth": self.depth, "nodes": self.total_tokens, "stride": self.network.config.slots}
-        tree = grow_tree(token, first, levels.extend, budget, self.top_k, **size)
+        tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
         return tree
 
@@ -254,15 +253,7 @@ def network_from(shape: MSDConfig, tensors: dict[str, Tensor], folder: Path) -> 
     """
     with torch.device("meta"):
         network = MSDNetwork(shape)
-    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    received = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | received.keys()):
-        if expected.get(name) != received.get(name):
-            raise UserError(
-                f"{folder}: expected {name} {expected.get(name, 'not to be there')}, "
-                f"received {received.get(name, 'none')}"
-            )
-    network.load_state_dict(tensors, assign=True)
+    checkpoint.load_exactly(network, tensors, folder)
     return network
 
 
