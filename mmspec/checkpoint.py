@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.errors import UserError
 
@@ -50,6 +50,26 @@ def read(folder: Path, names: set[str] | None = None) -> tuple[dict[str, Any], d
         received = ", ".join(sorted(tensors)) or "none"
         raise UserError(f"{folder}: expected the tensors {', '.join(sorted(names))}, received {received}")
     return config, tensors
+
+
+def load_exactly(network: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Give a network these tensors, in its own tensors' place; it may lie on the meta device.
+
+    Args:
+        folder: where they were read, for the message.
+
+    Raises:
+        UserError: a tensor is missing, unknown or of another shape.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    received = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | received.keys()):
+        if expected.get(name) != received.get(name):
+            raise UserError(
+                f"{folder}: expected {name} {expected.get(name, 'not to be there')}, "
+                f"received {received.get(name, 'none')}"
+            )
+    network.load_state_dict(tensors, assign=True)
 
 
 def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:

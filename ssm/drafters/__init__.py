@@ -1,0 +1,1 @@
+"""Drafters that are state-space models."""

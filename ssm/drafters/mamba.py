@@ -1,0 +1,157 @@
+"""A small Mamba-2 of the target's vocabulary as drafter: it reads tokens only, and its state stays one size.
+
+Each step it absorbs the tokens emitted since the last one, once, then grows a tree (``grow_tree``) in which every node
+of a beam carries a state of its own, taken from its parent's. The state behind what was emitted is never touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mmspec import checkpoint
+from mmspec.budget import Budget
+from mmspec.drafters.growth import grow_tree
+from mmspec.errors import UserError
+from mmspec.support import lay_out_for_few_rows
+from mmspec.target import Prompt, Step, Target
+from mmspec.tree import TokenTree
+from mmspec.verify import Verdict
+from ssm.drafters.network import MambaConfig, MambaNetwork, State
+
+
+class Mamba:
+    """Drafter for any target of the vocabulary that its network was trained for. Image placeholders are tokens to it.
+
+    Args:
+        network: the trained network; it is moved to the target's device, and stays in float32.
+        draft_ids: (n,) int64, the tokens that may be drafted; None allows all. A smaller head costs less.
+        top_k: nodes extended per level, and children per node.
+        depth: levels of the tree below its root.
+        total_tokens: drafted nodes at most.
+        verifier: the target that it was trained for, as checkpoints name it.
+    """
+
+    name: ClassVar[str] = "mamba"  # as registered
+
+    def __init__(
+        self,
+        network: MambaNetwork,
+        draft_ids: Tensor | None = None,
+        *,
+        top_k: int = 8,
+        depth: int = 6,
+        total_tokens: int = 40,
+        verifier: dict[str, Any] | None = None,
+    ) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.draft_ids = draft_ids
+        self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
+        self.verifier = verifier
+        self._head = torch.empty(0)  # (draft tokens, hidden)
+        self._history: list[list[int]] = []
+        self._absorbed: list[int] = []  # tokens of each row's history that the state has absorbed
+        self._state: State = ()  # of each row, behind them
+        self._root = torch.empty(0)  # (batch, hidden) what they say of the next token
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Self:
+        """Read what ``save`` wrote; raises ``UserError`` where it is damaged."""
+        config, tensors = checkpoint.read(folder)
+        try:
+            shape = MambaConfig(**config["network"])
+            settings = {name: config[name] for name in ("top_k", "depth", "total_tokens", "verifier")}
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder}: expected the settings of a drafter {cls.name}, received {error}") from error
+        draft_ids = tensors.pop("draft_ids", None)
+        with torch.device("meta"):
+            network = MambaNetwork(shape)
+        checkpoint.load_exactly(network, tensors, folder)
+        return cls(network, draft_ids, **settings)
+
+    def save(self, folder: Path, target: Any) -> None:
+        """Write a drafter checkpoint for ``target``."""
+        tensors = dict(self.network.state_dict())
+        if self.draft_ids is not None:
+            tensors["draft_ids"] = self.draft_ids
+        settings = {name: getattr(self, name) for name in ("top_k", "depth", "total_tokens")}
+        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
+
+    def attach(self, target: Target) -> None:
+        if self.verifier is not None:
+            checkpoint.check_verifier(self.verifier, target)
+        config: Any = getattr(target, "config", None)
+        ours, theirs = self.network.config.vocab_size, getattr(config, "vocab_size", None)
+        if theirs is not None and ours != theirs:
+            raise UserError(
+                f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}"
+            )
+        self.network.to(target.device, torch.float32)
+        lay_out_for_few_rows(self.network)
+        if self.draft_ids is not None:
+            self.draft_ids = self.draft_ids.to(target.device)
+        self._head = self.network.head_rows(self.draft_ids)
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        rows = prompt.input_ids.tolist()
+        if prompt.attention_mask is not None:
+            keep = prompt.attention_mask.tolist()
+            rows = [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
+        self._state = self.network.begin(len(rows))
+        self._root = self._state[0][0].new_zeros(len(rows), self.network.config.hidden_size)
+        self._absorb(rows)
+        self._history = history
+        self._absorbed = [len(row) - 1 for row in history]
+
+    @torch.inference_mode()
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        self._absorb([row[done:] for row, done in zip(self._history, self._absorbed, strict=True)])
+        self._absorbed = [len(row) for row in self._history]
+        state, width = self._state, 1
+
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal state, width
+            above = origin
+            if len(beam) > 1:
+                above = origin + width * torch.arange(len(beam), device=beam.device)[:, None]
+            above = above.flatten()
+            taken = tuple((window.index_select(0, above), s.index_select(0, above)) for window, s in state)
+            hidden, state = self.network.step(beam.flatten(), taken)
+            width = beam.shape[1]
+            tokens, scores = self._children(hidden)
+            return tokens.view(*beam.shape, -1), scores.view(*beam.shape, -1)
+
+        size = {"depth": self.depth, "nodes": self.total_tokens}
+        return grow_tree(token, self._children(self._root), extend, budget, self.top_k, **size)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """Accepted tokens are absorbed when the next tree is asked for."""
+
+    def _absorb(self, rows: list[list[int]]) -> None:
+        """Take in new tokens of each row; ``_root`` becomes what they say of the next one."""
+        lengths = [len(row) for row in rows]
+        longest, device = max(lengths), self._root.device
+        if longest == 0:
+            return
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        if min(lengths) == longest:
+            hidden, self._state = self.network(tokens, None, self._state)
+            self._root = hidden[:, -1]
+            return
+        ends = torch.tensor(lengths, device=device)
+        keep = torch.arange(longest, device=device) < ends[:, None]
+        hidden, self._state = self.network(tokens, keep, self._state)
+        last = hidden[torch.arange(len(rows), device=device), (ends - 1).clamp(min=0)]
+        # A row that has finished has nothing new.
+        self._root = torch.where(ends[:, None] > 0, last, self._root)
+
+    def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens behind states, (rows, hidden), and their log probabilities: (rows, top_k) each."""
+        log_probs = torch.nn.functional.linear(hidden, self._head).log_softmax(-1)
+        best, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
+        return tokens if self.draft_ids is None else self.draft_ids[tokens], best

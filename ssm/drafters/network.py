@@ -1,0 +1,212 @@
+"""A small Mamba-2 language model (arXiv 2405.21060) that drafts for a larger model of the same vocabulary.
+
+Each layer, with u its normed input: ``z, x, B, C, dt = in_proj(u)``; x, B and C pass a short causal convolution; then,
+in each head, ``S_t = exp(dt_t A) S_{t-1} + B_t (x) dt_t x_t`` and ``y_t = C_t S_t + D x_t``; and ``out_proj(norm(y *
+silu(z)))`` is added to the stream. B and C are shared by all heads, ``in_proj`` has a bias in place of those of dt and
+of the convolution, and norms are layer norms, which take one kernel where RMS norms take four.
+
+Whole sequences are read in chunks whose inside is computed as attention with decays (the paper's section 6), so that a
+prompt takes few kernels; drafting advances one token per node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CHUNK = 64
+"""Tokens that are read at once."""
+
+State = tuple[tuple[Tensor, Tensor], ...]
+"""Of each layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim)."""
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """The shape of a drafter.
+
+    Attributes:
+        vocab_size: the target's.
+        hidden_size: of the residual stream; embeddings serve as the head too.
+        layers: in sequence.
+        heads, head_dim: of each layer's scan; their product is the inner width.
+        state: of each channel.
+        window: tokens that the convolution sees, its own included.
+        norm_eps: of all norms.
+    """
+
+    vocab_size: int
+    hidden_size: int = 128
+    layers: int = 1
+    heads: int = 8
+    head_dim: int = 32
+    state: int = 32
+    window: int = 4
+    norm_eps: float = 1e-5
+
+    @property
+    def inner(self) -> int:
+        """Channels of the scan."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.state
+
+
+class MambaLayer(nn.Module):
+    """One layer; see the module."""
+
+    def __init__(self, config: MambaConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        self.norm = nn.LayerNorm(c.hidden_size, c.norm_eps)
+        self.in_proj = nn.Linear(c.hidden_size, c.inner + c.channels + c.heads)
+        self.conv = nn.Parameter(torch.empty(c.window, 1, c.channels).uniform_(-1, 1) / math.sqrt(c.window))
+        self.a_log = nn.Parameter(torch.empty(c.heads).uniform_(1, 16).log())
+        self.d = nn.Parameter(torch.ones(c.heads, 1))
+        self.gated_norm = nn.LayerNorm(c.inner, c.norm_eps)
+        self.out_proj = nn.Linear(c.inner, c.hidden_size, bias=False)
+        with torch.no_grad():
+            self.in_proj.bias.zero_()
+            # Steps of 0.001 to 0.1, as in the paper's code: softplus of the bias.
+            steps = torch.exp(torch.empty(c.heads).uniform_(math.log(1e-3), math.log(1e-1)))
+            self.in_proj.bias[-c.heads :] = steps + torch.log(-torch.expm1(-steps))
+
+    def project(self, x: Tensor) -> Tensor:
+        """(..., hidden) -> (..., inner + channels + heads): z, the convolution's input, dt before its softplus."""
+        return self.in_proj(self.norm(x))
+
+    def read(
+        self, projected: Tensor, keep: Tensor | None, lengths: list[int], state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Read a sequence behind a state; what it adds to the stream, (batch, length, hidden), and the state behind it.
+
+        Args:
+            projected: (batch, length, ...), see ``project``.
+            keep: (batch, length) bool, False behind a row's end; None keeps all.
+            lengths: of the rows.
+            state: see ``State``.
+        """
+        c, (window, s) = self.config, state
+        z, inputs, dt = projected.split([c.inner, c.channels, c.heads], dim=-1)
+        seen = torch.cat([window, inputs], dim=1)
+        length = inputs.shape[1]
+        convolved = torch.stack([seen[:, k : k + length] * self.conv[k] for k in range(c.window)]).sum(0)
+        x, b, read = F.silu(convolved).split([c.inner, c.state, c.state], dim=-1)
+        x = x.unflatten(-1, (c.heads, c.head_dim))
+        dt = F.softplus(dt.float())
+        if keep is not None:
+            dt = dt * keep[..., None]  # a step of length 0 changes nothing
+        parts = []
+        for at in range(0, length, CHUNK):
+            piece = slice(at, at + CHUNK)
+            y, s = self._chunk(x[:, piece].float(), b[:, piece].float(), read[:, piece].float(), dt[:, piece], s)
+            parts.append(y)
+        y = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(z.dtype) + self.d * x
+        return self._out(y.flatten(2), z), (_tails(seen, lengths, c.window - 1), s)
+
+    def step(self, projected: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Advance every row by one token; what that adds to the stream, (rows, hidden), and the states behind.
+
+        Args:
+            projected: (rows, ...), see ``project``.
+            state: see ``State``; S is overwritten.
+        """
+        c, (window, s) = self.config, state
+        z, inputs, dt = projected.split([c.inner, c.channels, c.heads], dim=-1)
+        seen = torch.cat([window, inputs[:, None]], dim=1)
+        convolved = F.silu((seen * self.conv[:, 0]).sum(1))
+        x, b, read = convolved.split([c.inner, c.state, c.state], dim=-1)
+        x, dt = x.unflatten(-1, (c.heads, c.head_dim)), F.softplus(dt)[..., None]
+        s.mul_(torch.exp(dt * self._a)[:, None]).addcmul_(b[:, :, None, None], (dt * x)[:, None])
+        y = torch.bmm(read[:, None], s.flatten(2))[:, 0].view_as(x)
+        return self._out(torch.addcmul(y, x, self.d).flatten(1), z), (seen[:, 1:], s)
+
+    @property
+    def _a(self) -> Tensor:
+        return -self.a_log.exp()[:, None]
+
+    def _out(self, y: Tensor, z: Tensor) -> Tensor:
+        return self.out_proj(self.gated_norm(y * F.silu(z)))
+
+    def _chunk(self, x: Tensor, b: Tensor, read: Tensor, dt: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Scan of a chunk: y without D x, (batch, length, heads, head_dim), and S behind it."""
+        length = x.shape[1]
+        decay = (dt * self._a[:, 0]).cumsum(1).transpose(1, 2)  # (batch, heads, length)
+        between = decay[..., :, None] - decay[..., None, :]
+        ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = between.masked_fill(ahead, -torch.inf).exp() * (read @ b.transpose(1, 2))[:, None]
+        fed = (dt[..., None] * x).transpose(1, 2)  # (batch, heads, length, head_dim)
+        before = (read @ s.flatten(2)).unflatten(-1, s.shape[2:]).transpose(1, 2)
+        y = weights @ fed + decay.exp()[..., None] * before
+        left = (decay[..., -1:] - decay).exp()[..., None] * fed
+        added = b.transpose(1, 2) @ left.transpose(1, 2).flatten(2)
+        s = decay[..., -1].exp()[:, None, :, None] * s + added.view_as(s)
+        return y.transpose(1, 2), s
+
+
+class MambaNetwork(nn.Module):
+    """Embedding, layers, a norm; the embeddings are the head too."""
+
+    def __init__(self, config: MambaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        nn.init.normal_(self.embed.weight, std=config.hidden_size**-0.5)
+        self.layers: Any = nn.ModuleList(MambaLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+    def begin(self, rows: int) -> State:
+        """The state before any token."""
+        c, weight = self.config, self.embed.weight
+        window = weight.new_zeros(rows, c.window - 1, c.channels)
+        s = torch.zeros(rows, c.state, c.heads, c.head_dim, device=weight.device)
+        return tuple((window, s) for _ in range(c.layers))
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
+        """Read sequences.
+
+        Args:
+            tokens: (batch, length) int64.
+            keep: (batch, length) bool, False at the padding behind a row's end; None keeps all.
+            state: behind which to read; by default that before any token.
+
+        Returns:
+            Hidden states for ``head``, (batch, length, hidden), meaningless at padding, and the state behind each row.
+        """
+        lengths = [tokens.shape[1]] * len(tokens) if keep is None else keep.sum(1).tolist()
+        state = self.begin(len(tokens)) if state is None else state
+        x, after = self.embed(tokens), []
+        for layer, before in zip(self.layers, state, strict=True):
+            added, new = layer.read(layer.project(x), keep, lengths, before)
+            x = x + added
+            after.append(new)
+        return self.norm(x), tuple(after)
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """One token per row, (rows,) int64: hidden states for ``head``, (rows, hidden), and the new state; S of the old
+        one is overwritten."""
+        x, after = self.embed(tokens), []
+        for layer, before in zip(self.layers, state, strict=True):
+            added, new = layer.step(layer.project(x), before)
+            x = x + added
+            after.append(new)
+        return self.norm(x), tuple(after)
+
+    def head_rows(self, ids: Tensor | None) -> Tensor:
+        """The weight of the head for some tokens, (n,) int64, or for all: (n, hidden)."""
+        return self.embed.weight if ids is None else self.embed.weight[ids]
+
+
+def _tails(seen: Tensor, lengths: list[int], count: int) -> Tensor:
+    """The last ``count`` entries of each row, whose first ``count`` are what was there before."""
+    if min(lengths) == max(lengths):
+        return seen[:, lengths[0] : lengths[0] + count]
+    return torch.stack([row[length : length + count] for row, length in zip(seen, lengths, strict=True)])

@@ -1,0 +1,278 @@
+"""The mamba drafter says what its network says token by token, whatever was accepted before."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from eval.tiny_models import VOCAB, text_inputs, vision_inputs
+from mmspec import SamplingParams, UserError, plugins
+from mmspec.budget import Budget
+from mmspec.engine import decode
+from mmspec.loading import make_drafter
+from mmspec.sampling import Sampler
+from mmspec.stopping import Stopper
+from mmspec.transformers_target import TransformersTarget
+from ssm.drafters import network as networks
+from ssm.drafters.mamba import Mamba
+from ssm.drafters.network import MambaConfig, MambaNetwork
+from tests.targets import prompt_of
+from tests.tiny import root_path, shared_model, valid_nodes
+
+SHAPE = MambaConfig(VOCAB, hidden_size=24, layers=2, heads=3, head_dim=4, state=5, window=4)
+
+
+def random_network(seed=0, **changes):
+    torch.manual_seed(seed)
+    network = MambaNetwork(MambaConfig(**{**vars(SHAPE), **changes}))
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.4)
+        else:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return network
+
+
+@torch.no_grad()
+def plain_states(network, tokens):
+    """Hidden states behind each token of a row, (length, hidden): one token after the other."""
+    c, stream = network.config, network.embed.weight[torch.tensor(tokens)]
+    for layer in network.layers:
+        s = torch.zeros(c.heads, c.head_dim, c.state)
+        inputs, outs = [], []
+        for u in stream:
+            mean, spread = u.mean(), u.var(unbiased=False)
+            normed = (u - mean) / (spread + c.norm_eps).sqrt() * layer.norm.weight + layer.norm.bias
+            p = layer.in_proj.weight @ normed + layer.in_proj.bias
+            z, dt = p[: c.inner], p[-c.heads :]
+            inputs.append(p[c.inner : -c.heads])
+            past = [inputs[-1 - k] if k < len(inputs) else torch.zeros(c.channels) for k in range(c.window)]
+            conv = sum(w * layer.conv[c.window - 1 - k, 0] for k, w in enumerate(past))
+            conv = conv / (1 + (-conv).exp())
+            x, b, read = conv[: c.inner], conv[c.inner : c.inner + c.state], conv[c.inner + c.state :]
+            x = x.view(c.heads, c.head_dim, 1)
+            step = (1 + dt.exp()).log()[:, None, None]
+            s = (-step * layer.a_log.exp()[:, None, None]).exp() * s + step * x * b
+            y = (s @ read + layer.d * x[..., 0]).flatten()
+            y = y * z / (1 + (-z).exp())
+            y = (y - y.mean()) / (y.var(unbiased=False) + c.norm_eps).sqrt()
+            outs.append(u + layer.out_proj.weight @ (y * layer.gated_norm.weight + layer.gated_norm.bias))
+        stream = torch.stack(outs)
+    return F.layer_norm(stream, (c.hidden_size,), network.norm.weight, network.norm.bias, c.norm_eps)
+
+
+def plain_next(drafter, tokens):
+    """Probabilities of the token behind a row's, from nothing."""
+    logits = drafter.network.embed.weight @ plain_states(drafter.network, tokens)[-1]
+    if drafter.draft_ids is not None:
+        forbidden = torch.ones(VOCAB, dtype=torch.bool)
+        forbidden[drafter.draft_ids] = False
+        logits[forbidden] = -torch.inf
+    return logits.softmax(-1)
+
+
+class Watched(Budget):
+    """Notes what it is shown; some steps are not drafted at all."""
+
+    def __init__(self, nodes, skip):
+        super().__init__(nodes, depth=4)
+        self.skip, self.step, self.shown = skip, 0, None
+
+    def drafts(self):
+        self.step += 1
+        return super().drafts() and self.step not in self.skip
+
+    def take(self, gains):
+        self.shown = gains
+        return super().take(gains)
+
+
+def check(model, inputs, drafter, *, nodes=7, skip=(), new=12, params=None):
+    """Decode; every node of every tree must have the probability of the plain loop, every output token be right."""
+    target = plugins.target_class(model.config)(model)
+    drafter.attach(target)
+    budget, trees = Watched(nodes, skip), []
+    propose = drafter.propose
+    drafter.propose = lambda token, b: trees.append((propose(token, b), budget.shown)) or trees[-1][0]
+    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
+    prompt = prompt_of(inputs)
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    said = [[] for _ in rows]
+    lengths = Counter()
+    for state in decode(target, drafter, prompt, sampler, Stopper(new, eos_token_ids=[]), budget):
+        if trees:
+            tree, shown = trees.pop()
+            for b, row in enumerate(rows):
+                if len(said[b]) == new:
+                    continue  # finished: what is drafted for it is not looked at
+                assert int(tree.tokens[b, 0]) == said[b][-1]
+                gains, ahead = {0: 1.0}, {}
+                for node in valid_nodes(tree, b)[1:]:
+                    *above, token = [int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]]
+                    parent = int(tree.parents[b, node])
+                    if parent not in ahead:
+                        ahead[parent] = plain_next(drafter, row + said[b] + above)
+                    gains[node] = gains[parent] * float(ahead[parent][token])
+                    assert shown[b][node - 1] == pytest.approx(gains[node], rel=2e-3, abs=1e-6)
+        for b, r in enumerate(state):
+            said[b] += r.emitted if said[b] != r.token_ids else []
+            lengths[len(r.emitted)] += 1
+    if params is None:
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert said == ids[:, inputs["input_ids"].shape[1] :].tolist()
+    return lengths
+
+
+# ---------------------------------------------------------------------- network
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 12])
+def test_a_sequence_read_at_once_equals_the_plain_loop(length, monkeypatch):
+    monkeypatch.setattr(networks, "CHUNK", 5)
+    network = random_network()
+    tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
+    hidden, _ = network(tokens)
+    for row, found in zip(tokens.tolist(), hidden, strict=True):
+        torch.testing.assert_close(found, plain_states(network, row), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_pieces_steps_and_padding_give_the_state_of_the_whole(window, monkeypatch):
+    monkeypatch.setattr(networks, "CHUNK", 3)
+    network = random_network(window=window)
+    rows = [[7, 8, 9, 10, 11, 12, 13], [20, 21], [5, 6, 5, 6]]
+    whole = [network(torch.tensor([row]))[1] for row in rows]
+    padded = torch.tensor([row + [99] * (7 - len(row)) for row in rows])
+    keep = torch.arange(7) < torch.tensor([[len(row)] for row in rows])
+    at_once = network(padded, keep)[1]
+    # The same in two ragged pieces, of which one is empty, and token by token.
+    first, second = [3, 0, 1], [4, 2, 3]
+    state = None
+    for before, count in ((torch.zeros(3, dtype=torch.long), first), (torch.tensor(first), second)):
+        places = (before[:, None] + torch.arange(max(count))).clamp(max=6)
+        state = network(padded.gather(1, places), torch.arange(max(count)) < torch.tensor(count)[:, None], state)[1]
+    for number, row in enumerate(rows):
+        stepped = network.begin(1)
+        stepped = tuple((conv.clone(), s.clone()) for conv, s in stepped)
+        for token in row:
+            stepped = network.step(torch.tensor([token]), stepped)[1]
+        for found in (at_once, state):
+            for layer, expected in zip(found, whole[number], strict=True):
+                torch.testing.assert_close(layer[0][number], expected[0][0], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(layer[1][number], expected[1][0], atol=1e-5, rtol=1e-4)
+        for layer, expected in zip(stepped, whole[number], strict=True):
+            torch.testing.assert_close(layer[0], expected[0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(layer[1], expected[1], atol=1e-5, rtol=1e-4)
+
+
+def test_strong_decay_does_not_overflow():
+    network = random_network(layers=1)
+    network.layers[0].a_log.data.fill_(4.0)
+    network.layers[0].in_proj.bias.data[-3:] = 30.0
+    hidden, _ = network(torch.randint(0, VOCAB, (1, 70)))
+    hidden.square().sum().backward()
+    assert bool(hidden.isfinite().all())
+    assert all(bool(p.grad.isfinite().all()) for p in network.parameters())
+
+
+# ---------------------------------------------------------------------- drafting
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees_follow_the_network(batch):
+    model = shared_model("llama")
+    check(model, text_inputs(batch), Mamba(random_network(), top_k=3, depth=4))
+
+
+def test_skipped_steps_and_sampling():
+    model = shared_model("qwen2-window")
+    inputs = text_inputs(2)
+    check(model, inputs, Mamba(random_network(window=2), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
+    check(model, inputs, Mamba(random_network(), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
+
+
+def test_a_prompt_with_images():
+    check(shared_model("llava"), vision_inputs("llava", 2), Mamba(random_network(), top_k=3, depth=3), new=6)
+
+
+def test_accepted_tokens_are_absorbed_once():
+    """A network trained for a moment has drafts accepted, rows differing in how many."""
+    model, inputs = shared_model("llama"), text_inputs(3)
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    network = random_network(layers=1, hidden_size=32)
+    optimiser = torch.optim.Adam(network.parameters(), 1e-2)
+    rows = [row[b:] for b, row in enumerate(ids)]
+    for step in range(80):
+        row = rows[step % 2]  # the third stays unknown
+        hidden = network(row[None, :-1])[0][0, 8:]
+        optimiser.zero_grad()
+        F.cross_entropy(hidden @ network.embed.weight.T, row[9:]).backward()
+        optimiser.step()
+    lengths = check(model, inputs, Mamba(network, top_k=3, depth=4), nodes=12, new=24)
+    assert sum(count for length, count in lengths.items() if length > 2) >= 3
+
+
+def test_a_narrow_head_drafts_its_tokens_only():
+    drafter = Mamba(random_network(), torch.tensor([5, 9, 2, 40, 41, 60]), top_k=10, depth=3)
+    check(shared_model("llama"), text_inputs(2), drafter)
+
+
+def test_drafting_leaves_the_committed_state_alone():
+    model = shared_model("llama")
+    target, drafter = TransformersTarget(model), Mamba(random_network(), top_k=5, depth=3, total_tokens=9)
+    drafter.attach(target)
+    prompt = prompt_of(text_inputs(2))
+    step = target.prefill(prompt, 32)
+    history = [[*row, 7] for row in prompt.histories()]
+    drafter.begin(prompt, step, history)
+    token = torch.tensor([7, 7])
+    first = drafter.propose(token, Budget(64))
+    before = [tensor.clone() for layer in drafter._state for tensor in layer]
+    again = drafter.propose(token, Budget(64))
+    assert torch.equal(first.tokens, again.tokens)
+    assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in drafter._state for t in layer), strict=True))
+    assert first.nodes == 10
+    assert 1 < first.max_depth <= 3
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
+    target = TransformersTarget(shared_model("llama"))
+    drafter = Mamba(random_network(), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
+    drafter.save(tmp_path, target)
+    again = make_drafter(str(tmp_path))
+    assert isinstance(again, Mamba)
+    assert again.network.config == drafter.network.config
+    assert (again.top_k, again.depth, again.total_tokens) == (7, 4, 30)
+    assert torch.equal(again.draft_ids, drafter.draft_ids)
+    for name, tensor in drafter.network.state_dict().items():
+        assert torch.equal(again.network.state_dict()[name], tensor)
+    again.attach(target)
+    with pytest.raises(UserError, match=r"made for .*LlamaForCausalLM.*: got .*Qwen3ForCausalLM"):
+        again.attach(TransformersTarget(shared_model("qwen3")))
+
+
+def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
+    target = TransformersTarget(shared_model("llama"))
+    Mamba(random_network()).save(tmp_path, target)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"state": 5', '"state": 6'))
+    with pytest.raises(UserError, match=r"expected layers.0.conv \(4, 1, 24\), received \(4, 1, 22\)"):
+        make_drafter(str(tmp_path))
+    (tmp_path / "config.json").write_text(config.replace('"top_k"', '"top"'))
+    with pytest.raises(UserError, match="expected the settings of a drafter mamba, received 'top_k'"):
+        make_drafter(str(tmp_path))
+    (tmp_path / "config.json").write_text(config.replace('"state"', '"states"'))
+    with pytest.raises(UserError, match=r"expected the settings of a drafter mamba, received .*states"):
+        make_drafter(str(tmp_path))
+    with pytest.raises(UserError, match="share a vocabulary: the drafter has 60 tokens, the target 101"):
+        Mamba(random_network(vocab_size=60)).attach(target)
+    with pytest.raises(UserError, match="mamba needs a checkpoint"):
+        make_drafter("mamba")
