@@ -60,13 +60,22 @@ def tree_conv(
         from ssm.ops import triton_conv
 
         return triton_conv.tree_conv(x, state, weight, bias, window, activation)
+    batch, nodes, channels = x.shape
     before = weight.shape[1] - 1
+    taps = weight.t().float().contiguous()  # (width, channels)
     kept = state[:, :, state.shape[2] - before :].transpose(1, 2)
-    inputs = torch.cat([kept.to(x.dtype), x], dim=1)  # (batch, width - 1 + nodes, channels)
-    row = torch.arange(x.shape[0], device=x.device)[:, None, None]
-    y = (inputs[row, window] * weight.t().float()).sum(2)
-    if bias is not None:
-        y += bias
+    inputs = torch.cat([kept.to(x.dtype), x], dim=1).float()  # (batch, width - 1 + nodes, channels)
+    if nodes == 1:
+        y = (inputs * taps).sum(1, keepdim=True)
+        if bias is not None:
+            y += bias
+    else:
+        y = inputs[:, before:] * taps[-1] if bias is None else torch.addcmul(bias.float(), inputs[:, before:], taps[-1])
+        first = inputs.shape[1] * torch.arange(batch, device=x.device)[:, None, None]
+        index = (window + first).view(-1, before + 1).t()
+        flat = inputs.view(-1, channels)
+        for tap in range(before):
+            y.view(-1, channels).addcmul_(flat.index_select(0, index[tap]), taps[tap])
     return (y if activation is None else torch.nn.functional.silu(y, inplace=True)).to(x.dtype)
 
 

@@ -6,10 +6,15 @@ by sums along its own path, so a tree costs two matrix products, the first of wh
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from mmspec import kernels
+
+_LARGE = 2**18
+"""Elements of an intermediate result, from which on a batch is better computed row by row."""
 
 
 def tree_scan(
@@ -42,24 +47,18 @@ def tree_scan(
         from ssm.ops import triton_scan
 
         return triton_scan.tree_scan(x, dt, a, b, c, d, state, ancestors)
+    # Products that do not fit in the cache are computed row by row.
     batch, nodes, heads, head_dim = x.shape
-    groups, size = b.shape[2:]
-    per = heads // groups
-    b, c = b.float().transpose(1, 2), c.float().transpose(1, 2)  # (batch, groups, nodes, state)
-    reach = (ancestors.float() @ (dt * a)).transpose(1, 2)  # (batch, heads, nodes): sums of a_t along each path
-
-    # A node that is no ancestor may lie anywhere: mask before exp, which could overflow.
-    weight = (reach[..., :, None] - reach[..., None, :]).masked_fill_(~ancestors[:, None], -torch.inf).exp_()
-    weight.unflatten(1, (groups, per)).mul_((c @ b.transpose(2, 3))[:, :, None])
-    weight.mul_(dt.transpose(1, 2)[:, :, None, :])  # (batch, heads, nodes, nodes)
-    if d is not None:
-        weight.diagonal(dim1=2, dim2=3).add_(d[:, None])
-
-    flat = state.reshape(batch * groups, per * head_dim, size)
-    y = torch.bmm(c.reshape(batch * groups, nodes, size), flat.transpose(1, 2))
-    y = y.view(batch, groups, nodes, per, head_dim).transpose(2, 3).reshape(batch, heads, nodes, head_dim)
-    y = y * reach.exp()[..., None] + weight @ x.float().transpose(1, 2)
-    return y.transpose(1, 2)
+    rows = 1 if batch * heads * nodes * max(nodes, head_dim) > _LARGE else batch
+    y = torch.empty(x.shape, device=x.device)
+    for first in range(0, batch, rows):
+        at = slice(first, first + rows)
+        part = (x[at], dt[at], a, b[at], c[at], d, state[at])
+        if nodes == 1:
+            _scan_root(*part, y[at])
+        else:
+            _scan_rows(*part, ancestors[at], y[at])
+    return y
 
 
 def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
@@ -86,16 +85,91 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
 
         return triton_scan.commit_scan(x, dt, a, b, state, path)
     batch, depth = path.shape
+    nodes, heads = dt.shape[1:]
     groups, size = b.shape[2:]
-    row, index = torch.arange(batch, device=x.device)[:, None], path.clamp(min=0)
-    dt = dt[row, index] * (path >= 0)[..., None]  # (batch, depth, heads): a padded node neither decays nor adds
-    reach = (dt * a).cumsum(1)
-    weight = (reach[:, -1:] - reach).exp_().mul_(dt)
-    x = (x[row, index].float() * weight[..., None]).view(batch, depth, groups, -1).permute(0, 2, 3, 1)
-    b = b[row, index].float().transpose(1, 2)  # (batch, groups, depth, state)
-    state.mul_(reach[:, -1].exp()[..., None, None])
-    flat = state.view(batch * groups, -1, size)
-    flat.baddbmm_(x.reshape(batch * groups, -1, depth), b.reshape(batch * groups, depth, size))
+    index = (path.clamp(min=0) + nodes * torch.arange(batch, device=path.device)[:, None]).flatten()
+    x, dt, b = (t.flatten(0, 1).index_select(0, index).float() for t in (x, dt, b))
+    dt = dt.view(batch, depth, heads) * (path >= 0)[..., None]  # padding neither decays nor adds
+    reach = _halvings(dt, a).cumsum(1)
+    weight = _power(reach[:, -1:] - reach).mul_(dt)
+    x = (x.view(batch, depth, heads, -1) * weight[..., None]).view(batch, depth, groups, -1)
+    b = b.view(batch, depth, groups, size).transpose(1, 2).reshape(batch * groups, depth, size)
+    state.mul_(_power(reach[:, -1])[..., None, None])
+    state.view(batch * groups, -1, size).baddbmm_(x.permute(0, 2, 3, 1).reshape(batch * groups, -1, depth), b)
+
+
+def _scan_rows(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    state: Tensor,
+    ancestors: Tensor,
+    y: Tensor,
+) -> None:
+    """``tree_scan`` by two products per head, into ``y``."""
+    batch, nodes, heads, head_dim = x.shape
+    groups, size = b.shape[2:]
+    split = (batch, groups, heads // groups)
+    b, c = (t.transpose(1, 2).reshape(batch * groups, nodes, size).float() for t in (b, c))
+    dt = dt.transpose(1, 2)  # (batch, heads, nodes)
+
+    reach = _halvings(dt, a[:, None])
+    reach = torch.bmm(reach, ancestors.transpose(1, 2).to(reach.dtype))
+    exponent = (reach[..., :, None] - (reach - dt.log2())[..., None, :]).float()  # dt_j is taken in along the way
+    # A node that is no ancestor may lie anywhere: mask before raising to the power, which could overflow.
+    exponent += torch.where(ancestors, 0.0, -torch.inf)[:, None]
+    weight = _power(exponent)  # (batch, heads, nodes, nodes)
+    weight.view(*split, nodes, nodes).mul_(torch.bmm(c, b.transpose(1, 2)).view(batch, groups, 1, nodes, nodes))
+    if d is not None:
+        weight.diagonal(dim1=2, dim2=3).add_(d[:, None])
+
+    before = torch.bmm(c, state.reshape(batch * groups, -1, size).transpose(1, 2)).view(
+        batch, groups, nodes, -1, head_dim
+    )
+    inputs = x.transpose(1, 2).reshape(batch * heads, nodes, head_dim).float()
+    within = torch.bmm(weight.view(batch * heads, nodes, nodes), inputs).view(*split, nodes, head_dim)
+    decay = _power(reach).view(*split, nodes, 1)
+    # From heads first to nodes first, while adding.
+    order = (0, 3, 1, 2, 4)
+    out = y.view(batch, nodes, groups, -1, head_dim)
+    torch.addcmul(within.permute(order), before.transpose(1, 2), decay.permute(order), out=out)
+
+
+def _scan_root(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, y: Tensor
+) -> None:
+    """``tree_scan`` of a root alone, into ``y``."""
+    batch, _, heads, head_dim = x.shape
+    groups, size = b.shape[2:]
+    split = (batch, groups, heads // groups)
+    b, c = (t.reshape(batch * groups, 1, size).float() for t in (b, c))
+    out = y.view(*split, head_dim)
+    torch.bmm(c, state.reshape(batch * groups, -1, size).transpose(1, 2), out=y.view(batch * groups, 1, -1))
+    weight = dt.reshape(split) * torch.bmm(b, c.transpose(1, 2)).view(batch, groups, 1)
+    if d is not None:
+        weight += d.view(split[1:])
+    out.mul_(_power(_halvings(dt, a)).view(*split, 1)).addcmul_(x.reshape(*split, head_dim).float(), weight[..., None])
+
+
+def _halvings(dt: Tensor, a: Tensor) -> Tensor:
+    """``dt a`` as a power of two, for sums along paths: in double precision, as differences of great sums count.
+
+    Apple's GPUs have float32 alone.
+    """
+    exact = torch.float32 if dt.device.type == "mps" else torch.float64
+    return dt.to(exact) * (a.to(exact) * math.log2(math.e))
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """Two to the power of each, in float32; what is below 2**-100 becomes zero.
+
+    Processors take denormal numbers a hundred times more slowly than others, in every product that they enter. And the
+    exp that torch takes from MKL is as slow on them and on infinities; its exp2 comes from elsewhere.
+    """
+    return torch.nn.functional.threshold(exponent.float(), -100.0, -torch.inf).exp2_()
 
 
 def _check(x: Tensor, dt: Tensor, b: Tensor, state: Tensor) -> None:
