@@ -1,4 +1,4 @@
-"""The training run of a drafter, on one device or many: planned by steps, minutes or epochs, resumable at any time.
+"""The training run of a drafter or another model, on one device or many: planned by steps, minutes or epochs, resumable at any time.
 
 It knows nothing of what it trains: a `Task` brings the network, its examples and its loss.
 """
@@ -34,9 +34,10 @@ class Trainer:
     """A training run in a folder. Making one picks up the folder's checkpoint when there is one.
 
     Args:
-        folder: of the run: `checkpoint.pt`, `settings.json`, `log.jsonl`, `curve.svg` and `drafter/`.
+        folder: of the run: `checkpoint.pt`, `settings.json`, `log.jsonl`, `curve.svg` and what `result` names.
         settings: what makes the run what it is, by name; a folder begun with others is refused.
         notify: is given each row of the log, with the run's progress.
+        result: subfolder that the task saves to.
 
     Raises:
         UserError: not one of steps, minutes and epochs, no examples, fewer examples per batch than processes, or a
@@ -51,10 +52,11 @@ class Trainer:
         accelerator: Accelerator,
         settings: Mapping[str, Any] | None = None,
         notify: Callable[[dict[str, Any]], None] = lambda row: None,
+        result: str = DRAFTER,
     ) -> None:
         _check(plan, task, accelerator)
         self.folder, self.plan, self.task, self.accelerator, self.notify = folder, plan, task, accelerator, notify
-        self.settings = json.loads(json.dumps(settings or {}))
+        self.settings, self.result = json.loads(json.dumps(settings or {})), folder / result
         self.steps = plan.length(task.lengths)
         self.order = Order(task.lengths, plan.batch, plan.seed)
         self.optimisers = plan.optimisers(task.network)
@@ -105,7 +107,7 @@ class Trainer:
         if not self.accelerator.is_main_process:
             return
         self._log({"event": "held-out", **self.task.held_out()})
-        self.task.save(self.folder / DRAFTER)
+        self.task.save(self.result)
         draw([self.folder / LOG], self.folder / CURVE)
 
     def save(self) -> None:

@@ -1,0 +1,63 @@
+"""Names and things that the texts are about."""
+
+from __future__ import annotations
+
+import random
+
+SHE = ("Anna", "Mia", "Clara", "Eva", "Lina", "Sara", "Nora", "Ida", "Zoe", "Rosa", "Emma", "Julia")
+HE = ("Ben", "Tom", "Paul", "Omar", "Leo", "Max", "Finn", "Hugo", "Ivan", "Noah", "Karl", "Sam")
+
+THINGS = {
+    "apples": ("apple", "basket", "fruit"),
+    "pears": ("pear", "crate", "fruit"),
+    "lemons": ("lemon", "bag", "fruit"),
+    "books": ("book", "shelf", "library"),
+    "pens": ("pen", "box", "school"),
+    "stamps": ("stamp", "album", "collection"),
+    "coins": ("coin", "jar", "collection"),
+    "marbles": ("marble", "bag", "toy"),
+    "cards": ("card", "pack", "toy"),
+    "shells": ("shell", "bucket", "beach"),
+    "eggs": ("egg", "carton", "farm"),
+    "tulips": ("tulip", "bunch", "garden"),
+    "cookies": ("cookie", "tin", "kitchen"),
+    "buttons": ("button", "drawer", "workshop"),
+    "nails": ("nail", "box", "workshop"),
+    "tickets": ("ticket", "roll", "fair"),
+    "bottles": ("bottle", "crate", "shop"),
+    "candles": ("candle", "pack", "shop"),
+}
+"""Plural: singular, what they are kept in, where they belong."""
+
+COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "grey", "purple", "orange")
+
+
+def article(noun: str) -> str:
+    """A noun after "a" or "an"."""
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def plural(noun: str) -> str:
+    """Of the nouns used here."""
+    if noun == "shelf":
+        return "shelves"
+    return noun + ("es" if noun.endswith(("x", "ch", "sh")) else "s")
+
+
+def sentence(text: str) -> str:
+    """With a capital letter in front."""
+    return text[0].upper() + text[1:]
+
+
+def person(rng: random.Random, *others: str) -> tuple[str, str]:
+    """A name that is not among `others`, and its pronoun."""
+    while True:
+        she = rng.random() < 0.5
+        name = rng.choice(SHE if she else HE)
+        if name not in others:
+            return name, "she" if she else "he"
+
+
+def listed(words: list[str], last: str = "and") -> str:
+    """Words as an enumeration."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
