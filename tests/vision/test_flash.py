@@ -15,6 +15,7 @@ from mmspec.target import Prompt
 from tests.drafting import check, network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from vision.drafters import levels
 from vision.drafters.latents import find_images, packing
 from vision.drafters.msd import MSD, Eagle, Flash
 
@@ -110,6 +111,16 @@ def test_text_only_narrow_head_norm_and_sampling():
     model = shared_model("llava")
     drafter = Eagle(network_for(model, latents=4, slots=2), top_k=2, depth=4)
     check(model, vision_inputs("llava", 2), drafter, params=SamplingParams(temperature=1.0), new=8)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("widest", [0, 4])
+def test_draft_vocabularies_that_are_looked_up_and_not(slots, widest, monkeypatch):
+    monkeypatch.setattr(levels, "_WIDEST", widest)
+    model = shared_model("llava")
+    ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
+    drafter = Flash(network_for(model, slots=slots), ids, top_k=4, depth=5)
+    check(model, vision_inputs("llava", 2), drafter, new=8)
 
 
 def test_a_budget_stops_between_passes_too():

@@ -94,9 +94,9 @@ class Objective:
         outputs = network(x, rotary(entries.positions), memory.attend)
 
         entry, valid = packing(entries.wanted, left=False)
-        state = network.begin(take(outputs, entry))
+        guess, carried = network.begin(take(outputs, entry))
         for number in range(self.passes):
-            states, ends = self._slots(network, entries, judge, entry, state, valid, number)
+            states, ends = self._slots(network, entries, judge, entry, guess, carried, valid, number)
             if number + 1 == self.passes or not bool(ends.any()):
                 break
             if number == 0:
@@ -108,7 +108,8 @@ class Objective:
             fed = network.combine(take(entries.embeds, link), states.flatten(1, 2), None)
             at = entries.positions
             outputs = network(fed, rotary(link if isinstance(at, slice) else at.gather(1, link)), memory.attend)
-            entry, valid, state = entry + slots, ends, network.begin(outputs[:, slots - 1 :: slots])
+            entry, valid = entry + slots, ends
+            guess, carried = network.begin(outputs[:, slots - 1 :: slots])
         return Losses(judge.total, judge.figures)
 
     def _slots(
@@ -117,7 +118,8 @@ class Objective:
         entries: _Entries,
         judge: _Judge,
         entry: Tensor,
-        state: Tensor,
+        guess: Tensor,
+        carried: Tensor,
         valid: Tensor,
         number: int,
     ) -> tuple[Tensor, Tensor]:
@@ -125,7 +127,8 @@ class Objective:
 
         Args:
             entry: (batch, chains) int64, where they start.
-            state: (batch, chains, hidden), the pass's guesses there.
+            guess: (batch, chains, hidden), the pass's guesses there.
+            carried: (batch, chains, hidden), what their slots carry.
             valid: (batch, chains) bool, chains that lie within an answer up to there.
             number: of the pass, from 0.
 
@@ -139,9 +142,10 @@ class Objective:
         for slot in range(slots):
             place = (entry + slot).clamp(max=last)
             if slot:
-                state = network.cell(take(entries.embeds, place), state)
+                carried = network.cell(take(entries.embeds, place), carried)
+                guess = network.cell.guess(carried)
             weight = self.decay**number * self.slot_decay**slot * share
-            guesses.append(judge(network.guess(state), place, valid, number * slots + slot + 1, weight))
+            guesses.append(judge(guess, place, valid, number * slots + slot + 1, weight))
             valid = valid & entries.wanted.gather(1, (entry + slot + 1).clamp(max=last))
         return torch.stack(guesses, dim=2), valid
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mmspec.drafters.growth import Reach
 from vision.drafters.latents import take
@@ -14,15 +16,41 @@ if TYPE_CHECKING:
     from vision.drafters.msd import MSD
 
 
-class Levels:
-    """The levels of one tree. Each beam's states come from a pass of the layer, or from its cell where the pass that
-    gave the beam's own has slots left."""
+_WIDEST = 4  # times the hidden size: beyond such a vocabulary a table costs more memory than it saves reading
 
-    def __init__(self, drafter: MSD, root: Tensor) -> None:
-        self._drafter, self._states = drafter, root[:, None]
+
+class TokenLinear:
+    """A linear layer over [embedding of a drafted token ; x]. For a small draft vocabulary, what the layer makes of the
+    embeddings is looked up."""
+
+    def __init__(self, layer: nn.Linear, embed: Callable[[Tensor], Tensor], draft_ids: Tensor | None) -> None:
+        self._layer, self._embed, self._draft_ids = layer, embed, draft_ids
+        self._table: Tensor | None = None
+        width = layer.weight.shape[1] // 2
+        if draft_ids is not None and len(draft_ids) <= _WIDEST * width:
+            self._table = F.linear(embed(draft_ids), layer.weight[:, :width], layer.bias)
+            weight = layer.weight[:, width:]
+            # Laid out in memory as the layer's own.
+            by_row = layer.weight.stride(1) == 1
+            self._weight = weight.contiguous() if by_row else weight.t().contiguous().t()
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """(...) int64, numbers of the draft vocabulary, and (..., hidden) -> (..., out)."""
+        if self._table is not None:
+            return F.linear(x, self._weight) + F.embedding(tokens, self._table)
+        tokens = tokens if self._draft_ids is None else self._draft_ids[tokens]
+        return self._layer(torch.cat([self._embed(tokens), x], dim=-1))
+
+
+class Levels:
+    """The levels of one tree. A beam's guesses come from a pass of the layer, or from its cell where the pass that gave
+    those before has slots left. Tokens are numbers of the draft vocabulary."""
+
+    def __init__(self, drafter: MSD, guess: Tensor, carried: Tensor) -> None:
+        self._drafter, self._guess, self._carried = drafter, guess[:, None], carried[:, None]
         self._slots = drafter.network.config.slots
-        self._block: list[tuple[Tensor, Tensor, Tensor]] = []  # of each beam since the last pass: embeddings, states
-        # that they were drafted from, and which entry of the beam before each descends from
+        self._block: list[tuple[Tensor, Tensor, Tensor]] = []  # of each beam since the last pass: its tokens, the
+        # guesses of the beam before, and which of these each token was drafted from
         self._passes = 0
         self._reach = Reach(self._slots)
         self._allowed = torch.empty(0)
@@ -30,24 +58,24 @@ class Levels:
     def extend(self, beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         """See ``grow_tree``."""
         drafter = self._drafter
-        embeds, states = drafter.target.embed(beam), take(self._states, origin)
-        self._block.append((embeds, states, origin))
+        self._block.append((beam, self._guess, origin))
         if len(self._block) < self._slots:
-            self._states = drafter.network.cell(embeds, states)
+            carried, cell = take(self._carried, origin), drafter.network.cell
+            self._carried = cell.carry(drafter.into(beam, carried), carried)
+            self._guess = cell.guess(self._carried)
         else:
-            self._states = self._feed()
-        return drafter.children(self._states)
+            self._guess, self._carried = self._feed()
+        return drafter.children(self._guess)
 
-    def _feed(self) -> Tensor:
-        """Pass the chains of tokens that the last pass gave through the layer; the states behind their ends."""
+    def _feed(self) -> tuple[Tensor, Tensor]:
+        """Pass the chains of tokens that the last pass gave through the layer; what it says behind their ends."""
         drafter, slots = self._drafter, self._slots
-        embeds, states, origin = _chains(self._block)
+        tokens, guesses, origin = _chains(self._block)
         self._block = []
         reach = self._reach(origin)
         nodes = reach.shape[1]
-        x = drafter.network.combine(embeds, drafter.network.guess(states), None)
         rotation = drafter.rotation(self._passes * slots, slots, nodes // slots)
-        outputs = drafter.forward(x, rotation, self._mask(reach))
+        outputs = drafter.forward(drafter.fuse(tokens, guesses), rotation, self._mask(reach))
         self._passes += 1
         drafter.cache.offset += nodes
         return drafter.network.begin(outputs[:, slots - 1 :: slots])
@@ -66,14 +94,15 @@ class Levels:
 
 
 def _chains(block: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """The chain that ends in each entry of the last beam, one behind the other: embeddings and states, (batch, width *
-    levels, hidden), and which entry of the beam before the block each chain descends from, (batch, width)."""
+    """The chain that ends in each entry of the last beam, one behind the other: tokens, (batch, width * levels), and
+    guesses, (..., hidden), and which entry of the beam before the block each chain descends from, (batch, width)."""
     if len(block) == 1:
-        return block[0]
-    embeds, states, place = [], [], None
-    for embed, state, origin in reversed(block):
-        embeds.append(embed if place is None else take(embed, place))
-        states.append(state if place is None else take(state, place))
+        tokens, guesses, origin = block[0]
+        return tokens, take(guesses, origin), origin
+    chains, states, place = [], [], None
+    for tokens, guesses, origin in reversed(block):
+        chains.append(tokens if place is None else tokens.gather(1, place))
         place = origin if place is None else origin.gather(1, place)
+        states.append(take(guesses, place))
     assert place is not None
-    return torch.stack(embeds[::-1], dim=2).flatten(1, 2), torch.stack(states[::-1], dim=2).flatten(1, 2), place
+    return torch.stack(chains[::-1], dim=2).flatten(1), torch.stack(states[::-1], dim=2).flatten(1, 2), place

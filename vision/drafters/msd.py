@@ -29,7 +29,7 @@ from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 from vision.drafters import published
 from vision.drafters.latents import packing, take
-from vision.drafters.levels import Levels
+from vision.drafters.levels import Levels, TokenLinear
 from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
 
 
@@ -69,7 +69,8 @@ class MSD:
         self._target: Target | None = None
         self._scores: Callable[[Tensor], Tensor] | None = None
         self.cache = TreeCache(1)
-        self._root = torch.empty(0)  # (batch, states) of the first slot behind the last emitted token
+        # Behind the last emitted token, (batch, hidden) each: the guess, and what the first slot carries.
+        self._guess = self._carried = torch.empty(0)
         self._positions: list[int] = []  # of each row, tokens absorbed (padding left out)
         self._states: list[list[Tensor]] = []  # of each row, hidden states to absorb, (tokens, hidden) each
         self._tokens: list[list[int]] = []  # and the tokens that follow them
@@ -123,6 +124,10 @@ class MSD:
         self._scores = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
+        with torch.inference_mode():
+            self.fuse = TokenLinear(self.network.fc, target.embed, self.draft_ids)
+            if self.network.config.slots > 1:
+                self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
@@ -157,16 +162,18 @@ class MSD:
         self.cache = TreeCache(1, reserve=entries + 512)
         outputs = self.forward(x, self._rotary(at), allowed, causal=mask is None)
         self.cache.commit_prompt(entries, mask, batch, x.device)
-        self._root = network.begin(outputs[:, -1])
+        self._guess, self._carried = network.begin(outputs[:, -1])
         self._states, self._tokens = [[] for _ in history], [[] for _ in history]
 
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         self._absorb()
-        first = self.children(self._root)
-        levels = Levels(self, self._root)
+        first = self.children(self._guess)
+        levels = Levels(self, self._guess, self._carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
+        if self.draft_ids is not None:
+            tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]
         return tree
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
@@ -178,13 +185,13 @@ class MSD:
                 self._tokens[row] += tokens
 
     def _absorb(self) -> None:
-        """Take in accepted tokens with true states; ``_root`` becomes what they say of the root."""
+        """Take in accepted tokens with true states; what is said of the root follows from them."""
         grown, width = [len(row) for row in self._tokens], self.network.config.hidden_size
         longest = max(grown)
         if longest == 0:
             return
-        device = self._root.device
-        states = [torch.cat(row) if row else self._root.new_zeros(1, width) for row in self._states]
+        device = self._guess.device
+        states = [torch.cat(row) if row else self._guess.new_zeros(1, width) for row in self._states]
         hidden = pad_sequence(states, batch_first=True)
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in self._tokens], device=device)
         x = self.network.combine(self.target.embed(tokens), hidden, None)
@@ -196,10 +203,11 @@ class MSD:
         self.cache.commit(path, rows)
         self._positions = [at + n for at, n in zip(self._positions, grown, strict=True)]
         ends = outputs[:, -1] if min(grown) == longest else outputs[range(len(grown)), [n - 1 for n in grown]]
-        last = self.network.begin(ends)
-        self._root = (
-            last if all(grown) else torch.where(torch.tensor(grown, device=device)[:, None] > 0, last, self._root)
-        )
+        guess, carried = self.network.begin(ends)
+        if not all(grown):
+            fed = torch.tensor(grown, device=device)[:, None] > 0
+            guess, carried = torch.where(fed, guess, self._guess), torch.where(fed, carried, self._carried)
+        self._guess, self._carried = guess, carried
         self._states, self._tokens = [[] for _ in grown], [[] for _ in grown]
 
     def rotation(self, after: int, count: int, chains: int) -> Rotation:
@@ -208,7 +216,7 @@ class MSD:
         if len(begin) == 1:
             cos, sin = self._rotary(slice(begin[0], begin[0] + count))
         else:
-            device = self._root.device
+            device = self._guess.device
             cos, sin = self._rotary(torch.tensor(begin, device=device)[:, None] + torch.arange(count, device=device))
         if count == 1:
             return cos, sin  # one position for all, which broadcasts
@@ -231,12 +239,13 @@ class MSD:
 
         return self.network(x, rotation, attend)
 
-    def children(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens by states of slots, (..., states), and their log probabilities, (..., top_k) each."""
+    def children(self, guess: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens by guesses of states, (..., hidden), as numbers of the draft vocabulary, and their log
+        probabilities, (..., top_k) each."""
         assert self._scores is not None, "attach comes first"
-        log_probs = self._scores(self.network.guess(state)).float().log_softmax(-1)
+        log_probs = self._scores(guess).float().log_softmax(-1)
         best, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
-        return tokens if self.draft_ids is None else self.draft_ids[tokens], best
+        return tokens, best
 
     @property
     def target(self) -> Target:

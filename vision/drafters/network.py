@@ -82,12 +82,12 @@ class Norm(nn.RMSNorm):
 
 
 class Cell(nn.Module):
-    """From slot to slot without attention: a vector is carried along, which takes in each drafted token and gives the
-    next guess. A state of a slot is its guess and the vector, (..., 2 * hidden)."""
+    """From slot to slot without attention: a vector is carried along, (..., hidden), which takes in each drafted token
+    and gives the next guess."""
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__()
-        self.width = width = config.hidden_size
+        width = config.hidden_size
         self.first = nn.Linear(2 * width, width)
         self.into = nn.Linear(2 * width, width)
         self.out = nn.Linear(width, width, bias=False)
@@ -96,15 +96,16 @@ class Cell(nn.Module):
         self.norm = nn.LayerNorm(width, config.norm_eps)
 
     def begin(self, output: Tensor) -> Tensor:
-        """The state of the first slot, from what the layer gives: (..., 2 * hidden) both."""
-        return torch.cat([output[..., : self.width], self.norm(self.first(output))], dim=-1)
+        """What the first slot carries, from what the layer gives: (..., 2 * hidden) -> (..., hidden)."""
+        return self.norm(self.first(output))
 
-    def forward(self, embeds: Tensor, state: Tensor) -> Tensor:
-        """The next slot's state: from embeddings, (..., hidden), of tokens that were drafted from ``state``."""
-        carried = state[..., self.width :]
-        read = F.silu(self.into(torch.cat([embeds, carried], dim=-1)))
-        carried = self.norm(carried + self.out(read))
-        return torch.cat([self.guess(carried), carried], dim=-1)
+    def forward(self, embeds: Tensor, carried: Tensor) -> Tensor:
+        """What the next slot carries: from embeddings of tokens that were drafted behind ``carried``."""
+        return self.carry(self.into(torch.cat([embeds, carried], dim=-1)), carried)
+
+    def carry(self, read: Tensor, carried: Tensor) -> Tensor:
+        """The same from what ``into`` makes of both."""
+        return self.norm(carried + self.out(F.silu(read)))
 
 
 class MSDNetwork(nn.Module):
@@ -154,13 +155,10 @@ class MSDNetwork(nn.Module):
         weights = self.latents(hidden, images)
         return compress(embeds, weights, images), compress(hidden, weights, images)
 
-    def begin(self, output: Tensor) -> Tensor:
-        """States of the first slots, from what the layer gives: (..., outputs) -> (..., states)."""
-        return self.cell.begin(output) if self.config.slots > 1 else output
-
-    def guess(self, state: Tensor) -> Tensor:
-        """The guesses in states of slots: (..., states) -> (..., hidden)."""
-        return state[..., : self.config.hidden_size] if self.config.slots > 1 else state
+    def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The guesses in what the layer gives, and what first slots carry (nothing where there is one slot)."""
+        width = self.config.hidden_size
+        return output[..., :width], self.cell.begin(output) if self.config.slots > 1 else output[..., width:]
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Guesses of the hidden states that follow, (batch, nodes, hidden); where there are several slots, with what
