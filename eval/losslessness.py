@@ -27,6 +27,7 @@ from torch import Tensor
 import mmspec
 from eval.oracle import Oracle
 from eval.tiny_models import (
+    HYBRID_CONFIGS,
     TEXT_CONFIGS,
     VISION_CONFIGS,
     VOCAB,
@@ -52,7 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 DRAFTERS = ("oracle", "ngram", "recycle", "small")
 HIDDEN_STATE_DRAFTERS = ("msd", "eagle")
-"""With random weights; for the vision models, and one text model."""
+"""With random weights; for the vision models, and two text models, of which one has Mamba-2 layers."""
+MODELS = (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS)
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,16 @@ class Difference:
 def cases(count: int | None = None) -> list[Case]:
     """All cases, or ``count`` of them drawn from all models alike; sorted so that models are built once each."""
     every = []
-    for name in (*TEXT_CONFIGS, *VISION_CONFIGS):
-        prompts = [(0, 1, 0), (0, 9, 1), (0, 23, 2)] if name in TEXT_CONFIGS else [(1, 8, 0), (2, 8, 1), (0, 8, 2)]
-        drafters = DRAFTERS + (HIDDEN_STATE_DRAFTERS if name in VISION_CONFIGS or name == "llama" else ())
+    for name in MODELS:
+        prompts = [(1, 8, 0), (2, 8, 1), (0, 8, 2)] if name in VISION_CONFIGS else [(0, 1, 0), (0, 9, 1), (0, 23, 2)]
+        drafters = DRAFTERS + (HIDDEN_STATE_DRAFTERS if name in (*VISION_CONFIGS, "llama", "bamba") else ())
         grid = itertools.product((1, 3), prompts, SETTINGS, drafters)
         for batch, (images, length, seed), setting, drafter in grid:
             rows_fit = batch == 1 or length > batch  # each further row is padded by one more token
             if rows_fit:
                 every.append(Case(name, batch, images, length, seed, setting, drafter, eager=seed == 1))
     if count is not None and count < len(every):
-        order = {name: place for place, name in enumerate((*TEXT_CONFIGS, *VISION_CONFIGS))}
+        order = {name: place for place, name in enumerate(MODELS)}
         drawn: dict[str, list[Case]] = {name: [] for name in order}
         for case in random.Random(0).sample(every, len(every)):
             drawn[case.model].append(case)
@@ -101,13 +103,13 @@ def cases(count: int | None = None) -> list[Case]:
 
 
 def inputs_of(case: Case) -> dict[str, Tensor]:
-    if case.model in TEXT_CONFIGS:
-        return text_inputs(case.batch, case.length, case.seed)
-    return vision_inputs(case.model, case.batch, case.images, case.seed)
+    if case.model in VISION_CONFIGS:
+        return vision_inputs(case.model, case.batch, case.images, case.seed)
+    return text_inputs(case.batch, case.length, case.seed)
 
 
 def build(name: str) -> Any:
-    return text_model(name) if name in TEXT_CONFIGS else vision_model(name)
+    return vision_model(name) if name in VISION_CONFIGS else text_model(name)
 
 
 def compare(

@@ -132,7 +132,7 @@ def _run(
     if speculator is not None:
         speculator.attach(target)
     mask = model_kwargs.get("attention_mask")
-    skipped = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")
+    skipped = ("attention_mask", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
     prompt = Prompt(
         input_ids,
         None if mask is None or bool(mask.all()) else mask,
@@ -188,3 +188,6 @@ def _refuse_unsupported(config: GenerationConfig, input_ids: Tensor, model_kwarg
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UserError(f"past_key_values must be empty: the cache given holds {past.get_seq_length()} tokens")
+    past = model_kwargs.get("cache_params")
+    if past is not None and past.has_previous_state():
+        raise UserError("cache_params must be empty: the cache given holds a state")

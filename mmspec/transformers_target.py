@@ -33,6 +33,7 @@ class TransformersTarget:
         processor: its tokenizer or processor, for text in and out.
 
     Attributes:
+        layers: what serves the model's layers other than attention; None where it has no such.
         cost: measured time of a pass; where it is known, trees are padded to a width at which the pass is cheapest.
 
     Raises:
@@ -43,8 +44,8 @@ class TransformersTarget:
         self.model = model
         self.processor = processor
         self.config = model.config.get_text_config()
-        self._layers = tree_layers(model, self.config)
-        refuse_unsupported(model, self.config, self._layers)
+        self.layers = tree_layers(model, self.config)
+        refuse_unsupported(model, self.config, self.layers)
         attention.install(model)
         self.decoder = model.get_decoder()
         self._cache_argument = cache_argument(self.decoder)
@@ -257,8 +258,8 @@ class TransformersTarget:
         return hidden.to(self._embedding.weight.dtype)
 
     def _new_cache(self, reserve: int) -> TreeCache:
-        if self._layers is not None:
-            return self._layers.cache(reserve)
+        if self.layers is not None:
+            return self.layers.cache(reserve)
         return TreeCache(self.config.num_hidden_layers, reserve=reserve)
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:

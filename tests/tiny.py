@@ -10,14 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.tiny_models import TEXT_CONFIGS, text_model, vision_model
+from eval.tiny_models import VISION_CONFIGS, text_model, vision_model
 from mmspec.tree import TokenTree
 
 
 @cache
 def shared_model(name: str) -> PreTrainedModel:
     """One instance per test run; no test may change its weights."""
-    return text_model(name) if name in TEXT_CONFIGS else vision_model(name)
+    return vision_model(name) if name in VISION_CONFIGS else text_model(name)
 
 
 def random_tree(

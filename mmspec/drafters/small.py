@@ -28,7 +28,8 @@ class Small:
         top_k: nodes extended per level, and children per node.
 
     Raises:
-        UserError: no model given, or (at ``attach``) one of another vocabulary size.
+        UserError: no model given, one with layers other than attention, or (at ``attach``) one of another vocabulary
+            size.
     """
 
     def __init__(self, model: PreTrainedModel | str | None = None, top_k: int = 8) -> None:
@@ -39,6 +40,11 @@ class Small:
         self.model = AutoModelForCausalLM.from_pretrained(model).eval() if isinstance(model, str) else model
         self.top_k = top_k
         self._lm = TransformersTarget(self.model)
+        if self._lm.layers is not None:
+            # A recurrent state cannot be built upon before its tokens are accepted.
+            raise UserError(
+                f"the small drafter must have attention layers only: {type(self.model).__name__} has others"
+            )
         self._history: list[list[int]] = []
         self._absorbed: list[int] = []  # tokens of each row's history that the cache holds
 

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from eval.losslessness import HIDDEN_STATE_DRAFTERS, SETTINGS, Case, cases, compare, inputs_of
-from eval.tiny_models import TEXT_CONFIGS, VISION_CONFIGS
+from eval.losslessness import HIDDEN_STATE_DRAFTERS, MODELS, SETTINGS, Case, cases, compare, inputs_of
+from eval.tiny_models import VISION_CONFIGS
 from mmspec.sampling import Sampler
 from tests.tiny import shared_model
 
@@ -16,22 +16,22 @@ def test_hidden_state_drafters_stand_in_every_setting_of_every_vision_model():
     for name in VISION_CONFIGS:
         for drafter in HIDDEN_STATE_DRAFTERS:
             assert {(name, b, i, s, drafter) for b in (1, 3) for i in (0, 1, 2) for s in SETTINGS} <= found
-    assert {model for model, *_, drafter in found if drafter in HIDDEN_STATE_DRAFTERS} - set(VISION_CONFIGS) == {
-        "llama"
-    }
+    others = {model for model, *_, drafter in found if drafter in HIDDEN_STATE_DRAFTERS} - set(VISION_CONFIGS)
+    assert others == {"llama", "bamba"}
 
 
 def test_a_part_of_the_grid_is_of_all_models_alike():
-    models = [*TEXT_CONFIGS, *VISION_CONFIGS]
-    counts = Counter(case.model for case in cases(3 * len(models) + 1))
-    assert set(counts) == set(models)
-    assert sorted(counts.values()) == [3] * (len(models) - 1) + [4]
-    assert list(dict.fromkeys(case.model for case in cases(60))) == models
+    counts = Counter(case.model for case in cases(3 * len(MODELS) + 1))
+    assert set(counts) == set(MODELS)
+    assert sorted(counts.values()) == [3] * (len(MODELS) - 1) + [4]
+    assert list(dict.fromkeys(case.model for case in cases(60))) == list(MODELS)
     assert len(set(cases(500))) == 500
 
 
 @pytest.mark.parametrize("drafter", ["oracle", *HIDDEN_STATE_DRAFTERS])
-@pytest.mark.parametrize(("name", "batch", "images"), [("llava", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)])
+@pytest.mark.parametrize(
+    ("name", "batch", "images"), [("llava", 3, 2), ("llava_bamba", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)]
+)
 @pytest.mark.parametrize("setting", ["greedy", "sampled", "sampled-filtered"])
 def test_no_draft_changes_a_token(name, batch, images, setting, drafter):
     case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=drafter)

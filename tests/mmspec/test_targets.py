@@ -4,13 +4,15 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BambaConfig,
     BertConfig,
     BloomConfig,
+    FalconMambaConfig,
     GPT2Config,
+    JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -174,20 +176,25 @@ def _tiny(config_class, **extra):
             ),
             "Llama4ForCausalLM has chunked_attention",
         ),
+        (lambda: _tiny(MambaConfig), "MambaForCausalLM has linear_attention of another kind"),
+        (lambda: _tiny(FalconMambaConfig), "FalconMambaForCausalLM has linear_attention of another kind"),
         (
-            lambda: AutoModelForCausalLM.from_config(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1)),
-            "MambaForCausalLM",
+            lambda: _tiny(JambaConfig, num_key_value_heads=1, num_experts=2),
+            "JambaForCausalLM has linear_attention of another kind",
         ),
         (
             lambda: _tiny(
-                BambaConfig,
+                Qwen3NextConfig,
                 num_key_value_heads=1,
-                attn_layer_indices=[1],
-                mamba_n_heads=4,
-                mamba_d_head=8,
-                mamba_d_state=8,
+                num_experts=2,
+                moe_intermediate_size=8,
+                shared_expert_intermediate_size=8,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
             ),
-            "BambaForCausalLM",
+            "Qwen3NextForCausalLM has linear_attention of another kind",
         ),
         (
             lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)),
@@ -198,6 +205,15 @@ def _tiny(config_class, **extra):
 def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
     with pytest.raises(UserError, match=message):
         TransformersTarget(make())
+
+
+def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(mmspec.plugins, "_entries", lambda group: ())
+    expected = (
+        r"^layers must be full or sliding-window attention: BambaForCausalLM has linear_attention of another kind$"
+    )
+    with pytest.raises(UserError, match=expected):
+        TransformersTarget(shared_model("bamba"))
 
 
 def test_a_head_that_does_more_than_is_known_is_refused():
