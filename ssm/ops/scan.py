@@ -51,13 +51,12 @@ def tree_scan(
     batch, nodes, heads, head_dim = x.shape
     rows = 1 if batch * heads * nodes * max(nodes, head_dim) > _LARGE else batch
     y = torch.empty(x.shape, device=x.device)
-    for first in range(0, batch, rows):
-        at = slice(first, first + rows)
-        part = (x[at], dt[at], a, b[at], c[at], d, state[at])
+    by_row = zip(*(t.split(rows) if rows < batch else (t,) for t in (x, dt, b, c, state, ancestors, y)), strict=True)
+    for x, dt, b, c, state, ancestors, out in by_row:
         if nodes == 1:
-            _scan_root(*part, y[at])
+            _scan_root(x, dt, a, b, c, d, state, out)
         else:
-            _scan_rows(*part, ancestors[at], y[at])
+            _scan_rows(x, dt, a, b, c, d, state, ancestors, out)
     return y
 
 
@@ -116,15 +115,15 @@ def _scan_rows(
     b, c = (t.transpose(1, 2).reshape(batch * groups, nodes, size).float() for t in (b, c))
     dt = dt.transpose(1, 2)  # (batch, heads, nodes)
 
-    reach = _halvings(dt, a[:, None])
+    reach = _halvings(dt, a.unsqueeze(1))
     reach = torch.bmm(reach, ancestors.transpose(1, 2).to(reach.dtype))
-    exponent = (reach[..., :, None] - (reach - dt.log2())[..., None, :]).float()  # dt_j is taken in along the way
+    exponent = (reach.unsqueeze(3) - (reach - dt.log2()).unsqueeze(2)).float()  # dt_j is taken in along the way
     # A node that is no ancestor may lie anywhere: mask before raising to the power, which could overflow.
-    exponent += torch.where(ancestors, 0.0, -torch.inf)[:, None]
+    exponent += torch.where(ancestors, 0.0, -torch.inf).unsqueeze(1)
     weight = _power(exponent)  # (batch, heads, nodes, nodes)
     weight.view(*split, nodes, nodes).mul_(torch.bmm(c, b.transpose(1, 2)).view(batch, groups, 1, nodes, nodes))
     if d is not None:
-        weight.diagonal(dim1=2, dim2=3).add_(d[:, None])
+        weight.diagonal(dim1=2, dim2=3).add_(d.unsqueeze(1))
 
     before = torch.bmm(c, state.reshape(batch * groups, -1, size).transpose(1, 2)).view(
         batch, groups, nodes, -1, head_dim
@@ -151,7 +150,7 @@ def _scan_root(
     weight = dt.reshape(split) * torch.bmm(b, c.transpose(1, 2)).view(batch, groups, 1)
     if d is not None:
         weight += d.view(split[1:])
-    out.mul_(_power(_halvings(dt, a)).view(*split, 1)).addcmul_(x.reshape(*split, head_dim).float(), weight[..., None])
+    out.mul_((dt * a).exp_().view(*split, 1)).addcmul_(x.reshape(*split, head_dim).float(), weight.unsqueeze(3))
 
 
 def _halvings(dt: Tensor, a: Tensor) -> Tensor:
@@ -159,8 +158,7 @@ def _halvings(dt: Tensor, a: Tensor) -> Tensor:
 
     Apple's GPUs have float32 alone.
     """
-    exact = torch.float32 if dt.device.type == "mps" else torch.float64
-    return dt.to(exact) * (a.to(exact) * math.log2(math.e))
+    return (dt * (a * math.log2(math.e))).to(torch.float32 if dt.device.type == "mps" else torch.float64)
 
 
 def _power(exponent: Tensor) -> Tensor:

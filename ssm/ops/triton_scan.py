@@ -1,0 +1,247 @@
+"""``ssm.ops.scan`` in Triton: one program per row, head and tile of the head's channels.
+
+In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. A program loads its part of the state once
+and keeps it while it goes over tiles of nodes, so that reading the state, which is what the time goes to, happens once.
+Numbers of tiles are compiled in: up to 64 nodes, and up to 16 nodes on a path, there is one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_STATE_TILE = 8192
+"""Elements of the state that a program holds: 64 registers of each of 128 threads."""
+
+
+def tree_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Tensor
+) -> Tensor:
+    """As ``ssm.ops.tree_scan``."""
+    batch, nodes, heads, head_dim = x.shape
+    y = torch.empty(x.shape, device=x.device)
+    block_state, block_dim = _tile(head_dim, b.shape[3])
+    ancestors = ancestors.view(torch.uint8)
+    block_nodes = min(64, max(16, triton.next_power_of_2(nodes)))
+    grid = (triton.cdiv(head_dim, block_dim), heads, batch)
+    _tree_scan_kernel[grid](
+        *(x, dt, a, b, c, d, state, ancestors, y),
+        *(nodes, head_dim, b.shape[3], heads // b.shape[2]),
+        *(*x.stride(), *dt.stride(), *b.stride(), *c.stride(), *state.stride(), *ancestors.stride(), *y.stride()),
+        HAS_D=d is not None,
+        PRECISION=_precision(x),
+        TILES=triton.cdiv(nodes, block_nodes),
+        BLOCK_NODES=block_nodes,
+        BLOCK_DIM=block_dim,
+        BLOCK_STATE=block_state,
+    )
+    return y
+
+
+def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
+    """As ``ssm.ops.commit_scan``."""
+    batch, _, heads, head_dim = x.shape
+    block_state, block_dim = _tile(head_dim, b.shape[3])
+    grid = (triton.cdiv(head_dim, block_dim), heads, batch)
+    _commit_scan_kernel[grid](
+        *(x, dt, a, b, state, path),
+        *(path.shape[1], head_dim, b.shape[3], heads // b.shape[2]),
+        *(*x.stride(), *dt.stride(), *b.stride(), *state.stride(), *path.stride()),
+        PRECISION=_precision(x),
+        TILES=triton.cdiv(path.shape[1], 16),
+        BLOCK_DEPTH=16,
+        BLOCK_DIM=block_dim,
+        BLOCK_STATE=block_state,
+    )
+
+
+def _tile(head_dim: int, size: int) -> tuple[int, int]:
+    """A block of whole states, and of as many channels as fit beside them."""
+    block_state = max(16, triton.next_power_of_2(size))
+    return block_state, max(16, min(triton.next_power_of_2(head_dim), _STATE_TILE // block_state))
+
+
+def _precision(x: Tensor) -> str:
+    """Of products: the full one for float32 inputs, for lower ones what tensor cores make of float32 in three steps."""
+    return "ieee" if x.dtype == torch.float32 else "tf32x3"
+
+
+@triton.jit
+def _reach(a_head, dt, ancestors, tile, nodes, stride_dt, stride_i, stride_j, BLOCK_NODES: tl.constexpr):
+    """Sums of ``dt a`` along the path of each of a tile's nodes, in float64: their differences are what counts."""
+    i_end = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+    b_reach = tl.zeros((BLOCK_NODES,), dtype=tl.float64)
+    for other in range(tile + 1):  # a path may start in any tile before
+        i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+        m_on = i_on < nodes
+        b_step = tl.load(dt + i_on * stride_dt, mask=m_on, other=0.0) * a_head
+        m_pair = (i_end < nodes)[:, None] & m_on[None, :]
+        b_pair = tl.load(ancestors + i_end[:, None] * stride_i + i_on[None, :] * stride_j, mask=m_pair, other=0)
+        b_reach += tl.sum(tl.where(b_pair != 0, b_step[None, :], 0.0).to(tl.float64), axis=1)
+    return b_reach
+
+
+@triton.jit
+def _tree_scan_kernel(
+    x,
+    dt,
+    a,
+    b,
+    c,
+    d,
+    state,
+    ancestors,
+    y,
+    nodes,
+    head_dim,
+    size,
+    per_group,
+    x_row,
+    x_node,
+    x_head,
+    x_dim,
+    dt_row,
+    dt_node,
+    dt_head,
+    b_row,
+    b_node,
+    b_group,
+    b_state,
+    c_row,
+    c_node,
+    c_group,
+    c_state,
+    s_row,
+    s_head,
+    s_dim,
+    s_state,
+    m_row,
+    m_i,
+    m_j,
+    y_row,
+    y_node,
+    y_head,
+    y_dim,
+    HAS_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_STATE: tl.constexpr,
+):
+    i_head, i_row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_group = i_head // per_group
+    i_dim = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    i_state = tl.arange(0, BLOCK_STATE)
+    m_dim, m_state = i_dim < head_dim, i_state < size
+    x += i_row * x_row + i_head * x_head
+    dt += i_row * dt_row + i_head * dt_head
+    b += i_row * b_row + i_group * b_group
+    c += i_row * c_row + i_group * c_group
+    state += i_row * s_row + i_head.to(tl.int64) * s_head
+    ancestors += i_row * m_row
+    y += i_row * y_row + i_head * y_head
+
+    a_head = tl.load(a + i_head)
+    m_tile = m_state[:, None] & m_dim[None, :]
+    # (state, head_dim): transposed by how it is addressed.
+    b_before = tl.load(state + i_state[:, None] * s_state + i_dim[None, :] * s_dim, mask=m_tile, other=0.0)
+
+    for tile in range(TILES):
+        i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+        m_to = i_to < nodes
+        m_c = m_to[:, None] & m_state[None, :]
+        b_c = tl.load(c + i_to[:, None] * c_node + i_state[None, :] * c_state, mask=m_c, other=0.0).to(tl.float32)
+        b_reach = _reach(a_head, dt, ancestors, tile, nodes, dt_node, m_i, m_j, BLOCK_NODES)
+        b_y = tl.dot(b_c, b_before, input_precision=PRECISION) * tl.exp(b_reach.to(tl.float32))[:, None]
+
+        for other in range(tile + 1):
+            i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+            m_on = i_on < nodes
+            m_pair = m_to[:, None] & m_on[None, :]
+            b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
+            b_from = _reach(a_head, dt, ancestors, other, nodes, dt_node, m_i, m_j, BLOCK_NODES)
+            # Mask before exp: between nodes of different paths it could overflow.
+            b_decay = tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))
+            m_b = m_state[:, None] & m_on[None, :]
+            b_b = tl.load(b + i_on[None, :] * b_node + i_state[:, None] * b_state, mask=m_b, other=0.0).to(tl.float32)
+            b_step = tl.load(dt + i_on * dt_node, mask=m_on, other=0.0)
+            b_weight = tl.exp(b_decay) * tl.dot(b_c, b_b, input_precision=PRECISION) * b_step[None, :]
+            m_x = m_on[:, None] & m_dim[None, :]
+            b_x = tl.load(x + i_on[:, None] * x_node + i_dim[None, :] * x_dim, mask=m_x, other=0.0).to(tl.float32)
+            b_y += tl.dot(b_weight, b_x, input_precision=PRECISION)
+
+        m_y = m_to[:, None] & m_dim[None, :]
+        if HAS_D:
+            b_x = tl.load(x + i_to[:, None] * x_node + i_dim[None, :] * x_dim, mask=m_y, other=0.0).to(tl.float32)
+            b_y += tl.load(d + i_head).to(tl.float32) * b_x
+        tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
+
+
+@triton.jit
+def _commit_scan_kernel(
+    x,
+    dt,
+    a,
+    b,
+    state,
+    path,
+    depth,
+    head_dim,
+    size,
+    per_group,
+    x_row,
+    x_node,
+    x_head,
+    x_dim,
+    dt_row,
+    dt_node,
+    dt_head,
+    b_row,
+    b_node,
+    b_group,
+    b_state,
+    s_row,
+    s_head,
+    s_dim,
+    s_state,
+    p_row,
+    p_depth,
+    PRECISION: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_STATE: tl.constexpr,
+):
+    i_head, i_row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_group = i_head // per_group
+    i_dim = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    i_state = tl.arange(0, BLOCK_STATE)
+    m_dim, m_state = i_dim < head_dim, i_state < size
+    x += i_row * x_row + i_head * x_head
+    dt += i_row * dt_row + i_head * dt_head
+    b += i_row * b_row + i_group * b_group
+    state += i_row * s_row + i_head.to(tl.int64) * s_head
+    path += i_row * p_row
+
+    a_head = tl.load(a + i_head)
+    m_tile = m_dim[:, None] & m_state[None, :]
+    p_tile = state + i_dim[:, None] * s_dim + i_state[None, :] * s_state
+    b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
+    for tile in range(TILES):
+        i_depth = tile * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
+        i_node = tl.load(path + i_depth * p_depth, mask=i_depth < depth, other=-1)
+        m_node = i_node >= 0
+        b_step = tl.load(dt + i_node * dt_node, mask=m_node, other=0.0)
+        # What still decays a node's input are the steps behind it, within this tile; later tiles decay the whole.
+        m_behind = tl.arange(0, BLOCK_DEPTH)[:, None] < tl.arange(0, BLOCK_DEPTH)[None, :]
+        b_behind = tl.sum(tl.where(m_behind, b_step[None, :], 0.0), axis=1) * a_head
+        m_x = m_node[None, :] & m_dim[:, None]
+        b_x = tl.load(x + i_node[None, :] * x_node + i_dim[:, None] * x_dim, mask=m_x, other=0.0).to(tl.float32)
+        m_b = m_node[:, None] & m_state[None, :]
+        b_b = tl.load(b + i_node[:, None] * b_node + i_state[None, :] * b_state, mask=m_b, other=0.0).to(tl.float32)
+        b_tile *= tl.exp(tl.sum(b_step) * a_head)
+        b_tile += tl.dot(b_x * (tl.exp(b_behind) * b_step)[None, :], b_b, input_precision=PRECISION)
+    tl.store(p_tile, b_tile, mask=m_tile)
