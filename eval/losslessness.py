@@ -41,7 +41,7 @@ from mmspec.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from vision.drafters.msd import MSD, Eagle
+from vision.drafters.msd import MSD, Eagle, Flash
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled-filtered": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4},
 }
 DRAFTERS = ("oracle", "ngram", "recycle", "small")
-HIDDEN_STATE_DRAFTERS = ("msd", "eagle")
+HIDDEN_STATE_DRAFTERS = ("msd", "eagle", "flash")
 """With random weights; for the vision models, and two text models, of which one has Mamba-2 layers."""
 MODELS = (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS)
 
@@ -148,6 +148,8 @@ def _drafter(model: Any, case: Case, references: list[list[int]]) -> Drafter:
         return MSD(msd_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "eagle":
         return Eagle(msd_network(model), top_k=4, depth=4, total_tokens=12)
+    if case.drafter == "flash":
+        return Flash(msd_network(model, latents=3, span=16, slots=3), top_k=4, depth=5, total_tokens=12)
     if case.drafter == "small":
         return Small(text_model("llama"), top_k=3)
     return Ngram() if case.drafter == "ngram" else Recycle(top_k=4)
