@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
 from mmspec.errors import UserError
@@ -64,7 +65,8 @@ class DrafterTask:
         self.lengths = {kind: [_length(one) for one in found] for kind, found in training.items()}
         self._bfloat16 = bfloat16
         self._batch, self._max_new_tokens = batch, max_new_tokens
-        self._prompts = [question(conversation) for conversation in _spread(held_out, prompts)]
+        asked = [question(conversation) for conversation in _spread(held_out, prompts)]
+        self._prompts = asked if hasattr(target, "open_media") else [data.as_text(messages) for messages in asked]
         self._held_out = sorted(_spread(held_out, HELD_OUT), key=_length)
 
     def batch(self, examples: list[Example]) -> Features:

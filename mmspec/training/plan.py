@@ -64,7 +64,9 @@ class Plan:
         """For every parameter of a drafter's network."""
         muon = Rates(matrix=self.rate, other=self.rate / 2)
         rates = muon if self.optimiser == "muon" else Rates(matrix=None, other=self.rate, clip=0.5)
-        return Optimisers([(network, 1.0)], rates, is_matrix=lambda name, parameter: parameter.ndim == 2)
+        # Rows of an embedding are moved one by one, by what they were looked up for.
+        matrices = lambda name, parameter: parameter.ndim == 2 and "embed" not in name  # noqa: E731
+        return Optimisers([(network, 1.0)], rates, is_matrix=matrices)
 
 
 class Losses(Protocol):
