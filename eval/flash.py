@@ -45,6 +45,7 @@ from vision.scenes.scene import Scene, sample_scene, seeded
 
 FIRST = 3_000_000
 """Held-out index from which requests are drawn; see ``eval.prompts``."""
+LEVELS = 8
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Cell:
 MSD = Cell(1, 0, 0.0)
 
 
-def grid(slots: Sequence[int], latents: Sequence[int], glancing: Sequence[float]) -> list[Cell]:
+def grid(slots: Sequence[int], latents: Sequence[int], glancing: Sequence[float], levels: int = LEVELS) -> list[Cell]:
     """The cells, MSD first: all pairs with the first share of glancing, and the other shares where images are not
-    compressed. MSD is trained without glancing."""
+    compressed and there is a pass to be shown something. MSD is trained without glancing."""
     cells = [Cell(k, c, glancing[0]) for k, c in product(slots, latents)]
-    cells += [Cell(k, 0, share) for k, share in product(slots, glancing[1:])]
+    cells += [Cell(k, 0, share) for k, share in product(slots, glancing[1:]) if k < levels]
     others = [cell for cell in cells if (cell.slots, cell.latents) != (1, 0)]
     return list(dict.fromkeys([MSD, *others]))
 
@@ -76,7 +77,7 @@ def grid(slots: Sequence[int], latents: Sequence[int], glancing: Sequence[float]
 # ---------------------------------------------------------------------- training
 
 
-def train(cell: Cell, folder: Path, length: Sequence[str], options: Sequence[str], levels: int = 8) -> None:
+def train(cell: Cell, folder: Path, length: Sequence[str], options: Sequence[str], levels: int = LEVELS) -> None:
     """Train a cell, or go on with it, in a process of its own.
 
     Args:
@@ -247,8 +248,8 @@ def _latents(part: str) -> int:
 @click.option("--train", "training", default="", help='Options of `mmspec train flash`, e.g. "--data FILE".')
 @click.option("--minutes", type=float, help="Training of each cell.")
 @click.option("--steps", type=click.IntRange(1), help="Or its length in steps.")
-@click.option("--levels", default=8, show_default=True, help="Of trees, that drafters are trained for.")
-@click.option("--slots", default="1,2,3,5,8", show_default=True, callback=_numbers(int), help="Tokens per pass.")
+@click.option("--levels", default=LEVELS, show_default=True, help="Of trees, that drafters are trained for.")
+@click.option("--slots", default="1,2,3,5,12", show_default=True, callback=_numbers(int), help="Tokens per pass.")
 @click.option("--latents", default="4,16,all", show_default=True, callback=_numbers(_latents), help="Per image.")
 @click.option(
     "--glancing",
@@ -271,7 +272,7 @@ def main(model: str, out: Path, training: str, minutes: float | None, steps: int
         raise UserError(f"give minutes or steps: received {minutes} and {steps}")
     length = ["--minutes", f"{minutes:g}"] if steps is None else ["--steps", str(steps)]
     extra = ["--target", model, "--threads", str(options["threads"]), *shlex.split(training)]
-    cells = grid(options["slots"], options["latents"], options["glancing"])
+    cells = grid(options["slots"], options["latents"], options["glancing"], options["levels"])
     errors = Console(stderr=True)
     for number, cell in enumerate(cells, start=1):
         errors.print(f"{number}/{len(cells)} {cell.name}", markup=False)

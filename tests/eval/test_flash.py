@@ -57,6 +57,7 @@ def test_the_grid_has_msd_once_and_every_pair():
     assert {(cell.slots, cell.latents) for cell in cells} == {(1, 0), (1, 4), (3, 0), (3, 4)}
     assert Cell(3, 0, 0.4) in cells
     assert grid([2], [4], [0.4]) == [MSD, Cell(2, 4, 0.4)]
+    assert grid([2, 8], [0], [0.0, 0.4]) == [MSD, Cell(2, 0, 0.0), Cell(8, 0, 0.0), Cell(2, 0, 0.4)]
 
 
 def test_requests_are_of_their_kinds():
