@@ -48,7 +48,7 @@ class Mamba:
         total_tokens: int = 40,
         verifier: dict[str, Any] | None = None,
     ) -> None:
-        self.network = network.eval().requires_grad_(False)
+        self.network = network
         self.draft_ids = draft_ids
         self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
         self.verifier = verifier
@@ -57,6 +57,7 @@ class Mamba:
         self._absorbed: list[int] = []  # tokens of each row's history that the state has absorbed
         self._state: State = ()  # of each row, behind them
         self._root = torch.empty(0)  # (batch, hidden) what they say of the next token
+        self._rooms: list[list[Tensor]] = []  # where the states of a tree's even and odd levels are written
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
@@ -92,6 +93,7 @@ class Mamba:
             )
         self.network.to(target.device, torch.float32)
         lay_out_for_few_rows(self.network)
+        self.network.freeze()
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(target.device)
         self._head = self.network.head_rows(self.draft_ids)
@@ -103,6 +105,9 @@ class Mamba:
             keep = prompt.attention_mask.tolist()
             rows = [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
         self._state = self.network.begin(len(rows))
+        # Blocks of this size are fresh memory each time they are asked for, which costs more than what is done in them.
+        most = len(rows) * self.top_k
+        self._rooms = [[s.new_empty(most, *s.shape[1:]) for _, s in self._state] for _ in range(2)]
         self._root = self._state[0][0].new_zeros(len(rows), self.network.config.hidden_size)
         self._absorb(rows)
         self._history = history
@@ -112,17 +117,21 @@ class Mamba:
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         self._absorb([row[done:] for row, done in zip(self._history, self._absorbed, strict=True)])
         self._absorbed = [len(row) for row in self._history]
-        state, width = self._state, 1
+        state, width, levels = self._state, 1, 0
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal state, width
+            nonlocal state, width, levels
             above = origin
             if len(beam) > 1:
                 above = origin + width * torch.arange(len(beam), device=beam.device)[:, None]
             above = above.flatten()
-            taken = tuple((window.index_select(0, above), s.index_select(0, above)) for window, s in state)
+            rooms = [room[: len(above)] for room in self._rooms[levels % 2]]
+            taken = tuple(
+                (window.index_select(0, above), torch.index_select(s, 0, above, out=room))
+                for (window, s), room in zip(state, rooms, strict=True)
+            )
             hidden, state = self.network.step(beam.flatten(), taken)
-            width = beam.shape[1]
+            width, levels = beam.shape[1], levels + 1
             tokens, scores = self._children(hidden)
             return tokens.view(*beam.shape, -1), scores.view(*beam.shape, -1)
 

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 CHUNK = 64
 """Tokens that are read at once."""
 
+_LARGEST_TABLE = 2**23  # numbers in a look-up table of the first layer
+
 State = tuple[tuple[Tensor, Tensor], ...]
 """Of each layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim)."""
 
@@ -73,6 +75,7 @@ class MambaLayer(nn.Module):
         self.d = nn.Parameter(torch.ones(c.heads, 1))
         self.gated_norm = nn.LayerNorm(c.inner, c.norm_eps)
         self.out_proj = nn.Linear(c.inner, c.hidden_size, bias=False)
+        self.a: Tensor | None = None  # once weights are frozen
         with torch.no_grad():
             self.in_proj.bias.zero_()
             # Steps of 0.001 to 0.1, as in the paper's code: softplus of the bias.
@@ -131,7 +134,7 @@ class MambaLayer(nn.Module):
 
     @property
     def _a(self) -> Tensor:
-        return -self.a_log.exp()[:, None]
+        return -self.a_log.exp()[:, None] if self.a is None else self.a
 
     def _out(self, y: Tensor, z: Tensor) -> Tensor:
         return self.out_proj(self.gated_norm(y * F.silu(z)))
@@ -162,6 +165,17 @@ class MambaNetwork(nn.Module):
         nn.init.normal_(self.embed.weight, std=config.hidden_size**-0.5)
         self.layers: Any = nn.ModuleList(MambaLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self._table: Tensor | None = None
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Prepare for drafting with the weights as they are: what the first layer makes of each token is looked up."""
+        self.eval().requires_grad_(False)
+        for layer in self.layers:
+            layer.a = -layer.a_log.exp()[:, None]
+        embeds, projected = self.embed.weight, self.layers[0].in_proj.out_features
+        if embeds.shape[0] * (embeds.shape[1] + projected) <= _LARGEST_TABLE:
+            self._table = torch.cat([embeds, self.layers[0].project(embeds)], dim=1)
 
     def begin(self, rows: int) -> State:
         """The state before any token."""
@@ -183,9 +197,10 @@ class MambaNetwork(nn.Module):
         """
         lengths = [tokens.shape[1]] * len(tokens) if keep is None else keep.sum(1).tolist()
         state = self.begin(len(tokens)) if state is None else state
-        x, after = self.embed(tokens), []
+        x, projected = self._entered(tokens)
+        after: list[tuple[Tensor, Tensor]] = []
         for layer, before in zip(self.layers, state, strict=True):
-            added, new = layer.read(layer.project(x), keep, lengths, before)
+            added, new = layer.read(layer.project(x) if after else projected, keep, lengths, before)
             x = x + added
             after.append(new)
         return self.norm(x), tuple(after)
@@ -193,12 +208,21 @@ class MambaNetwork(nn.Module):
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """One token per row, (rows,) int64: hidden states for ``head``, (rows, hidden), and the new state; S of the old
         one is overwritten."""
-        x, after = self.embed(tokens), []
+        x, projected = self._entered(tokens)
+        after: list[tuple[Tensor, Tensor]] = []
         for layer, before in zip(self.layers, state, strict=True):
-            added, new = layer.step(layer.project(x), before)
+            added, new = layer.step(layer.project(x) if after else projected, before)
             x = x + added
             after.append(new)
         return self.norm(x), tuple(after)
+
+    def _entered(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream's beginning, (..., hidden), and the first layer's ``project`` of it."""
+        if self._table is None:
+            x = self.embed(tokens)
+            return x, self.layers[0].project(x)
+        both = F.embedding(tokens, self._table)
+        return both[..., : self.config.hidden_size], both[..., self.config.hidden_size :]
 
     def head_rows(self, ids: Tensor | None) -> Tensor:
         """The weight of the head for some tokens, (n,) int64, or for all: (n, hidden)."""
