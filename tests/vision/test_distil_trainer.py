@@ -473,6 +473,7 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
     for name, value in saved(tmp_path / "msd").items():
         torch.testing.assert_close(saved(tmp_path / "on")[name], value, atol=1e-6, rtol=0)
     options = ["--steps", "1", "--rate", "1e-12", "--start", str(begin), "--slots", "3", "--latents", "2"]
+    options += ["--precision", "bfloat16"]
     train(tmp_path / "flash", *options, command=flash)
     network = json.loads((tmp_path / "flash" / DRAFTER / "config.json").read_text())["network"]
     assert (network["mlp"], network["slots"], network["latents"]) == (16, 3, 2)

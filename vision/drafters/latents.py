@@ -87,7 +87,7 @@ class Latents(nn.Module):
 def compress(x: Tensor, weights: Tensor, images: Images) -> Tensor:
     """``x``, (batch, entries, hidden), with the latents' weighted means at their spots."""
     latents = weights.to(x.dtype) @ x[images.row[:, None], images.entry]
-    return x.index_put((images.row[:, None].expand_as(images.spot), images.spot), latents)
+    return x.index_put((images.row[:, None].expand_as(images.spot), images.spot), latents.to(x.dtype))  # autocast
 
 
 def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:
