@@ -31,6 +31,7 @@ from eval.tiny_models import (
     TEXT_CONFIGS,
     VISION_CONFIGS,
     VOCAB,
+    mamba_network,
     msd_network,
     text_inputs,
     text_model,
@@ -41,6 +42,7 @@ from mmspec.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
+from ssm.drafters.mamba import Mamba
 from vision.drafters.msd import MSD, Eagle, Flash
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,8 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled-filtered": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4},
 }
 DRAFTERS = ("oracle", "ngram", "recycle", "small")
-HIDDEN_STATE_DRAFTERS = ("msd", "eagle", "flash")
-"""With random weights; for the vision models, and two text models, of which one has Mamba-2 layers."""
+DRAFTERS_WITH_WEIGHTS = ("msd", "eagle", "flash", "mamba")
+"""Of their own, here random ones; for the vision models, and two text models, of which one has Mamba-2 layers."""
 MODELS = (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS)
 
 
@@ -86,7 +88,7 @@ def cases(count: int | None = None) -> list[Case]:
     every = []
     for name in MODELS:
         prompts = [(1, 8, 0), (2, 8, 1), (0, 8, 2)] if name in VISION_CONFIGS else [(0, 1, 0), (0, 9, 1), (0, 23, 2)]
-        drafters = DRAFTERS + (HIDDEN_STATE_DRAFTERS if name in (*VISION_CONFIGS, "llama", "bamba") else ())
+        drafters = DRAFTERS + (DRAFTERS_WITH_WEIGHTS if name in (*VISION_CONFIGS, "llama", "bamba") else ())
         grid = itertools.product((1, 3), prompts, SETTINGS, drafters)
         for batch, (images, length, seed), setting, drafter in grid:
             rows_fit = batch == 1 or length > batch  # each further row is padded by one more token
@@ -150,6 +152,8 @@ def _drafter(model: Any, case: Case, references: list[list[int]]) -> Drafter:
         return Eagle(msd_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "flash":
         return Flash(msd_network(model, latents=3, span=16, slots=3), top_k=4, depth=5, total_tokens=12)
+    if case.drafter == "mamba":
+        return Mamba(mamba_network(), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "small":
         return Small(text_model("llama"), top_k=3)
     return Ngram() if case.drafter == "ngram" else Recycle(top_k=4)

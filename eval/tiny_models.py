@@ -37,6 +37,7 @@ from transformers import (
     Zamba2Config,
 )
 
+from ssm.drafters.network import MambaConfig, MambaNetwork
 from vision.drafters.network import MSDConfig, MSDNetwork
 
 VOCAB = 101
@@ -266,6 +267,23 @@ def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNet
     network = MSDNetwork(shape)
     for parameter in network.parameters():
         parameter.data.normal_(std=0.2)
+    return network
+
+
+def mamba_network(vocab: int = VOCAB, seed: int = 0, **changes: Any) -> MambaNetwork:
+    """A random Mamba-2 drafter's network.
+
+    Args:
+        changes: fields of ``MambaConfig`` to set.
+    """
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 24, "layers": 2, "heads": 3, "head_dim": 4, "state": 5, **changes}
+    network = MambaNetwork(MambaConfig(vocab, **shape))
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.4)
+        else:  # norms, steps and decays stay about what they are
+            parameter.data += 0.3 * torch.randn_like(parameter)
     return network
 
 

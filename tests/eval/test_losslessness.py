@@ -5,18 +5,18 @@ from collections import Counter
 import pytest
 import torch
 
-from eval.losslessness import HIDDEN_STATE_DRAFTERS, MODELS, SETTINGS, Case, cases, compare, inputs_of
+from eval.losslessness import DRAFTERS_WITH_WEIGHTS, MODELS, SETTINGS, Case, cases, compare, inputs_of
 from eval.tiny_models import VISION_CONFIGS
 from mmspec.sampling import Sampler
 from tests.tiny import shared_model
 
 
-def test_hidden_state_drafters_stand_in_every_setting_of_every_vision_model():
+def test_drafters_with_weights_stand_in_every_setting_of_every_vision_model():
     found = {(c.model, c.batch, c.images, c.setting, c.drafter) for c in cases()}
     for name in VISION_CONFIGS:
-        for drafter in HIDDEN_STATE_DRAFTERS:
+        for drafter in DRAFTERS_WITH_WEIGHTS:
             assert {(name, b, i, s, drafter) for b in (1, 3) for i in (0, 1, 2) for s in SETTINGS} <= found
-    others = {model for model, *_, drafter in found if drafter in HIDDEN_STATE_DRAFTERS} - set(VISION_CONFIGS)
+    others = {model for model, *_, drafter in found if drafter in DRAFTERS_WITH_WEIGHTS} - set(VISION_CONFIGS)
     assert others == {"llama", "bamba"}
 
 
@@ -28,7 +28,7 @@ def test_a_part_of_the_grid_is_of_all_models_alike():
     assert len(set(cases(500))) == 500
 
 
-@pytest.mark.parametrize("drafter", ["oracle", *HIDDEN_STATE_DRAFTERS])
+@pytest.mark.parametrize("drafter", ["oracle", *DRAFTERS_WITH_WEIGHTS])
 @pytest.mark.parametrize(
     ("name", "batch", "images"), [("llava", 3, 2), ("llava_bamba", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)]
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.tiny_models import VOCAB, text_inputs, vision_inputs
+from eval.tiny_models import VOCAB, mamba_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.budget import Budget
 from mmspec.engine import decode
@@ -18,22 +18,8 @@ from mmspec.stopping import Stopper
 from mmspec.transformers_target import TransformersTarget
 from ssm.drafters import network as networks
 from ssm.drafters.mamba import Mamba
-from ssm.drafters.network import MambaConfig, MambaNetwork
 from tests.targets import prompt_of
 from tests.tiny import root_path, shared_model, valid_nodes
-
-SHAPE = MambaConfig(VOCAB, hidden_size=24, layers=2, heads=3, head_dim=4, state=5, window=4)
-
-
-def random_network(seed=0, **changes):
-    torch.manual_seed(seed)
-    network = MambaNetwork(MambaConfig(**{**vars(SHAPE), **changes}))
-    for parameter in network.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(std=0.4)
-        else:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return network
 
 
 @torch.no_grad()
@@ -133,7 +119,7 @@ def check(model, inputs, drafter, *, nodes=7, skip=(), new=12, params=None):
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 12])
 def test_a_sequence_read_at_once_equals_the_plain_loop(length, monkeypatch):
     monkeypatch.setattr(networks, "CHUNK", 5)
-    network = random_network()
+    network = mamba_network()
     tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
     hidden, _ = network(tokens)
     for row, found in zip(tokens.tolist(), hidden, strict=True):
@@ -144,7 +130,7 @@ def test_a_sequence_read_at_once_equals_the_plain_loop(length, monkeypatch):
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_pieces_steps_and_padding_give_the_state_of_the_whole(window, monkeypatch):
     monkeypatch.setattr(networks, "CHUNK", 3)
-    network = random_network(window=window)
+    network = mamba_network(window=window)
     rows = [[7, 8, 9, 10, 11, 12, 13], [20, 21], [5, 6, 5, 6]]
     whole = [network(torch.tensor([row]))[1] for row in rows]
     padded = torch.tensor([row + [99] * (7 - len(row)) for row in rows])
@@ -171,7 +157,7 @@ def test_pieces_steps_and_padding_give_the_state_of_the_whole(window, monkeypatc
 
 
 def test_strong_decay_does_not_overflow():
-    network = random_network(layers=1)
+    network = mamba_network(layers=1)
     network.layers[0].a_log.data.fill_(4.0)
     network.layers[0].in_proj.bias.data[-3:] = 30.0
     hidden, _ = network(torch.randint(0, VOCAB, (1, 70)))
@@ -186,25 +172,25 @@ def test_strong_decay_does_not_overflow():
 @pytest.mark.parametrize("batch", [1, 3])
 def test_trees_follow_the_network(batch):
     model = shared_model("llama")
-    check(model, text_inputs(batch), Mamba(random_network(), top_k=3, depth=4))
+    check(model, text_inputs(batch), Mamba(mamba_network(), top_k=3, depth=4))
 
 
 def test_skipped_steps_and_sampling():
     model = shared_model("qwen2-window")
     inputs = text_inputs(2)
-    check(model, inputs, Mamba(random_network(window=2), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
-    check(model, inputs, Mamba(random_network(), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
+    check(model, inputs, Mamba(mamba_network(window=2), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
+    check(model, inputs, Mamba(mamba_network(), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
 
 
 def test_a_prompt_with_images():
-    check(shared_model("llava"), vision_inputs("llava", 2), Mamba(random_network(), top_k=3, depth=3), new=6)
+    check(shared_model("llava"), vision_inputs("llava", 2), Mamba(mamba_network(), top_k=3, depth=3), new=6)
 
 
 def test_accepted_tokens_are_absorbed_once():
     """A network trained for a moment has drafts accepted, rows differing in how many."""
     model, inputs = shared_model("llama"), text_inputs(3)
     ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-    network = random_network(layers=1, hidden_size=32)
+    network = mamba_network(layers=1, hidden_size=32)
     optimiser = torch.optim.Adam(network.parameters(), 1e-2)
     rows = [row[b:] for b, row in enumerate(ids)]
     for step in range(80):
@@ -218,13 +204,13 @@ def test_accepted_tokens_are_absorbed_once():
 
 
 def test_a_narrow_head_drafts_its_tokens_only():
-    drafter = Mamba(random_network(), torch.tensor([5, 9, 2, 40, 41, 60]), top_k=10, depth=3)
+    drafter = Mamba(mamba_network(), torch.tensor([5, 9, 2, 40, 41, 60]), top_k=10, depth=3)
     check(shared_model("llama"), text_inputs(2), drafter)
 
 
 def test_drafting_leaves_the_committed_state_alone():
     model = shared_model("llama")
-    target, drafter = TransformersTarget(model), Mamba(random_network(), top_k=5, depth=3, total_tokens=9)
+    target, drafter = TransformersTarget(model), Mamba(mamba_network(), top_k=5, depth=3, total_tokens=9)
     drafter.attach(target)
     prompt = prompt_of(text_inputs(2))
     step = target.prefill(prompt, 32)
@@ -245,7 +231,7 @@ def test_drafting_leaves_the_committed_state_alone():
 
 def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
     target = TransformersTarget(shared_model("llama"))
-    drafter = Mamba(random_network(), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
+    drafter = Mamba(mamba_network(), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
     drafter.save(tmp_path, target)
     again = make_drafter(str(tmp_path))
     assert isinstance(again, Mamba)
@@ -261,7 +247,7 @@ def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
 
 def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
     target = TransformersTarget(shared_model("llama"))
-    Mamba(random_network()).save(tmp_path, target)
+    Mamba(mamba_network()).save(tmp_path, target)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"state": 5', '"state": 6'))
     with pytest.raises(UserError, match=r"expected layers.0.conv \(4, 1, 24\), received \(4, 1, 22\)"):
@@ -273,6 +259,6 @@ def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
     with pytest.raises(UserError, match=r"expected the settings of a drafter mamba, received .*states"):
         make_drafter(str(tmp_path))
     with pytest.raises(UserError, match="share a vocabulary: the drafter has 60 tokens, the target 101"):
-        Mamba(random_network(vocab_size=60)).attach(target)
+        Mamba(mamba_network(60)).attach(target)
     with pytest.raises(UserError, match="mamba needs a checkpoint"):
         make_drafter("mamba")
