@@ -148,9 +148,16 @@ class TransformersTarget:
             positions = self._prompt_positions(ids, mask)
         inputs = {k: v for k, v in prompt.inputs.items() if k not in ("position_ids", "use_cache", "logits_to_keep")}
         seen: dict[str, Any] = {}
+        cache = self._cache
+
+        def note(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
+            # Another thread's pass through the same decoder has another cache.
+            if inputs.get(self._cache_argument) is cache:
+                seen.update(inputs) if out is None else seen.update(hidden=self._in_dtype(out[0]))
+
         handles = [
-            self.decoder.register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True),
-            self.decoder.register_forward_hook(lambda _, a, out: seen.update(hidden=self._in_dtype(out[0]))),
+            self.decoder.register_forward_pre_hook(note, with_kwargs=True),
+            self.decoder.register_forward_hook(note, with_kwargs=True),
         ]
         try:
             out = self.model(

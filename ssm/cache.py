@@ -35,7 +35,7 @@ class _Tree:
 
     ancestors: Tensor  # (batch, nodes, nodes) bool
     window: Tensor  # (batch, nodes, width), see conv_window
-    scanned: int = 0  # layers that have scanned it
+    calls: int = 0  # of convolution and scan so far
 
 
 @dataclass
@@ -107,8 +107,9 @@ class StateCache(TreeCache):
         self, recurrent_states: Tensor | None, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> None:
         """Keep the state behind the prompt, (batch, heads, head_dim, state); a pass over a tree has none to keep."""
-        if recurrent_states is None:
+        if self._tree is not None:
             return
+        assert recurrent_states is not None
         if self._state is None:
             shape = (len(self._place), *recurrent_states.shape)
             self._state = recurrent_states.new_zeros(shape, dtype=torch.float32)
@@ -117,17 +118,20 @@ class StateCache(TreeCache):
     # ------------------------------------------------------------------ a pass over a tree
 
     def arguments(self, reach: Tensor) -> dict[str, Any]:
-        nodes, slots = reach.shape[1:]
+        batch, nodes, slots = reach.shape
         if slots != nodes:
             raise UserError(
                 "a tree must pass through Mamba-2 layers as a whole: "
                 f"got {nodes} nodes behind {slots - nodes} that are not committed"
             )
         assert self._conv is not None, "the prompt comes first"
-        index = torch.arange(nodes, device=reach.device)
-        # The parent is the last ancestor but the node itself, as parents stand before their children.
-        parents = torch.where(reach.tril(-1), index, -1).amax(-1)
-        self._tree = _Tree(reach, conv_window(parents, self._conv.shape[3] + 1))
+        width, index = self._conv.shape[3] + 1, torch.arange(nodes, device=reach.device)
+        if nodes == 1:
+            window = torch.arange(width, device=reach.device).expand(batch, 1, -1)
+        else:
+            # The parent is the last ancestor but the node itself, as parents stand before their children.
+            window = conv_window(torch.where(reach.tril(-1), index, -1).amax(-1), width)
+        self._tree = _Tree(reach, window)
         return {STATES: self}
 
     def conv(
@@ -137,6 +141,7 @@ class StateCache(TreeCache):
         assert self._tree is not None
         assert self._conv is not None
         place, x = self._current, hidden_states.transpose(1, 2)
+        self._tree.calls += 1
         self._mixers.weight[place], self._mixers.bias[place] = weight, bias
         self._mixers.activation = activation
         self._inputs, inputs = self._noted(self._inputs, x)
@@ -162,11 +167,11 @@ class StateCache(TreeCache):
         assert self._tree is not None
         assert self._state is not None
         place = self._current
+        self._tree.calls += 1
         self._mixers.a[place], self._mixers.groups = A, B.shape[2]
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias
         self._dt, dt = self._noted(self._dt, torch.nn.functional.softplus(dt) if dt_softplus else dt)
         y = tree_scan(hidden_states, dt, A, B, C, D, self._state[place], self._tree.ancestors)
-        self._tree.scanned += 1
         return y.contiguous(), None
 
     def _noted(self, kept: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,9 +188,13 @@ class StateCache(TreeCache):
         super().commit(path, rows)
         longest = max(map(len, rows))
         if longest:
-            if self._tree is None or self._tree.scanned != len(self._place):
-                found = 0 if self._tree is None else self._tree.scanned
-                raise RuntimeError(f"the tree must pass every Mamba-2 layer: {found} of {len(self._place)} saw it")
+            assert self._tree is not None, "a pass over the tree comes first"
+            if self._tree.calls != 2 * len(self._place):
+                # A mixer that computes by other functions saw a sequence, and gave wrong logits.
+                raise RuntimeError(
+                    f"each Mamba-2 layer must call its convolution and its scan once per pass: expected "
+                    f"{2 * len(self._place)} calls under a tree, received {self._tree.calls}"
+                )
             self._absorb(path[:, :longest])
         self._tree = None
 

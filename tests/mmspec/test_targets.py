@@ -1,5 +1,7 @@
 """Text models as targets, and what is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import (
@@ -136,6 +138,22 @@ def test_the_model_stays_as_it_was():
     assert not model.get_decoder()._forward_hooks
     assert not model.get_decoder()._forward_pre_hooks
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), reference)
+
+
+def test_threads_share_a_model():
+    """Speculations and plain decoding at the same time, through one model."""
+    model, inputs = shared_model("llama"), [text_inputs(1, 9, seed) for seed in range(3)]
+    options = dict(max_new_tokens=24, do_sample=False)
+    expected = [model.generate(**i, **options) for i in inputs]
+
+    def ours(i):
+        return mmspec.generate(model, drafter="recycle", nodes=6, **i, **options)
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(4):
+            jobs = [pool.submit(ours, inputs[0]), pool.submit(ours, inputs[1])]
+            jobs.append(pool.submit(lambda: model.generate(**inputs[2], **options)))
+            assert all(torch.equal(job.result(), wanted) for job, wanted in zip(jobs, expected, strict=True))
 
 
 @pytest.mark.parametrize(("asked", "got"), [("sdpa", "mmspec_tree"), ("eager", "eager")])

@@ -1,0 +1,86 @@
+"""What stands in the modelling modules' place: transformers' own functions as long as there is no tree."""
+
+import inspect
+from types import ModuleType
+
+import pytest
+import torch
+from transformers.models.bamba import modeling_bamba
+
+from mmspec import UserError
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
+from ssm.cache import STATES
+from ssm.layers import FAMILIES, Mamba2Layers, _check, _install
+from tests.tiny import random_tree, shared_model
+
+NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
+
+
+def module_of(**functions):
+    module = ModuleType("modeling_of_another_time")
+    vars(module).update({name: getattr(modeling_bamba, name) for name in NAMES} | functions)
+    return module
+
+
+def test_without_a_tree_everything_is_handed_on():
+    """Whatever the function behind a name is: transformers' own, or one of an installed kernel package."""
+    seen = []
+
+    def kernel(*args, **kwargs):
+        seen.append((args, kwargs))
+        return "result"
+
+    module = module_of(mamba2_chunk_scan=kernel)
+    _install(module, "mamba2_chunk_scan", "scan")
+    x = torch.zeros(1)
+    assert module.mamba2_chunk_scan(x, 3, D=None, return_final_states=True, seq_idx=x) == "result"
+    assert module.mamba2_chunk_scan(x, **{STATES: None}) == "result"
+    assert seen == [((x, 3), {"D": None, "return_final_states": True, "seq_idx": x}), ((x,), {})]
+
+
+def test_dispatchers_are_installed_once():
+    TransformersTarget(shared_model("bamba"))
+    before = [getattr(modeling_bamba, name) for name in NAMES]
+    TransformersTarget(shared_model("bamba"))
+    assert [getattr(modeling_bamba, name) for name in NAMES] == before
+    for function in before:
+        assert not hasattr(function.without_tree, "without_tree")
+        assert inspect.signature(function) == inspect.signature(function.without_tree)
+
+
+def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
+    def older(hidden_states, dt, A, B, C, chunk_size): ...  # noqa: N803
+
+    _check(module_of())
+    with pytest.raises(
+        UserError, match=r"^trees .* need mamba2_chunk_scan\(D, dt_bias, dt_softplus\) in .*: trans.* no"
+    ):
+        _check(module_of(mamba2_chunk_scan=older))
+    with pytest.raises(
+        UserError, match=r"need causal_conv1d_fn\(hidden_states, weight, bias, activation\) in modeling_"
+    ):
+        _check(module_of(causal_conv1d_fn=None))
+    monkeypatch.setattr("ssm.layers._CACHE_METHODS", ("update_conv_state", "rewind"))
+    with pytest.raises(UserError, match=r"need Cache\.rewind in modeling_of_another_time: transformers 5"):
+        _check(module_of())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_mixers_that_go_another_way_are_noticed(name, monkeypatch):
+    target = TransformersTarget(shared_model("bamba"))
+    monkeypatch.setattr(modeling_bamba, name, getattr(modeling_bamba, name).without_tree)
+    target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
+    target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
+    with pytest.raises(RuntimeError, match=r"once per pass: expected 6 calls under a tree, received 3$"):
+        target.commit_nodes(torch.tensor([[0]]), [[0]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    model = shared_model(family)
+    assert Mamba2Layers.supports(model.config)
+    layers = Mamba2Layers(model)
+    assert layers.attends == (family != "mamba2")
+    assert not Mamba2Layers.supports(shared_model("llama").config)

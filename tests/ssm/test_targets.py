@@ -1,0 +1,341 @@
+"""Models with Mamba-2 layers as targets, against transformers' own passes, in one go and token by token."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import mmspec
+from eval.losslessness import Case, compare
+from eval.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
+from mmspec import TokenTree, UserError, verify_greedy
+from mmspec.support import cache_argument
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
+from tests.targets import assert_trees_equal_paths, prompt_of, row_of
+from tests.tiny import random_tree, root_path, shared_model, valid_nodes
+
+CLOSE = dict(atol=2e-4, rtol=2e-4)
+UNLIMITED = [name for name in HYBRID_CONFIGS if name != "bamba-limits"]
+
+
+@torch.no_grad()
+def decoded(model, ids, tokens):
+    """transformers' own decoding behind a prompt (1, length): (tokens, vocab) logits after each, and its cache."""
+    cache = DynamicCache(config=model.config)
+    options = {cache_argument(model.get_decoder()): cache, "use_cache": True}
+    model(ids, position_ids=torch.arange(ids.shape[1])[None], **options)
+    logits = []
+    for token in tokens:
+        position = torch.tensor([[ids.shape[1] + len(logits)]])
+        logits.append(model(torch.tensor([[token]]), position_ids=position, **options).logits[0, -1])
+    return torch.stack(logits), cache
+
+
+def states(cache, row=0):
+    """Per recurrent layer of transformers' cache: the last inputs of the convolution, and the state."""
+    layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    return [(layer.conv_states[0][row], layer.recurrent_states[0][row]) for layer in layers]
+
+
+def assert_same_states(target, row, cache):
+    ours = target._cache
+    theirs = states(cache)
+    assert ours._state.dtype == torch.float32
+    assert len(theirs) == len(ours._state)
+    for place, (conv, state) in enumerate(theirs):
+        torch.testing.assert_close(ours._conv[place, row], conv[:, 1:], **CLOSE)
+        torch.testing.assert_close(ours._state[place, row], state, **CLOSE)
+
+
+@torch.inference_mode()
+def commit(target, paths):
+    width = max(1, max(map(len, paths)))
+    target.commit_nodes(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
+
+
+# ---------------------------------------------------------------------- logits at nodes
+
+
+@pytest.mark.parametrize("name", UNLIMITED)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 12), (3, 4), (3, 20)])
+def test_every_node_equals_its_path_in_one_go(name, batch, length):
+    assert_trees_equal_paths(shared_model(name), text_inputs(batch, length), steps=3, seed=length)
+
+
+@pytest.mark.parametrize("name", HYBRID_CONFIGS)
+@pytest.mark.parametrize(("shape", "nodes"), [("chain", 9), ("star", 9), ("random", 1), ("random", 63)])
+def test_every_node_equals_its_path_token_by_token(name, shape, nodes):
+    model, target = shared_model(name), TransformersTarget(shared_model(name))
+    ids = text_inputs(1, 7)["input_ids"]
+    target.prefill(Prompt(ids), 80)
+    tree = random_tree(torch.Generator().manual_seed(0), 1, nodes, 90, ragged=False, shape=shape)
+    logits = target.forward_tree(tree).logits[0]
+    for leaf in sorted(set(range(nodes)) - set(tree.parents[0].tolist()))[-6:]:
+        path = root_path(tree, 0, leaf)
+        torch.testing.assert_close(logits[path], decoded(model, ids, tree.tokens[0, path].tolist())[0], **CLOSE)
+
+
+@pytest.mark.parametrize("name", UNLIMITED)
+def test_eager_attention(name):
+    model = text_model(name)
+    model.set_attn_implementation("eager")
+    assert_trees_equal_paths(model, text_inputs(3, 9), steps=2)
+
+
+def test_a_long_chain_behind_one_token():
+    target = TransformersTarget(shared_model("bamba"))
+    target.prefill(Prompt(torch.tensor([[5]])), 80)
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 63, 90, ragged=False, shape="chain")
+    expected, cache = decoded(shared_model("bamba"), torch.tensor([[5]]), tree.tokens[0].tolist())
+    torch.testing.assert_close(target.forward_tree(tree).logits[0], expected, **CLOSE)
+    commit(target, [list(range(63))])
+    assert_same_states(target, 0, cache)
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("name", HYBRID_CONFIGS)
+@pytest.mark.parametrize(
+    ("batch", "length", "setting", "drafter"),
+    [
+        (1, 9, "greedy", "oracle"),
+        (1, 1, "greedy", "ngram"),
+        (3, 9, "greedy", "oracle"),
+        (3, 23, "greedy", "recycle"),
+        (3, 9, "repetition-penalty", "recycle"),
+        (1, 23, "no-repeat-ngram", "oracle"),
+        (3, 9, "sampled-filtered", "oracle"),
+    ],
+)
+def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
+    case = Case(name, batch, 0, length, seed=3, setting=setting, drafter=drafter)
+    reference, difference = compare(shared_model(name), case, new_tokens=20)
+    assert difference is None
+    assert len(set(reference[0, length:].tolist())) > 5
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1"])
+def test_inside_generate(name):
+    model, inputs = shared_model(name), text_inputs(3, 9)
+    options = dict(max_new_tokens=12, do_sample=False, repetition_penalty=1.2)
+    reference = model.generate(**inputs, **options)
+    hooked = model.generate(**inputs, **options, custom_generate=mmspec.decode, drafter="recycle", nodes=6)
+    assert torch.equal(hooked, reference)
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+def test_a_filled_cache_is_refused(name):
+    model, ids = shared_model(name), torch.tensor([[5, 6, 7]])
+    _, cache = decoded(model, ids, [8])
+    given = {cache_argument(model.get_decoder()): cache}
+    with pytest.raises(UserError, match="must be empty: the cache given holds"):
+        model.generate(
+            torch.tensor([[5, 6, 7, 8]]), **given, max_new_tokens=3, custom_generate=mmspec.decode, drafter=None
+        )
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+def test_half_precision(name):
+    """bfloat16: where tokens part, both must have been almost equally good."""
+    model = text_model(name).bfloat16()
+    for seed in range(3):
+        inputs = text_inputs(1, 9, seed)
+        reference = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        ours = mmspec.generate(model, drafter="recycle", nodes=8, **inputs, max_new_tokens=16, do_sample=False)
+        width = min(ours.shape[1], reference.shape[1])
+        parted = (ours[0, :width] != reference[0, :width]).nonzero().flatten().tolist()
+        if parted:
+            with torch.no_grad():
+                logits = model(reference[:, : parted[0]]).logits[0, -1].float()
+            assert float(logits.max() - logits[ours[0, parted[0]]]) < 0.03 * float(logits.abs().max())
+
+
+# ---------------------------------------------------------------------- states: the bugs that other engines had
+
+
+@pytest.mark.parametrize("name", HYBRID_CONFIGS)
+def test_commit_at_every_node_is_the_sequential_state(name):
+    model, ids = shared_model(name), torch.tensor([[5, 6, 7, 8]])
+    tree = random_tree(torch.Generator().manual_seed(3), 1, 9, 90, ragged=False)
+    target = TransformersTarget(model)
+    for node in range(9):
+        path = root_path(tree, 0, node)
+        target.prefill(Prompt(ids), 32)
+        target.forward_tree(tree)
+        commit(target, [path])
+        tokens = tree.tokens[0, path].tolist()
+        expected, cache = decoded(model, ids, [*tokens, 11, 12])
+        # Attention and states must go on together from there.
+        chain = TokenTree(torch.tensor([[11, 12]]), torch.tensor([[-1, 0]]))
+        torch.testing.assert_close(target.forward_tree(chain).logits[0], expected[-2:], **CLOSE)
+        commit(target, [[0, 1]])
+        assert_same_states(target, 0, cache)
+
+
+@pytest.mark.parametrize("name", HYBRID_CONFIGS)
+def test_no_drafts_after_several_were_accepted(name):
+    """Big tree, long path, then trees of one node, then a big tree again."""
+    model, ids = shared_model(name), text_inputs(1, 6)["input_ids"]
+    g = torch.Generator().manual_seed(1)
+    target = TransformersTarget(model)
+    target.prefill(Prompt(ids), 64)
+    said = []
+    for nodes, shape in [(7, "chain"), (1, "random"), (1, "random"), (12, "random"), (1, "random"), (3, "chain")]:
+        tree = random_tree(g, 1, nodes, 90, ragged=False, shape=shape)
+        logits = target.forward_tree(tree).logits[0]
+        path = root_path(tree, 0, nodes - 1)
+        said += tree.tokens[0, path].tolist()
+        expected, cache = decoded(model, ids, said)
+        torch.testing.assert_close(logits[path], expected[-len(path) :], **CLOSE)
+        commit(target, [path])
+    assert_same_states(target, 0, cache)
+
+
+@pytest.mark.parametrize("name", ["bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1"])
+def test_rows_accept_different_lengths(name):
+    """Left-padded rows of different length, one of which keeps nothing from the second step on."""
+    model, inputs = shared_model(name), text_inputs(3, 8)
+    g = torch.Generator().manual_seed(5)
+    target = TransformersTarget(model)
+    target.prefill(prompt_of(inputs), 64)
+    said = [[], [], []]
+    for step in range(4):
+        tree = random_tree(g, 3, 8, 90)
+        logits = target.forward_tree(tree).logits
+        ends = [valid_nodes(tree, b)[-1 - step % 2 :][0] for b in range(3)]
+        paths = [root_path(tree, b, end) for b, end in enumerate(ends)]
+        if step:
+            paths[1] = []
+        assert len(set(map(len, paths))) > 1
+        for b, path in enumerate(paths):
+            said[b] += tree.tokens[b, path].tolist()
+            if path:
+                expected, _ = decoded(model, row_of(inputs, b)["input_ids"], said[b])
+                torch.testing.assert_close(logits[b, path], expected[-len(path) :], **CLOSE)
+        commit(target, paths)
+    for b in range(3):
+        assert_same_states(target, b, decoded(model, row_of(inputs, b)["input_ids"], said[b])[1])
+
+
+def test_what_is_not_committed_leaves_no_trace():
+    model, ids = shared_model("bamba"), torch.tensor([[5, 6, 7, 8]])
+    target = TransformersTarget(model)
+    target.prefill(Prompt(ids), 32)
+    before = [tensor.clone() for tensor in (target._cache._conv, target._cache._state)]
+    g = torch.Generator().manual_seed(0)
+    for nodes in (5, 1, 9):
+        target.forward_tree(random_tree(g, 1, nodes, 90))
+        assert all(torch.equal(a, b) for a, b in zip(before, (target._cache._conv, target._cache._state), strict=True))
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+def test_a_second_prompt_forgets_the_first(name):
+    model, target = shared_model(name), TransformersTarget(shared_model(name))
+    first, second = text_inputs(3, 12, 1), text_inputs(1, 2, 2)
+    for inputs in (first, second):
+        target.prefill(prompt_of(inputs), 32)
+        tree = random_tree(torch.Generator().manual_seed(0), inputs["input_ids"].shape[0], 6, 90, ragged=False)
+        logits = target.forward_tree(tree).logits
+        commit(target, [root_path(tree, b, 5) for b in range(tree.batch)])
+    path = root_path(tree, 0, 5)
+    expected, cache = decoded(model, second["input_ids"], tree.tokens[0, path].tolist())
+    torch.testing.assert_close(logits[0, path], expected, **CLOSE)
+    assert_same_states(target, 0, cache)
+
+
+def test_layers_are_committed_alike_one_by_one_and_together(monkeypatch):
+    target, kept = TransformersTarget(shared_model("bamba")), []
+    for entries in (1, 1 << 10, 1 << 30):
+        monkeypatch.setattr("ssm.cache._AT_ONCE", entries)
+        target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 32)
+        tree = random_tree(torch.Generator().manual_seed(2), 1, 8, 90, ragged=False)
+        target.forward_tree(tree)
+        commit(target, [root_path(tree, 0, 7)])
+        kept.append((target._cache._conv, target._cache._state))
+    for other in kept[1:]:
+        for a, b in zip(kept[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_nodes_behind_uncommitted_ones_are_refused():
+    target = TransformersTarget(shared_model("bamba"))
+    target.prefill(Prompt(torch.tensor([[5, 6]])), 8)
+    one = torch.tensor([[7]])
+    target.forward_nodes(one, None, torch.ones(1, 1, 1, dtype=torch.bool))
+    target.keep_nodes(torch.zeros_like(one))
+    with pytest.raises(UserError, match="as a whole: got 1 nodes behind 1 that are not committed"):
+        target.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+@torch.inference_mode()
+def test_samples_are_distributed_as_plain_ones():
+    """Every outcome of a sampled step on a hybrid, and of what follows it: the target's own distribution of three
+    tokens."""
+    vocab = 5
+    torch.manual_seed(0)
+    config = HYBRID_CONFIGS["bamba"]()
+    config.vocab_size = vocab
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompt, root = [1, 2, 3], 4
+    tree = random_tree(torch.Generator().manual_seed(4), 1, 4, vocab, ragged=False)
+    tree.tokens[0, 0] = root
+    target = TransformersTarget(model)
+
+    def step(tree, path=()):
+        """Probabilities at the nodes of a tree behind the prompt, or behind a path of the tree above."""
+        if path:
+            commit(target, [list(path)])
+        return target.forward_tree(tree).logits[0].double().div(0.7).softmax(-1)
+
+    def begin():
+        target.prefill(Prompt(torch.tensor([prompt])), 16)
+        return step(tree)
+
+    choices = torch.tensor(list(itertools.product(range(vocab), repeat=4)))
+    weights = begin()[torch.arange(4), choices].prod(-1)
+    many = TokenTree(*(x.expand(len(choices), -1) for x in (tree.tokens, tree.parents)), check=False)
+    outcomes: dict[tuple, float] = {}
+    for weight, outcome in zip(weights.tolist(), verify_greedy(many, choices).host, strict=True):
+        key = tuple(map(tuple, outcome))
+        outcomes[key] = outcomes.get(key, 0.0) + weight
+    assert len({path for path, _ in outcomes}) == 4
+    emitted = torch.zeros(vocab, vocab, vocab, dtype=torch.double)
+    for (path, tokens), weight in outcomes.items():
+        begin()
+        star = torch.tensor([[tokens[-1], *range(vocab)]])
+        after = step(TokenTree(star, torch.tensor([[-1, *[0] * vocab]])), path)
+        tail = [torch.ones(()).double(), after[0], after[0][:, None] * after[1:]][max(0, 3 - len(tokens))]
+        emitted[tokens[:3]] += weight * tail
+
+    pairs = torch.tensor([[*prompt, root, a, b] for a in range(vocab) for b in range(vocab)])
+    plain = model(pairs, use_cache=False).logits.double().div(0.7).softmax(-1)[:, 3:].view(vocab, vocab, 3, vocab)
+    truth = plain[0, 0, 0][:, None, None] * plain[:, 0, 1][:, :, None] * plain[:, :, 2]
+    torch.testing.assert_close(emitted, truth, atol=1e-6, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- side by side
+
+
+def test_threads_do_not_meet():
+    """Two speculations and transformers' own decoding at the same time, through one model."""
+    model = shared_model("bamba")
+    inputs = [text_inputs(1, 9, seed) for seed in range(3)]
+    options = dict(max_new_tokens=24, do_sample=False)
+    expected = [model.generate(**i, **options) for i in inputs]
+
+    def ours(i):
+        return mmspec.generate(model, drafter="recycle", nodes=6, **i, **options)
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            jobs = [pool.submit(ours, inputs[0]), pool.submit(ours, inputs[1])]
+            jobs.append(pool.submit(lambda: model.generate(**inputs[2], **options)))
+            assert all(torch.equal(job.result(), wanted) for job, wanted in zip(jobs, expected, strict=True))
