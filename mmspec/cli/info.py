@@ -47,7 +47,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
         "attention": "torch's, with the tree as a 4D mask (eager where a model has no sdpa)",
-        "kernels": "plain torch",
+        "kernels": _kernels(),
         "models": [_model(entry.name) for entry in plugins.registered("models")],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
         "drafters": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("drafters")],
@@ -81,6 +81,15 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
+def _kernels() -> dict[str, str]:
+    """By device: what runs where a kernel exists in Triton."""
+    import torch
+
+    from mmspec import kernels
+
+    return {device["name"]: kernels.in_use(torch.device(device["name"])) for device in _devices()}
+
+
 def _model(name: str) -> dict[str, Any]:
     try:
         folder = Path(plugins.find("models", name)())
@@ -110,7 +119,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("packages", [f"{name} {found or 'not installed'}" for name, found in facts["packages"].items()]),
         ("devices", [device(d) for d in facts["devices"]]),
         ("attention", [facts["attention"]]),
-        ("kernels", [facts["kernels"]]),
+        ("kernels", [f"{device}: {name}" for device, name in facts["kernels"].items()]),
         ("embedded models", [model(m) for m in facts["models"]]),
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [f"{d['name']}: {d['class']}" for d in facts["drafters"]]),

@@ -38,7 +38,7 @@ def tree_scan(
             states.append(_step(before, x, dt, a, b, row, node, head))
             y[row, node, head] = states[node] @ c[row, node, group].float()
             if d is not None:
-                y[row, node, head] += d[head] * x[row, node, head]
+                y[row, node, head] += d[head] * x[row, node, head].float()
     return y
 
 

@@ -1,5 +1,8 @@
 """``ssm.ops.conv`` in Triton: one program per row and tile of channels (and, of the convolution, of nodes)."""
 
+# Kernels are no Python functions: their arguments are addresses, numbers and what is compiled in.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch

@@ -2,8 +2,11 @@
 
 In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. A program loads its part of the state once
 and keeps it while it goes over tiles of nodes, so that reading the state, which is what the time goes to, happens once.
-Numbers of tiles are compiled in: up to 64 nodes, and up to 16 nodes on a path, there is one.
+Numbers of tiles are compiled in: up to 32 nodes, and up to 16 nodes on a path, there is one.
 """
+
+# Kernels are no Python functions: their arguments are addresses, numbers and what is compiled in.
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
 
@@ -12,8 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_STATE_TILE = 8192
-"""Elements of the state that a program holds: 64 registers of each of 128 threads."""
+_STATE_TILE = 4096
+"""Elements of the state that a program holds: 32 registers of each of 128 threads, so that programs are many."""
+
+_NODE_TILE = 32
+"""Nodes at a time: more would be computed for nothing where the tree is smaller, and compile to far longer code."""
+
+_PRECISION = tl.constexpr("tf32x3")
+"""Of float32 products: three steps of tensor cores, which lose little of float32 and are far faster than its own.
+Inputs of 16 bits need one step, which is exact."""
 
 
 def tree_scan(
@@ -24,18 +34,18 @@ def tree_scan(
     y = torch.empty(x.shape, device=x.device)
     block_state, block_dim = _tile(head_dim, b.shape[3])
     ancestors = ancestors.view(torch.uint8)
-    block_nodes = min(64, max(16, triton.next_power_of_2(nodes)))
+    block_nodes = min(_NODE_TILE, max(16, triton.next_power_of_2(nodes)))
     grid = (triton.cdiv(head_dim, block_dim), heads, batch)
     _tree_scan_kernel[grid](
         *(x, dt, a, b, c, d, state, ancestors, y),
         *(nodes, head_dim, b.shape[3], heads // b.shape[2]),
         *(*x.stride(), *dt.stride(), *b.stride(), *c.stride(), *state.stride(), *ancestors.stride(), *y.stride()),
         HAS_D=d is not None,
-        PRECISION=_precision(x),
         TILES=triton.cdiv(nodes, block_nodes),
         BLOCK_NODES=block_nodes,
         BLOCK_DIM=block_dim,
         BLOCK_STATE=block_state,
+        num_stages=1,
     )
     return y
 
@@ -49,11 +59,11 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
         *(x, dt, a, b, state, path),
         *(path.shape[1], head_dim, b.shape[3], heads // b.shape[2]),
         *(*x.stride(), *dt.stride(), *b.stride(), *state.stride(), *path.stride()),
-        PRECISION=_precision(x),
         TILES=triton.cdiv(path.shape[1], 16),
         BLOCK_DEPTH=16,
         BLOCK_DIM=block_dim,
         BLOCK_STATE=block_state,
+        num_stages=1,
     )
 
 
@@ -61,11 +71,6 @@ def _tile(head_dim: int, size: int) -> tuple[int, int]:
     """A block of whole states, and of as many channels as fit beside them."""
     block_state = max(16, triton.next_power_of_2(size))
     return block_state, max(16, min(triton.next_power_of_2(head_dim), _STATE_TILE // block_state))
-
-
-def _precision(x: Tensor) -> str:
-    """Of products: the full one for float32 inputs, for lower ones what tensor cores make of float32 in three steps."""
-    return "ieee" if x.dtype == torch.float32 else "tf32x3"
 
 
 @triton.jit
@@ -125,7 +130,6 @@ def _tree_scan_kernel(
     y_head,
     y_dim,
     HAS_D: tl.constexpr,
-    PRECISION: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -144,6 +148,7 @@ def _tree_scan_kernel(
     ancestors += i_row * m_row
     y += i_row * y_row + i_head * y_head
 
+    overlap_precision: tl.constexpr = _PRECISION if b.dtype.element_ty == tl.float32 else "tf32"
     a_head = tl.load(a + i_head)
     m_tile = m_state[:, None] & m_dim[None, :]
     # (state, head_dim): transposed by how it is addressed.
@@ -155,7 +160,7 @@ def _tree_scan_kernel(
         m_c = m_to[:, None] & m_state[None, :]
         b_c = tl.load(c + i_to[:, None] * c_node + i_state[None, :] * c_state, mask=m_c, other=0.0).to(tl.float32)
         b_reach = _reach(a_head, dt, ancestors, tile, nodes, dt_node, m_i, m_j, BLOCK_NODES)
-        b_y = tl.dot(b_c, b_before, input_precision=PRECISION) * tl.exp(b_reach.to(tl.float32))[:, None]
+        b_y = tl.dot(b_c, b_before, input_precision=_PRECISION) * tl.exp(b_reach.to(tl.float32))[:, None]
 
         for other in range(tile + 1):
             i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
@@ -168,10 +173,10 @@ def _tree_scan_kernel(
             m_b = m_state[:, None] & m_on[None, :]
             b_b = tl.load(b + i_on[None, :] * b_node + i_state[:, None] * b_state, mask=m_b, other=0.0).to(tl.float32)
             b_step = tl.load(dt + i_on * dt_node, mask=m_on, other=0.0)
-            b_weight = tl.exp(b_decay) * tl.dot(b_c, b_b, input_precision=PRECISION) * b_step[None, :]
+            b_weight = tl.exp(b_decay) * tl.dot(b_c, b_b, input_precision=overlap_precision) * b_step[None, :]
             m_x = m_on[:, None] & m_dim[None, :]
             b_x = tl.load(x + i_on[:, None] * x_node + i_dim[None, :] * x_dim, mask=m_x, other=0.0).to(tl.float32)
-            b_y += tl.dot(b_weight, b_x, input_precision=PRECISION)
+            b_y += tl.dot(b_weight, b_x, input_precision=_PRECISION)
 
         m_y = m_to[:, None] & m_dim[None, :]
         if HAS_D:
@@ -209,7 +214,6 @@ def _commit_scan_kernel(
     s_state,
     p_row,
     p_depth,
-    PRECISION: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -243,5 +247,5 @@ def _commit_scan_kernel(
         m_b = m_node[:, None] & m_state[None, :]
         b_b = tl.load(b + i_node[:, None] * b_node + i_state[None, :] * b_state, mask=m_b, other=0.0).to(tl.float32)
         b_tile *= tl.exp(tl.sum(b_step) * a_head)
-        b_tile += tl.dot(b_x * (tl.exp(b_behind) * b_step)[None, :], b_b, input_precision=PRECISION)
+        b_tile += tl.dot(b_x * (tl.exp(b_behind) * b_step)[None, :], b_b, input_precision=_PRECISION)
     tl.store(p_tile, b_tile, mask=m_tile)

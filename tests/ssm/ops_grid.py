@@ -1,0 +1,221 @@
+"""One grid of awkward cases for every implementation of ``ssm.ops``, compared with the loops that follow parents.
+
+``python -m tests.ssm.ops_grid`` runs it on a CPU with the implementation that ``MMSPEC_KERNELS`` names. The Triton
+kernels need ``TRITON_INTERPRET=1`` from the start of the process for that, so tests run them in one of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from mmspec.tree import TokenTree
+from ssm import ops
+from ssm.ops import reference
+from tests.tiny import random_tree
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape.
+
+    Attributes:
+        shape: of the trees: random, chain or star.
+        batch, nodes: rows are padded behind a random length where there are several.
+        heads, groups, head_dim, state: of the mixer.
+        dtype: of inputs and of the convolution's state.
+        steep: the greatest ``-dt a``: from 90 on, exp of a difference between different paths overflows.
+        width, entries: taps of the convolution, and what its state keeps.
+        skip: whether there is a D, and a bias.
+        strided: whether inputs are slices of wider tensors, as those that a mixer splits.
+    """
+
+    shape: str = "random"
+    batch: int = 2
+    nodes: int = 16
+    heads: int = 2
+    groups: int = 1
+    head_dim: int = 16
+    state: int = 16
+    dtype: torch.dtype = torch.float32
+    steep: float = 2.0
+    width: int = 4
+    entries: int = 4
+    skip: bool = True
+    strided: bool = True
+
+
+CASES = [
+    Case(nodes=1, batch=1, heads=4, head_dim=64, state=128),
+    Case(nodes=1, batch=3, heads=4, groups=2, head_dim=48, state=40, skip=False, entries=3),
+    Case("chain", nodes=17, entries=6),
+    Case("chain", nodes=63, batch=1, steep=200.0),
+    Case("star", nodes=16, batch=1, groups=2, strided=False),
+    Case("star", nodes=33, steep=200.0, dtype=torch.bfloat16),
+    Case(nodes=3, heads=3, groups=3, head_dim=48, state=40, entries=3),
+    Case(nodes=2, batch=1, heads=6, groups=2, head_dim=64, state=16, width=2),
+    Case(nodes=63, batch=1, heads=2, head_dim=64, state=128, dtype=torch.bfloat16),
+    Case(nodes=64, batch=1, heads=1, head_dim=16, state=128, steep=90.0),
+    Case(nodes=70, batch=1, groups=2, width=3, entries=2),
+    Case(nodes=20, batch=3, heads=6, groups=2, head_dim=20, state=16, steep=200.0),
+    Case(nodes=31, heads=4, groups=1, head_dim=48, state=40, dtype=torch.bfloat16, entries=3, skip=False),
+    Case(nodes=5, batch=1, heads=2, head_dim=16, state=256, dtype=torch.float16, width=1),
+]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a case, under the names of ``ssm.ops``; ``deepest`` holds the longest path of each row."""
+
+    tree: TokenTree
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor | None
+    state: Tensor
+    channels: Tensor
+    conv_state: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    deepest: Tensor
+
+
+def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
+    """Random inputs. What lies around and between them in memory is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    rows = (case.batch, case.nodes)
+    wide = case.heads * case.head_dim + 2 * case.groups * case.state
+    channels = torch.randn(*rows, wide, generator=g).to(case.dtype)
+    channels = _strided(channels.to(device)) if case.strided else channels.to(device)
+    x, b, c = channels.split([case.heads * case.head_dim, *[case.groups * case.state] * 2], dim=-1)
+    dt = torch.rand(*rows, case.heads, generator=g).to(device)
+    tree = random_tree(g, case.batch, case.nodes, 99, shape=case.shape, ragged=case.batch > 1)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    return Inputs(
+        tree=TokenTree(*(t.to(device) for t in (tree.tokens, tree.parents)), check=False),
+        x=x.unflatten(2, (case.heads, case.head_dim)),
+        dt=_strided(dt) if case.strided else dt,
+        a=(-case.steep * torch.rand(case.heads, generator=g).clamp(min=0.5)).to(device),
+        b=b.unflatten(2, (case.groups, case.state)),
+        c=c.unflatten(2, (case.groups, case.state)),
+        d=numbers(case.heads).to(device) if case.skip else None,
+        state=_inside_nan(numbers(case.batch, case.heads, case.head_dim, case.state).to(device)),
+        channels=channels,
+        conv_state=_inside_nan(numbers(case.batch, wide, case.entries).to(case.dtype).to(device)),
+        weight=numbers(wide, case.width).to(case.dtype).to(device),
+        bias=numbers(wide).to(case.dtype).to(device) if case.skip else None,
+        deepest=paths_to(tree.parents, tree.depth.argmax(1)).to(device),
+    )
+
+
+def paths_to(parents: Tensor, nodes: Tensor) -> Tensor:
+    """(batch, depth) int64: each row's path from its root to a node, padded with -1; -1 as the node: no path."""
+    paths = []
+    for row, end in enumerate(nodes.tolist()):
+        path: list[int] = []
+        while end >= 0:
+            path.insert(0, end)
+            end = int(parents[row, end])
+        paths.append(path)
+    depth = max(1, *map(len, paths)) if len(paths) > 1 else max(1, len(paths[0]))
+    return torch.tensor([path + [-1] * (depth - len(path)) for path in paths])
+
+
+def check_tree(case: Case, device: str = "cpu") -> None:
+    """Scan and convolution at every node."""
+    i = draw(case, device)
+    on = _on_cpu(i)
+    with patch("torch.empty", _nan_filled):
+        y = ops.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, i.tree.ancestors)
+        window = ops.conv_window(i.tree.parents, case.width)
+        z = ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window)
+        plain = ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, activation=None)
+    expected = reference.tree_scan(on.x, on.dt, on.a, on.b, on.c, on.d, on.state, on.tree.parents)
+    conv = (on.channels, on.conv_state, on.weight, on.bias, on.tree.parents)
+    assert y.dtype == torch.float32
+    _close(y, expected, case)
+    _close(z, reference.tree_conv(*conv), case)
+    _close(plain, reference.tree_conv(*conv, activation=None), case)
+
+
+def check_commit(case: Case, device: str = "cpu") -> None:
+    """Both states behind the deepest path of each row, the second row having none."""
+    i = draw(case, device)
+    path = i.deepest.clone()
+    if case.batch > 1:
+        path[1] = -1
+    on = _on_cpu(i)
+    state, conv_state = on.state.clone(), on.conv_state.clone()
+    ops.commit_scan(i.x, i.dt, i.a, i.b, i.state, path)
+    ops.commit_conv(i.channels, i.conv_state, path)
+    reference.commit_scan(on.x, on.dt, on.a, on.b, state, path.cpu())
+    reference.commit_conv(on.channels, conv_state, path.cpu())
+    _close(i.state, state, case)
+    assert torch.equal(i.conv_state.cpu(), conv_state)
+    if case.batch > 1:
+        assert torch.equal(i.state[1].cpu(), on.state[1])
+
+
+CHECKS = (check_tree, check_commit)
+
+
+def _close(found: Tensor, expected: Tensor, case: Case) -> None:
+    # Both sides compute in float32, sums of as many terms as the state is wide; what is rounded at the end may be one
+    # step apart.
+    allowed = 1e-5 if found.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.cpu(), expected, rtol=allowed, atol=allowed * case.state**0.5)
+
+
+def _on_cpu(i: Inputs) -> Inputs:
+    """Copies, so that what is changed in place stays known."""
+    tree = TokenTree(i.tree.tokens.cpu(), i.tree.parents.cpu(), check=False)
+    rest = {name: value for name, value in vars(i).items() if name != "tree"}
+    return Inputs(tree=tree, **{name: None if t is None else t.detach().cpu().clone() for name, t in rest.items()})
+
+
+def _strided(t: Tensor) -> Tensor:
+    """The same values as a slice of a wider tensor."""
+    wider = t.new_full((*t.shape[:-1], t.shape[-1] + 5), torch.nan)
+    wider[..., 3:-2] = t
+    return wider[..., 3:-2]
+
+
+def _inside_nan(t: Tensor) -> Tensor:
+    """The same values, contiguous, amid a larger piece of memory."""
+    around = t.new_full((t.numel() + 64,), torch.nan)
+    around[32:-32] = t.flatten()
+    return around[32:-32].view(t.shape)
+
+
+_empty = torch.empty
+
+
+def _nan_filled(*args: object, **options: object) -> Tensor:
+    return _empty(*args, **options).fill_(torch.nan)  # type: ignore[call-overload, no-any-return]
+
+
+def main() -> int:
+    """Run the grid, and name what fails."""
+    failed = 0
+    for case in CASES:
+        for check in CHECKS:
+            try:
+                check(case)
+            except Exception as error:  # whatever it is, the other cases say more
+                failed += 1
+                print(f"{check.__name__} {case}:\n{error}\n")
+    print(f"{len(CASES) * len(CHECKS) - failed} passed, {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)
