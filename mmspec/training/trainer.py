@@ -1,4 +1,4 @@
-"""The training run of a drafter or another model, on one device or many: planned by steps, minutes or epochs, resumable at any time.
+"""The training run of a drafter or another model, on one device or many: planned by steps, minutes or epochs, resumable.
 
 It knows nothing of what it trains: a `Task` brings the network, its examples and its loss.
 """

@@ -1,4 +1,4 @@
-"""Runs small generated programs, and nothing else: a few kinds of syntax, a few functions, a bounded number of lines."""
+"""Runs small generated programs and nothing else: few kinds of syntax, few functions, a bounded number of lines."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mmspec.training.plan import Plan
 from ssm.texts import KINDS, example
 from ssm.training.architecture import Architecture, new_model
 from ssm.training.encoding import Encoded, encode, make_tokenizer
-from ssm.training.scan import CHUNK, fast_mixers
+from ssm.training.layers import CHUNK, fast_layers
 
 IGNORE = -100
 MOST_NEW_TOKENS = 256
@@ -156,7 +156,7 @@ class HybridTask:
 
 def next_token_loss(network: Any, batch: Batch) -> Losses:
     """Mean cross-entropy over the labels of a batch."""
-    with fast_mixers():
+    with fast_layers():
         hidden = network.model(input_ids=batch.tokens, use_cache=False).last_hidden_state
     wanted = batch.labels != IGNORE
     truth = batch.labels[wanted]

@@ -1,0 +1,186 @@
+"""What a Bamba layer computes over whole sequences, fast to differentiate on a CPU, in place of transformers' own.
+
+The recurrence goes by chunks as in arXiv 2405.21060, section 6: inside a chunk a masked attention whose scores C . B are computed once per
+group of heads and not per head; between chunks a recurrence over the few states at their ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.bamba import modeling_bamba
+
+CHUNK = 32
+"""Positions per chunk. Longer ones spend more on decays inside, shorter ones more on states between."""
+
+
+def chunk_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Outputs y_t = S_t C_t + D x_t of the recurrence S_t = exp(dt_t A) S_{t-1} + dt_t x_t (x) B_t from S = 0.
+
+    Decays are computed in float32, products in the type of `x`: mixed operands would cost several times the time.
+
+    Args:
+        x: inputs, (batch, length, heads, head_dim).
+        dt: step sizes, positive, float32, (batch, length, heads).
+        a: negative decay rates A, (heads,).
+        b: what is written to, (batch, length, groups, state).
+        c: what is read, as `b`.
+        d: weights D of the inputs themselves, (heads,).
+        chunk: positions computed together; changes nothing but the time it takes.
+
+    Returns:
+        (batch, length, heads, head_dim).
+    """
+    batch, length, heads, head_dim = x.shape
+    groups, count, kind = b.shape[2], -(-length // chunk), x.dtype
+
+    def cut(values: Tensor) -> Tensor:
+        missing = count * chunk - length
+        if missing:
+            values = F.pad(values, (0, 0) * (values.ndim - 2) + (0, missing))
+        return values.view(batch, count, chunk, *values.shape[2:])
+
+    def by_group(values: Tensor) -> Tensor:
+        """(batch, count, chunk, heads, head_dim) as (batch, count, groups, chunk, features)."""
+        return values.reshape(batch, count, chunk, groups, -1).transpose(2, 3)
+
+    # A padded position has dt = 0: it neither decays the state nor writes to it.
+    fade = cut(dt * a).cumsum(2)  # (batch, count, chunk, heads): log of the decay since the chunk's start
+    x = cut(x)
+    written = x * cut(dt).to(kind)[..., None]  # (batch, count, chunk, heads, head_dim)
+    b, c = (cut(values).transpose(2, 3) for values in (b, c))  # (batch, count, groups, chunk, state)
+
+    scores = (c @ b.transpose(-1, -2))[:, :, :, None]  # (batch, count, groups, 1, chunk, chunk)
+    weights = _decays(fade.transpose(2, 3), fade.transpose(2, 3), 1).to(kind).unflatten(2, (groups, -1)) * scores
+    y = (weights.flatten(2, 3) @ written.transpose(2, 3)).transpose(2, 3)
+    if count > 1:
+        remaining = written * (fade[:, :, -1:] - fade).exp().to(kind)[..., None]
+        own = b.transpose(-1, -2) @ by_group(remaining)  # (batch, count, groups, state, features)
+        starts = _starts(own.unflatten(-1, (-1, head_dim)), fade[:, :, -1])
+        read = (c @ starts.flatten(-2)).transpose(2, 3).reshape(x.shape)
+        y = y + read * fade.exp().to(kind)[..., None]
+    y = y + d.to(kind)[:, None] * x
+    return y.reshape(batch, count * chunk, heads, head_dim)[:, :length]
+
+
+def _decays(at: Tensor, since: Tensor, diagonal: int) -> Tensor:
+    """exp(at_i - since_j) for j before i, zero from that diagonal on; of logs (..., positions)."""
+    size = at.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=at.device).triu(diagonal)
+    return (at[..., :, None] - since[..., None, :]).masked_fill(later, -torch.inf).exp()
+
+
+def _starts(own: Tensor, fade: Tensor) -> Tensor:
+    """States at the start of each chunk.
+
+    Args:
+        own: what each chunk adds to the state at its end, (batch, count, groups, state, heads of a group, head_dim).
+        fade: log of each chunk's decay, (batch, count, heads).
+    """
+    ends = fade.cumsum(1).transpose(1, 2)  # (batch, heads, count)
+    decay = _decays(F.pad(ends, (1, 0))[..., :-1], ends, 0).to(own.dtype)
+    per_head = own.permute(0, 2, 4, 1, 3, 5)  # (batch, groups, heads of a group, count, state, head_dim)
+    starts = decay @ per_head.flatten(4).flatten(1, 2)
+    return starts.view(per_head.shape).permute(0, 3, 1, 4, 2, 5)
+
+
+class _CausalConv(torch.autograd.Function):
+    """Depthwise convolution over the past as few shifted products: plain autograd pads and copies each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        taps = _taps(weight, x)
+        y = torch.addcmul(bias.to(x.dtype), x, taps[0])
+        for back in range(1, len(taps)):
+            y[:, back:].addcmul_(x[:, :-back], taps[back])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        taps = _taps(weight, x)
+        slope = grad * taps[0]
+        columns = [_column_sums(grad * x)]
+        for back in range(1, len(taps)):
+            slope[:, :-back].addcmul_(grad[:, back:], taps[back])
+            columns.insert(0, _column_sums(grad[:, back:] * x[:, :-back]))
+        return slope, torch.stack(columns, 1).to(weight.dtype), _column_sums(grad).to(weight.dtype)
+
+
+def _taps(weight: Tensor, x: Tensor) -> Tensor:
+    """Weights by how far they look back, (width, channels). Strided ones would make each product five times slower."""
+    return weight.flip(1).t().to(x.dtype).contiguous()
+
+
+def _column_sums(values: Tensor) -> Tensor:
+    """Sums over all axes but the last, as a product: in bfloat16 several times faster than `sum`."""
+    rows = values.reshape(-1, values.shape[-1])
+    return (rows.new_ones(1, len(rows)) @ rows)[0]
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Depthwise convolution over the past without padding at the end.
+
+    Args:
+        x: (batch, length, channels), longer than the convolution is wide.
+        weight: (channels, width), the last column for the present.
+        bias: (channels,).
+    """
+    return _CausalConv.apply(x, weight, bias)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight over the last axis: statistics in float32, products in the type of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+        scale = (squares / x.shape[-1] + eps).rsqrt().to(x.dtype)
+        y = x * scale
+        ctx.save_for_backward(y, scale, weight)
+        return y * weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, scale, weight = ctx.saved_tensors
+        used = weight.to(y.dtype)
+        product = grad * y
+        along = product @ (used[:, None] / len(used))
+        slope = (grad * used).addcmul_(y, along, value=-1).mul_(scale)
+        return slope, _column_sums(product).to(weight.dtype), None
+
+
+@contextmanager
+def fast_layers() -> Iterator[None]:
+    """Inside, transformers' Bamba layers compute whole sequences by the functions of this file. Not for decoding."""
+
+    def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
+        assert options["initial_states"] is None
+        assert not options["return_final_states"]
+        positive = F.softplus(dt.float() + options["dt_bias"])
+        return chunk_scan(x, positive, a, b, c, options["D"])
+
+    def conv(x: Tensor, weight: Tensor, bias: Tensor, activation: str, **options: Any) -> Tensor:
+        assert activation == "silu"
+        return F.silu(causal_conv(x.transpose(1, 2), weight, bias)).transpose(1, 2)
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.variance_epsilon)
+
+    def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+        assert self.group_size == x.shape[-1]
+        return _RMSNorm.apply(x * F.silu(gate), self.weight, self.variance_epsilon)
+
+    with (
+        mock.patch.multiple(modeling_bamba, mamba2_chunk_scan=scan, causal_conv1d_fn=conv),
+        mock.patch.object(modeling_bamba.BambaRMSNorm, "forward", norm),
+        mock.patch.object(modeling_bamba.BambaRMSNormGated, "forward", gated),
+    ):
+        yield
