@@ -77,7 +77,7 @@ def scale_up(
             _assign(big, name, wide.tensor(weights, name, given.get(wide.name_in_small(name)), parameter.shape))
     for module in decoder.modules():
         if (norm := getattr(module, "norm", None)) is not None and hasattr(norm, "group_size"):
-            norm.variance_epsilon = small.rms_norm_eps / wide.gated_scale**2
+            norm.variance_epsilon = small.rms_norm_eps * wide.gated_scale**2
     left = [name for name, tensor in chain(big.named_parameters(), big.named_buffers()) if tensor.is_meta]
     assert not left, f"without values: {left}"
     big.generation_config = copy.deepcopy(model.generation_config)
