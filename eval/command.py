@@ -37,12 +37,28 @@ def console() -> Console:
     return usual if usual.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
+def whole_numbers(value: str, option: str) -> list[int]:
+    """What a list option holds, in order.
+
+    Raises:
+        UserError: anything but whole numbers above 0, separated by commas.
+    """
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"--{option} must be whole numbers above 0, separated by commas: got {value!r}")
+    return list(map(int, parts))
+
+
 def print_result(content: dict[str, Any], out: Path | None = None) -> None:
-    """Print one JSON line, and write it to ``out``, whole or not at all."""
-    line = json.dumps(content)
+    """Print one JSON line, and write it to ``out``."""
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = out.with_name(out.name + ".part")
-        part.write_text(line + "\n")
-        os.replace(part, out)
-    click.echo(line)
+        write_result(content, out)
+    click.echo(json.dumps(content))
+
+
+def write_result(content: dict[str, Any], out: Path) -> None:
+    """Write a result, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(out.name + ".part")
+    part.write_text(json.dumps(content) + "\n")
+    os.replace(part, out)

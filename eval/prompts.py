@@ -7,6 +7,11 @@ The scenes are drawn by ``seeded("heldout", index)``. Who uses which indices:
 - 1,000,000 on: accuracy of the embedded models (``vision.training.accuracy``)
 - 2,000,000 on: acceptance (``eval.acceptance``), 100,000 to each suite
 - 3,000,000 on: choosing FLASH's settings (``eval.flash``)
+
+Texts are drawn by ``ssm.texts.example(index, "heldout")``:
+
+- below 100,000: watching the training of the embedded hybrid model, and its accuracy
+- 4,000,000 and 5,000,000 on: warm-up and prompts of ``eval.hybrid``
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Any
 
 from PIL import Image
 
+from ssm.texts import example
 from vision.scenes.clips import sample_clip
 from vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images, words_only
 from vision.scenes.drawing import draw
@@ -117,6 +123,11 @@ def suite(name: str, count: int, frames: int = 8) -> list[Conversation]:
             seen.add(conversation.questions)
             found.append(conversation)
     raise AssertionError("indices do not end")
+
+
+def held_out_texts(count: int, first: int = 5_000_000) -> list[dict[str, Any]]:
+    """Requests of all kinds of text that the embedded hybrid model is made for."""
+    return [{"prompt": example(index, "heldout").prompt} for index in range(first, first + count)]
 
 
 def held_out_requests(images: int, videos: int, frames: int = 8, first: int = 5000) -> list[dict[str, Any]]:

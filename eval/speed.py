@@ -34,6 +34,7 @@ from mmspec.budget import AdaptiveBudget
 from mmspec.calibrate import cost_table, describe
 from mmspec.drafter import Drafter
 from mmspec.pipeline import Pipeline
+from mmspec.transformers_target import TransformersTarget
 
 TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
 
@@ -65,23 +66,27 @@ class Way:
     Attributes:
         name: in tables.
         drafter, nodes: who drafts, and how many nodes; None adapts them.
+        target: who verifies; None is the pipeline's target.
         budgets: what adaptive budgets have learnt.
         seconds: for each prompt, medians over the rounds, as ``Run`` names them.
         lengths: for each prompt, the mean acceptance length.
+        answers: for each prompt, the tokens.
         equal: prompts whose tokens were those of transformers.
     """
 
     name: str
     drafter: Drafter | None = None
     nodes: int | None = 0
+    target: TransformersTarget | None = None
     budgets: dict[int, AdaptiveBudget] = field(default_factory=dict)
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
     equal: int = 0
 
     def clear(self) -> None:
         """Forget what was measured; drafter and budget keep what they learnt."""
-        self.seconds, self.lengths, self.equal = [], [], 0
+        self.seconds, self.lengths, self.answers, self.equal = [], [], [], 0
 
     def column(self, name: str) -> list[float]:
         """One of the times, by prompt."""
@@ -105,6 +110,7 @@ def measure(
                 if turn == 0:
                     way.equal += run.token_ids == expected
                     way.lengths.append(run.length)
+                    way.answers.append(run.token_ids)
         for way in ways:
             each = [run.seconds for run in runs[way.name]]
             way.seconds.append({name: statistics.median(s[name] for s in each) for name in each[0]})
@@ -120,9 +126,10 @@ def _decode(pipe: Pipeline, way: Way, request: dict[str, Any], max_new_tokens: i
         end = clock()
         new = out[0, prompt.input_ids.shape[1] :].tolist()
         return Run(new, 1.0, {"total": end - start, "decoding": end - watch.at})
-    drafter = way.drafter if last else fork(way.drafter, pipe.target)
+    target = pipe.target if way.target is None else way.target
+    drafter = way.drafter if last else fork(way.drafter, target)
     watched = None if drafter is None else Watched(drafter)
-    mine = Pipeline(pipe.target, watched)
+    mine = Pipeline(target, watched)
     mine.budgets = way.budgets if last else copy.deepcopy(way.budgets)
     start = clock()
     result = mine.generate(**request, max_new_tokens=max_new_tokens, nodes=way.nodes)

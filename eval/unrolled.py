@@ -1,0 +1,76 @@
+"""The tree as so many chains: what verifying takes where nodes of different paths cannot share what precedes them.
+
+Each path from the root to a leaf becomes a chain of its own behind the root, so that a node on several paths is
+computed once for each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspec.target import Step
+from mmspec.transformers_target import TransformersTarget
+from mmspec.tree import TokenTree
+from mmspec.verify import Verdict
+
+
+class Unrolled(TransformersTarget):
+    """A text target that verifies trees by unrolling them.
+
+    Args:
+        target: whose model, layers and, if it has absorbed a prompt, cache this one shares. Its passes leave the cache
+            as it is until a commit.
+    """
+
+    def __init__(self, target: TransformersTarget) -> None:
+        vars(self).update(vars(target))
+        self._copy = torch.zeros(1, 1, dtype=torch.long)
+
+    @torch.inference_mode()
+    def forward_tree(self, tree: TokenTree) -> Step:
+        chains, self._copy = unroll(tree)
+        step = super().forward_tree(chains)
+        return Step(*(_nodes(x, self._copy) for x in (step.logits, step.hidden)))
+
+    @torch.inference_mode()
+    def commit(self, verdict: Verdict) -> None:
+        path = verdict.path
+        path = torch.where(path >= 0, self._copy.gather(1, path.clamp(min=0)), -1)
+        copies = self._copy.tolist()
+        self.commit_nodes(path, [[copies[row][i] for i in kept] for row, (kept, _) in enumerate(verdict.host)])
+
+
+def unroll(tree: TokenTree) -> tuple[TokenTree, Tensor]:
+    """The tree's paths as chains behind one root, and where each node's first copy stands, (batch, nodes) int64.
+
+    Rows with fewer nodes are padded by children of the root.
+    """
+    rows = [_unroll_row(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
+    widest = max(len(tokens) for tokens, _, _ in rows)
+    tokens = [tokens + [0] * (widest - len(tokens)) for tokens, _, _ in rows]
+    parents = [parents + [0] * (widest - len(parents)) for _, parents, _ in rows]
+    device = tree.tokens.device
+    ids, above, copies = (torch.tensor(x, device=device) for x in (tokens, parents, [copy for *_, copy in rows]))
+    return TokenTree(ids, above, check=False), copies
+
+
+def _unroll_row(tokens: list[int], parents: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Tokens and parents of the chains, and each node's first copy."""
+    ids, above, copy = tokens[:1], [-1], [0] + [-1] * (len(tokens) - 1)
+    for leaf in sorted(set(range(1, len(tokens))) - set(parents)):
+        path = []
+        while leaf > 0:
+            path.append(leaf)
+            leaf = parents[leaf]
+        for depth, node in enumerate(reversed(path)):
+            above.append(len(ids) - 1 if depth else 0)
+            if copy[node] < 0:
+                copy[node] = len(ids)
+            ids.append(tokens[node])
+    return ids, above, copy
+
+
+def _nodes(x: Tensor, index: Tensor) -> Tensor:
+    """(batch, copies, n) at (batch, nodes)."""
+    return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
