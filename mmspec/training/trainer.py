@@ -1,4 +1,5 @@
-"""The training run of a drafter or another model, on one device or many: planned by steps, minutes or epochs, resumable.
+"""The training run of a drafter or another model, on one device or many: planned by steps, minutes or epochs,
+resumable at any time.
 
 It knows nothing of what it trains: a `Task` brings the network, its examples and its loss.
 """

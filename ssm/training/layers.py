@@ -1,7 +1,7 @@
 """What a Bamba layer computes over whole sequences, fast to differentiate on a CPU, in place of transformers' own.
 
-The recurrence goes by chunks as in arXiv 2405.21060, section 6: inside a chunk a masked attention whose scores C . B are computed once per
-group of heads and not per head; between chunks a recurrence over the few states at their ends.
+The recurrence goes by chunks, as in arXiv 2405.21060, section 6: inside a chunk a masked attention whose scores C . B
+are computed once per group of heads and not per head; between chunks a recurrence over the few states at their ends.
 """
 
 from __future__ import annotations

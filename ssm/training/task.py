@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from mmspec.training.export import export
 from mmspec.training.optimisers import Optimisers, Rates, is_inside
 from mmspec.training.order import MIXED, TEXT
 from mmspec.training.plan import Plan
@@ -24,7 +23,6 @@ from ssm.training.encoding import Encoded, encode, make_tokenizer
 from ssm.training.layers import CHUNK, fast_layers
 
 IGNORE = -100
-MOST_NEW_TOKENS = 256
 MERGES_FROM = 6000
 """Examples that the tokenizer's merges are learned from."""
 
@@ -125,24 +123,8 @@ class HybridTask:
         return report
 
     def save(self, folder: Path) -> None:
-        """Writes weights in bfloat16 with configuration and tokenizer; replaces each file in one go."""
-        temporary = folder.with_name(folder.name + ".part")
-        shutil.rmtree(temporary, ignore_errors=True)
-        small: Any = copy.deepcopy(self.network).to(torch.bfloat16)
-        config = self.network.config
-        small.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-            max_new_tokens=MOST_NEW_TOKENS,
-            do_sample=False,
-        )
-        small.save_pretrained(temporary)
-        self.tokenizer.save_pretrained(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(temporary.iterdir()):
-            os.replace(path, folder / path.name)
-        temporary.rmdir()
+        """Writes the folder that transformers loads."""
+        export(self.network, self.tokenizer, folder)
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         path = self.folder / "tokenizer"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mmspec.training.export import export
 from mmspec.training.optimisers import Optimisers, rate
 from vision.scenes.conversations import Example
 from vision.scenes.scene import seeded
@@ -27,7 +28,6 @@ from vision.training.batches import (
     held_out_batch,
     perception_batch,
 )
-from vision.training.export import export
 from vision.training.network import Network
 from vision.training.perception import perception_accuracy, perception_loss
 from vision.training.stages import language_optimisers, tower_optimisers

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from mmspec.training.tokenizer import SPECIAL
+from mmspec.training.tokenizer import train_tokenizer as train_any
 from vision.scenes.conversations import Example
 from vision.scenes.vocabulary import SIDE, SLOT
 
 IMAGE_TOKENS = (SIDE // SLOT) ** 2
 """Visual tokens of one image or frame."""
 
-SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
+IMAGE = "<image>"
 ROLES = ("USER:", "ASSISTANT:")
 
 CHAT_TEMPLATE = (
@@ -52,34 +53,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         texts: What merges are learned from.
         vocabulary: Number of tokens, special ones included.
     """
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r'[A-Z0-9](?=[A-Z0-9"])'), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(ROLES),
-        special_tokens=list(SPECIAL),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    backend.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", backend.token_to_id("<s>"))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )
+    return train_any(texts, vocabulary, r'[A-Z0-9](?=[A-Z0-9"])', ROLES, (IMAGE,))
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
@@ -103,7 +77,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 
 def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     """Ids of the special tokens, by the names that the configuration asks for."""
-    names = dict(zip(("pad", "bos", "eos", "image"), SPECIAL, strict=True))
+    names = dict(zip(("pad", "bos", "eos", "image"), (*SPECIAL, IMAGE), strict=True))
     return {name: tokenizer.get_vocab()[token] for name, token in names.items()}
 
 
