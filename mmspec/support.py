@@ -74,8 +74,10 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
             f"layers must be full or sliding-window attention{served and f', or {served}'}: "
             f"{name} has {', '.join(other)} of another kind"
         )
-    needs = {"position_ids", "past_key_values"} if layers is None or layers.attends else {"cache_params"}
-    for part, needed in ((model, {"logits_to_keep"}), (model.get_decoder(), needs)):
+    decoder = model.get_decoder()
+    attends = layers is None or layers.attends
+    needs = {"position_ids", "past_key_values"} if attends else {cache_argument(decoder)}
+    for part, needed in ((model, {"logits_to_keep"}), (decoder, needs)):
         accepted = signature(part.forward).parameters
         if lacking := sorted(needed - accepted.keys()):
             raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")

@@ -24,9 +24,9 @@ from ssm.ops import commit_conv, commit_scan, conv_window, tree_conv, tree_scan
 STATES = "tree_states"
 """The keyword argument of a decoder's forward that hands a ``StateCache`` to its mixers."""
 
-_AT_ONCE = 1 << 18
-"""Entries of the convolution along paths that a commit works on at a time: more layers together mean fewer calls, fewer
-mean less memory."""
+_AT_ONCE = 1 << 17
+"""Numbers per convolution along a path, times layers, that a commit works on at once: small layers are taken together,
+which means fewer calls; big ones one by one, which means less memory."""
 
 
 @dataclass
@@ -48,10 +48,12 @@ class _Mixers:
     activation: str | None = None
     groups: int = 1
 
-    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Weights (layers, channels, width), biases (layers, channels) or None, and A (layers, heads)."""
-        bias = [b for b in self.bias if b is not None]
-        return torch.stack(self.weight), torch.stack(bias) if bias else None, torch.stack(self.a)
+    def side_by_side(self, part: slice) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Of some layers, as of one layer of many heads: (channels, width), (channels,) or None, (heads,)."""
+        if part.stop - part.start == 1:
+            return self.weight[part.start], self.bias[part.start], self.a[part.start]
+        bias = [b for b in self.bias[part] if b is not None]
+        return torch.cat(self.weight[part]), torch.cat(bias) if bias else None, torch.cat(self.a[part])
 
 
 class StateCache(TreeCache):
@@ -69,7 +71,6 @@ class StateCache(TreeCache):
         self._place = {layer: place for place, layer in enumerate(recurrent)}
         nothing: list[Any] = [None] * len(recurrent)
         self._mixers = _Mixers(nothing[:], nothing[:], nothing[:])
-        self._stacked: tuple[Tensor, Tensor | None, Tensor] | None = None
         self._conv: Tensor | None = None  # (layers, batch, channels, width - 1)
         self._state: Tensor | None = None  # (layers, batch, heads, head_dim, state) float32
         self._inputs: Tensor | None = None  # (layers, batch, nodes, channels)
@@ -204,39 +205,36 @@ class StateCache(TreeCache):
         assert self._state is not None
         assert self._inputs is not None
         assert self._dt is not None
-        if self._stacked is None:
-            self._stacked = self._mixers.stacked()
-        weight, bias, a = self._stacked
-        (batch, depth), (channels, width), groups = path.shape, weight.shape[1:], self._mixers.groups
+        (batch, depth), (channels, width), groups = path.shape, self._mixers.weight[0].shape, self._mixers.groups
         heads, head_dim, size = self._state.shape[2:]
         shares = [heads * head_dim, groups * size, groups * size]  # of the channels: x, B, C
         step = torch.arange(depth, device=path.device)
         chain = torch.where(path >= 0, step, -1)
         window = (step[:, None] + torch.arange(width, device=path.device)).expand(batch, -1, -1)
         at = torch.arange(batch, device=path.device)[:, None], path.clamp(min=0)
-        for part, layers in self._parts(batch, depth * channels):
+        for part in self._parts(batch, (depth + width) * channels):
+            layers = part.stop - part.start
+            weight, bias, a = self._mixers.side_by_side(part)
             inputs = _folded(self._inputs[part][:, *at])
             conv = self._conv[part].view(batch, layers * channels, -1)
-            taps, shift = weight[part].flatten(0, 1), None if bias is None else bias[part].flatten()
-            y = tree_conv(inputs, conv, taps, shift, window, self._mixers.activation)
+            y = tree_conv(inputs, conv, weight, bias, window, self._mixers.activation)
             x, b, _ = y.view(batch, depth, layers, channels).split(shares, dim=-1)
             commit_scan(
                 x.reshape(batch, depth, layers * heads, head_dim),
                 _folded(self._dt[part][:, *at]),
-                a[part].flatten(),
+                a,
                 b.reshape(batch, depth, layers * groups, size),
                 self._state[part].view(batch, layers * heads, head_dim, size),
                 chain,
             )
             commit_conv(inputs, conv, chain)
 
-    def _parts(self, batch: int, entries: int) -> Iterator[tuple[slice, int]]:
+    def _parts(self, batch: int, entries: int) -> Iterator[slice]:
         """Layers to work on together, ``entries`` each: side by side like so many heads, which needs a single row."""
         layers = len(self._place)
         together = max(1, _AT_ONCE // entries) if batch == 1 else 1
         for start in range(0, layers, together):
-            stop = min(start + together, layers)
-            yield slice(start, stop), stop - start
+            yield slice(start, min(start + together, layers))
 
 
 def _folded(x: Tensor) -> Tensor:

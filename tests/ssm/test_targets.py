@@ -85,6 +85,13 @@ def test_eager_attention(name):
     assert_trees_equal_paths(model, text_inputs(3, 9), steps=2)
 
 
+def test_no_attention_at_all_in_a_model_that_may_have_some():
+    torch.manual_seed(0)
+    config = HYBRID_CONFIGS["bamba"]()
+    config.attn_layer_indices = []
+    assert_trees_equal_paths(AutoModelForCausalLM.from_config(config).eval(), text_inputs(2, 5))
+
+
 def test_a_long_chain_behind_one_token():
     target = TransformersTarget(shared_model("bamba"))
     target.prefill(Prompt(torch.tensor([[5]])), 80)
