@@ -87,14 +87,13 @@ class MambaLayer(nn.Module):
         return self.in_proj(self.norm(x))
 
     def read(
-        self, projected: Tensor, keep: Tensor | None, lengths: list[int], state: tuple[Tensor, Tensor]
+        self, projected: Tensor, keep: Tensor | None, state: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Read a sequence behind a state; what it adds to the stream, (batch, length, hidden), and the state behind it.
 
         Args:
             projected: (batch, length, ...), see ``project``.
             keep: (batch, length) bool, False behind a row's end; None keeps all.
-            lengths: of the rows.
             state: see ``State``.
         """
         c, (window, s) = self.config, state
@@ -113,7 +112,7 @@ class MambaLayer(nn.Module):
             y, s = self._chunk(x[:, piece].float(), b[:, piece].float(), read[:, piece].float(), dt[:, piece], s)
             parts.append(y)
         y = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(z.dtype) + self.d * x
-        return self._out(y.flatten(2), z), (_tails(seen, lengths, c.window - 1), s)
+        return self._out(y.flatten(2), z), (_tails(seen, keep, c.window - 1), s)
 
     def step(self, projected: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Advance every row by one token; what that adds to the stream, (rows, hidden), and the states behind.
@@ -195,12 +194,11 @@ class MambaNetwork(nn.Module):
         Returns:
             Hidden states for ``head``, (batch, length, hidden), meaningless at padding, and the state behind each row.
         """
-        lengths = [tokens.shape[1]] * len(tokens) if keep is None else keep.sum(1).tolist()
         state = self.begin(len(tokens)) if state is None else state
         x, projected = self._entered(tokens)
         after: list[tuple[Tensor, Tensor]] = []
         for layer, before in zip(self.layers, state, strict=True):
-            added, new = layer.read(layer.project(x) if after else projected, keep, lengths, before)
+            added, new = layer.read(layer.project(x) if after else projected, keep, before)
             x = x + added
             after.append(new)
         return self.norm(x), tuple(after)
@@ -229,8 +227,9 @@ class MambaNetwork(nn.Module):
         return self.embed.weight if ids is None else self.embed.weight[ids]
 
 
-def _tails(seen: Tensor, lengths: list[int], count: int) -> Tensor:
-    """The last ``count`` entries of each row, whose first ``count`` are what was there before."""
-    if min(lengths) == max(lengths):
-        return seen[:, lengths[0] : lengths[0] + count]
-    return torch.stack([row[length : length + count] for row, length in zip(seen, lengths, strict=True)])
+def _tails(seen: Tensor, keep: Tensor | None, count: int) -> Tensor:
+    """The last ``count`` entries of each row; the first ``count`` of ``seen`` are what was there before."""
+    if keep is None:
+        return seen[:, seen.shape[1] - count :]
+    at = keep.sum(1)[:, None] + torch.arange(count, device=seen.device)
+    return seen.gather(1, at[..., None].expand(-1, -1, seen.shape[2]))
