@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
@@ -36,16 +37,14 @@ from mmspec.tree import TokenTree
 from mmspec.verify import verify_greedy
 from ssm.training.architecture import Architecture, new_model
 
+_SMALL = Architecture(width=64, layers=3, attention=(1,), heads=2, mamba_heads=2, state=16, mlp=64, vocabulary=320)
+_LARGE = Architecture(width=768, layers=12, attention=(3, 9), heads=12, kv_heads=4, mamba_heads=24, state=128, mlp=2048)
+_LARGER = replace(_LARGE, width=1280, layers=18, attention=(5, 14), heads=20, mamba_heads=40, mlp=3584)
+
 SHAPES = {
-    "tiny": Architecture(width=64, layers=3, attention=(1,), heads=2, mamba_heads=2, state=16, mlp=64, vocabulary=320),
-    "120M": Architecture(
-        **dict(width=768, layers=12, attention=(3, 9), heads=12, kv_heads=4, mamba_heads=24, state=128, mlp=2048),
-        vocabulary=32000,
-    ),
-    "470M": Architecture(
-        **dict(width=1280, layers=18, attention=(5, 14), heads=20, kv_heads=4, mamba_heads=40, state=128, mlp=3584),
-        vocabulary=32000,
-    ),
+    "tiny": _SMALL,
+    "120M": replace(_LARGE, vocabulary=32000),
+    "470M": replace(_LARGER, vocabulary=32000),
 }
 """Bamba-type models by about their parameters."""
 
@@ -98,11 +97,11 @@ class Bench:
         root = TokenTree.root(self.token)
         passes: dict[str, Callable[[], Any]] = {
             "transformers": lambda: self._transformers(self.token[None]).argmax(-1).tolist(),
-            "plain": lambda: self._verify(self.target, root),
+            "plain": partial(self._verify, self.target, root),
         }
         for n, tree in self.trees.items():
-            passes[f"tree {n}"] = lambda tree=tree: self._verify(self.target, tree)
-            passes[f"unrolled {n}"] = lambda tree=tree: self._verify(self.unrolled, tree)
+            passes[f"tree {n}"] = partial(self._verify, self.target, tree)
+            passes[f"unrolled {n}"] = partial(self._verify, self.unrolled, tree)
         seconds = _in_turn(passes, rounds)
         # Commits come last: each makes the prefix longer.
         one, path = self._commits(rounds)
@@ -148,7 +147,9 @@ def binary_tree(token: torch.Tensor, nodes: int, vocab: int, random: torch.Gener
 def shape_model(shape: str, dtype: torch.dtype) -> BambaForCausalLM:
     """A model of one of ``SHAPES`` with random weights, laid out as ``mmspec.load`` does."""
     torch.manual_seed(0)
-    model = new_model(replace(SHAPES[shape], context=8192)).to(dtype).eval()
+    model = new_model(replace(SHAPES[shape], context=8192)).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         if hasattr(module, "chunk_size"):
             module.chunk_size = 16  # transformers' scan of a long prompt needs memory in proportion

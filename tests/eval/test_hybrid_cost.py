@@ -1,0 +1,98 @@
+"""The cost of a step: what is timed is checked first, and every figure has its place."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from eval import hybrid_cost
+from eval.hybrid_cost import Bench, binary_tree, measure, shape_model
+from mmspec.transformers_target import TransformersTarget
+
+
+@pytest.fixture(scope="module")
+def model():
+    return shape_model("tiny", torch.float32)
+
+
+def test_a_binary_tree():
+    tree = binary_tree(torch.tensor([5]), 7, 100, torch.Generator().manual_seed(0))
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2]]
+    assert tree.tokens[0, 0] == 5
+
+
+def test_figures(model):
+    rows = measure(model, prefixes=[9, 20], threads=[1], nodes=[4, 9], rounds=2)
+    assert [(row["prefix"], row["nodes"]) for row in rows] == [(9, 4), (9, 9), (20, 4), (20, 9)]
+    assert [row["copies"] for row in rows] == [4, 13] * 2
+    for row in rows:
+        assert 0 < row["difference"] < 1e-4
+        plain, theirs, tree = (row[f"{name}_seconds"] for name in ("plain", "transformers", "tree"))
+        assert row["tree_over_plain"] == tree / plain
+        assert row["tree_over_transformers"] == tree / theirs
+        assert row["tree_over_faster"] == max(row["tree_over_plain"], row["tree_over_transformers"])
+
+
+def test_a_step_includes_its_commit(model, monkeypatch):
+    bench = Bench(model, 9, [9])
+    monkeypatch.setattr(bench, "_commits", lambda rounds: (10.0, 20.0))
+    seconds = bench.time(1)
+    assert {name: round(spent, -1) for name, spent in seconds.items()} == {
+        "transformers": 0,
+        "plain": 10,
+        "tree 9": 20,
+        "unrolled 9": 20,
+    }
+
+
+def test_committed_paths_branch(model, monkeypatch):
+    bench, kept = Bench(model, 9, [4, 16]), []
+    commit = TransformersTarget.commit_nodes
+    monkeypatch.setattr(
+        TransformersTarget, "commit_nodes", lambda self, path, rows: kept.append(rows) or commit(self, path, rows)
+    )
+    bench._commits(1)
+    assert kept == [[[0]], [[0, 2, 6, 14]]]
+
+
+@pytest.mark.parametrize("wrong", ["tree", "root"])
+def test_nothing_wrong_is_timed(model, monkeypatch, wrong):
+    head = TransformersTarget.head
+
+    def spoilt(self, hidden):
+        logits = head(self, hidden)
+        if (type(self) is TransformersTarget and hidden.shape[1] > 1) if wrong == "tree" else hidden.shape[1] == 1:
+            logits = logits + torch.randn(logits.shape) * logits.std() * 0.01
+        return logits
+
+    bench = Bench(model, 9, [9])
+    bench.check()
+    monkeypatch.setattr(TransformersTarget, "head", spoilt)
+    with pytest.raises(AssertionError, match="logits differ"):
+        bench.check()
+
+
+def test_the_command_adds_to_its_file(tmp_path):
+    out = tmp_path / "out.json"
+    options = [
+        "--shape",
+        "tiny",
+        "--prefixes",
+        "9",
+        "--nodes",
+        "4",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+    ]
+    for dtype in ("float32", "bfloat16", "float32"):
+        result = CliRunner().invoke(hybrid_cost.main, [*options, "--dtype", dtype])
+        assert result.exception is None, result.output
+        assert json.loads(result.output.splitlines()[-1]) == json.loads(out.read_text())
+    runs = json.loads(out.read_text())["runs"]
+    assert [(run["shape"], run["dtype"]) for run in runs] == [("tiny", "bfloat16"), ("tiny", "float32")]
+    assert all(len(run["rows"]) == 1 and run["parameters"] > 100_000 for run in runs)
