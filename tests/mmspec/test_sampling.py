@@ -131,6 +131,15 @@ def test_greedy_takes_the_processed_argmax():
     assert all(token == 8 for _, tokens in verdict.host for token in tokens)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_equals(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 9, 1000).round().to(dtype)
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90, ragged=False)
+    chosen = Sampler()._choose([[5]], tree, logits)
+    assert chosen.tolist() == [[int((row == row.max()).nonzero()[0]) for row in logits[0]]]
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
