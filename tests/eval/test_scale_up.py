@@ -109,7 +109,7 @@ def test_the_embedded_drafter_grows_the_same_trees(small, big, request_):
 
 @pytest.mark.parametrize("settings", [{}, {"slots": 3}, {"slots": 2, "latents": 5, "visual_states": True}], ids=str)
 def test_every_network_grows_the_same_trees(small, big, request_, settings):
-    network = msd_network(small.model, input_norm=True, qkv_bias=True, mlp=80, **settings)
+    network = msd_network(small.model, input_norm=True, qkv_bias=True, mlp=80, norm_eps=0.1, **settings)
     for name, parameter in network.named_parameters():
         parameter.data.normal_(std=1.0 if "latents" in name or "norm" in name else 0.1)
     drafter = Flash(network, torch.arange(300), top_k=3, depth=5)
