@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_CHANNELS = 128
+_BLOCK_NODES = 8
 
 
 def tree_conv(
@@ -20,7 +21,7 @@ def tree_conv(
     batch, nodes, channels = x.shape
     width = weight.shape[1]
     y = torch.empty((batch, nodes, channels), dtype=x.dtype, device=x.device)
-    block_nodes = min(16, triton.next_power_of_2(nodes))
+    block_nodes = min(_BLOCK_NODES, triton.next_power_of_2(nodes))
     grid = (triton.cdiv(channels, _BLOCK_CHANNELS), triton.cdiv(nodes, block_nodes), batch)
     _tree_conv_kernel[grid](
         *(x, state[:, :, state.shape[2] - width + 1 :], weight, bias, window, y),

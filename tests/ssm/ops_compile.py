@@ -27,7 +27,7 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
     conv = {"state": "*bf16", "window": "*i64", "path": "*i64", "y": "*bf16"}
     big, small = {"BLOCK_DIM": 32, "BLOCK_STATE": 128}, {"BLOCK_DIM": 64, "BLOCK_STATE": 64}
     tree = {"HAS_D": True, "BLOCK_NODES": 32, "TILES": 2}
-    taps = {"HAS_BIAS": True, "SILU": True, "WIDTH": 4, "BLOCK_NODES": 16, "BLOCK_CHANNELS": 128}
+    taps = {"HAS_BIAS": True, "SILU": True, "WIDTH": 4, "BLOCK_NODES": 8, "BLOCK_CHANNELS": 128}
     return [
         (triton_scan._tree_scan_kernel, low | SCAN, tree | big),
         (triton_scan._tree_scan_kernel, full | SCAN, tree | {"BLOCK_NODES": 16, "TILES": 1} | small),
