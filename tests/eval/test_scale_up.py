@@ -95,8 +95,9 @@ def test_a_hybrid_keeps_its_function(name):
     assert torch.equal(*answers)
 
 
-def test_the_embedded_drafter_grows_the_same_trees(small, big, request_):
-    drafter = make_drafter("auto", small.model.config.name_or_path)
+@pytest.mark.parametrize("name", ["msd", "auto"])
+def test_an_embedded_drafter_grows_the_same_trees(small, big, request_, name):
+    drafter = make_drafter(name, small.model.config.name_or_path)
     wide = scale_up_drafter(drafter, small.model, big[WIDE])
     assert len(wide.draft_ids) == WIDE.vocab // 4
     shape = wide.network.config
@@ -194,7 +195,7 @@ def test_the_command_measures_in_pieces(monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "test", replace(GROUPED, vocab=1000))
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     out = tmp_path / "out.json"
-    line = f"--preset test --nodes 6 --image-tokens 50 --max-new-tokens 8 --dtype float32 --out {out} --images"
+    line = f"--preset test --nodes 6 --drafters msd --image-tokens 50 --max-new-tokens 8 --dtype float32 --out {out} --images"
     for images in (1, 2):
         run = CliRunner().invoke(scaled.main, [*line.split(), "2", *(["--seconds", "1"] if images == 1 else [])])
         assert run.exit_code == 0, run.output
