@@ -211,12 +211,21 @@ def _table(shape: str, dtype: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _others(out: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the file holds of other shapes and precisions."""
-    if out is None or not out.exists():
-        return []
-    runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"]
-    return [other for other in runs if any(other[key] != run[key] for key in ("shape", "dtype"))]
+def _merged(run: dict[str, Any], out: Path | None) -> list[dict[str, Any]]:
+    """What the file holds of other shapes and precisions, and of this one's rows what was not measured again."""
+    runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out is not None and out.exists() else []
+    rows = {_place(row): row for row in run["rows"]}
+    others = []
+    for old in runs:
+        if (old["shape"], old["dtype"]) == (run["shape"], run["dtype"]):
+            rows = {_place(row): row for row in old["rows"]} | rows
+        else:
+            others.append(old)
+    return [*others, {**run, "rows": [rows[place] for place in sorted(rows)]}]
+
+
+def _place(row: dict[str, Any]) -> tuple[int, ...]:
+    return row["prefix"], row["threads"], row["nodes"]
 
 
 @click.command(cls=Measurement)
@@ -229,7 +238,7 @@ def _others(out: Path | None, run: dict[str, Any]) -> list[dict[str, Any]]:
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the JSON line here too, beside what the file holds of other shapes and precisions.",
+    help="Write the JSON line here too, beside what the file holds of other shapes, precisions, prefixes and threads.",
 )
 def main(shape: str, dtype: str, threads: str, prefixes: str, nodes: str, rounds: int, out: Path | None) -> None:
     """Time steps over trees on a hybrid model with random weights: a table, then one JSON line."""
@@ -241,7 +250,7 @@ def main(shape: str, dtype: str, threads: str, prefixes: str, nodes: str, rounds
     console().print(_table(shape, dtype, rows))
     about = {key: value for key, value in describe(TransformersTarget(model)).items() if key != "threads"}
     run = {**about, "shape": shape, "parameters": model.num_parameters(), "path": PATH, "rounds": rounds, "rows": rows}
-    print_result({"runs": [*_others(out, run), run]}, out)
+    print_result({"runs": _merged(run, out)}, out)
 
 
 if __name__ == "__main__":

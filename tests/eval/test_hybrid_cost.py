@@ -89,10 +89,11 @@ def test_the_command_adds_to_its_file(tmp_path):
         "--out",
         str(out),
     ]
-    for dtype in ("float32", "bfloat16", "float32"):
-        result = CliRunner().invoke(hybrid_cost.main, [*options, "--dtype", dtype])
+    for dtype, prefix in (("float32", "9"), ("bfloat16", "9"), ("float32", "12"), ("float32", "9")):
+        result = CliRunner().invoke(hybrid_cost.main, [*options, "--dtype", dtype, "--prefixes", prefix])
         assert result.exception is None, result.output
         assert json.loads(result.output.splitlines()[-1]) == json.loads(out.read_text())
     runs = json.loads(out.read_text())["runs"]
     assert [(run["shape"], run["dtype"]) for run in runs] == [("tiny", "bfloat16"), ("tiny", "float32")]
-    assert all(len(run["rows"]) == 1 and run["parameters"] > 100_000 for run in runs)
+    assert [[row["prefix"] for row in run["rows"]] for run in runs] == [[9], [9, 12]]
+    assert all(run["parameters"] > 100_000 for run in runs)
