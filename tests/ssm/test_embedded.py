@@ -1,0 +1,52 @@
+"""The embedded hybrid model, as a user gets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BambaForCausalLM
+
+from mmspec import plugins
+from ssm.embedded import tiny_hybrid
+from ssm.texts import correct, example
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def plain():  # type: ignore[no-untyped-def]
+    folder = plugins.find("models", "tiny-hybrid")()
+    assert folder == tiny_hybrid()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def test_it_is_a_plain_hybrid_of_transformers(plain) -> None:  # type: ignore[no-untyped-def]
+    model, _ = plain
+    assert type(model) is BambaForCausalLM
+    kinds = model.config.layers_block_type
+    assert {kinds.count("full_attention"), kinds.count("linear_attention")} == {2, 6}
+    assert model.num_parameters() < 4_200_000
+    assert model.generation_config.eos_token_id == model.config.eos_token_id
+
+
+def test_it_solves_most_held_out_calculations_and_problems(plain) -> None:  # type: ignore[no-untyped-def]
+    model, tokenizer = plain
+    asked = [example(2_000_000 + index, "heldout", kind) for kind in ("sums", "problem") for index in range(4)]
+    chats = [[{"role": "user", "content": one.prompt}] for one in asked]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        ids = model.generate(**inputs, max_new_tokens=200)
+    answers = tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    right = [correct(one, text.strip()) for one, text in zip(asked, answers, strict=True)]
+    assert sum(right) >= 6, list(zip(asked, answers, strict=True))
+
+
+def test_what_travels_is_small() -> None:
+    files = [path for path in Path(tiny_hybrid()).rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".jinja", ".md", ".safetensors"}
+    assert (Path(tiny_hybrid()) / "model.safetensors").stat().st_size < 8.5e6
+    every = [path for part in ("ssm", "vision") for path in (ROOT / part / "embedded").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in every) < 24_000_000

@@ -1,0 +1,201 @@
+"""Training of the embedded hybrid model: layers against transformers', labels, resuming, the folder that comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from click.testing import CliRunner
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.bamba.modeling_bamba import BambaMixer, mamba2_chunk_scan
+
+from mmspec.training.order import MIXED, TEXT
+from mmspec.training.trainer import CHECKPOINT, LOG, Trainer
+from ssm.texts import KINDS, example
+from ssm.training.architecture import STEP_SIZES, Architecture, new_model
+from ssm.training.command import tiny_hybrid
+from ssm.training.encoding import encode, make_tokenizer
+from ssm.training.layers import chunk_scan, fast_layers
+from ssm.training.task import IGNORE, HybridTask, Lessons, collate, next_token_loss
+
+SMALL = Architecture(32, 3, (1,), 2, 1, 4, 8, 32, 256, 400)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():  # type: ignore[no-untyped-def]
+    return make_tokenizer((example(index) for index in range(300)), 400)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Trainer]:
+    """Starts, or goes on with, a run of the smallest model in a named folder."""
+
+    def run(name: str, notify: Callable[[dict], None] = lambda row: None, **settings: object) -> Trainer:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        task = HybridTask(folder, 48, SMALL, watched=2)
+        plan = Lessons(**{"steps": 6, "batch": 4, "checkpoint_minutes": 0.0, **settings})  # type: ignore[arg-type]
+        return Trainer(folder, plan, task, Accelerator(cpu=True), {}, notify, result="model")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("groups", "heads", "length", "chunk"),
+    [(1, 6, 70, 32), (2, 4, 32, 32), (1, 3, 100, 16), (3, 3, 5, 8), (1, 1, 1, 4)],
+)
+def test_the_scan_and_its_gradients_equal_those_of_transformers(
+    groups: int, heads: int, length: int, chunk: int
+) -> None:
+    torch.manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64).float().requires_grad_()
+
+    x, dt, d, bias = normal(2, length, heads, 8), normal(2, length, heads), normal(heads), normal(heads)
+    b, c = normal(2, length, groups, 5), normal(2, length, groups, 5)
+    a = (-3 * torch.rand(heads)).requires_grad_()
+    inputs = (x, dt, a, b, c, d, bias)
+    theirs = mamba2_chunk_scan(x, dt, a, b, c, 16, D=d, dt_bias=bias, dt_softplus=True)
+    ours = chunk_scan(x, F.softplus(dt + bias), a, b, c, d, chunk)
+    assert torch.allclose(ours, theirs, atol=3e-5)
+    towards = torch.randn_like(theirs)
+    for mine, other in zip(
+        torch.autograd.grad(ours, inputs, towards), torch.autograd.grad(theirs, inputs, towards), strict=True
+    ):
+        assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()) + 1e-5)
+
+
+def test_a_model_in_fast_layers_is_the_model_of_transformers() -> None:
+    torch.manual_seed(0)
+    model = new_model(SMALL).train()
+    tokens = torch.randint(3, 400, (2, 75))
+    found = []
+    for fast in (False, True):
+        model.zero_grad()
+        if fast:
+            with fast_layers():
+                hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        else:
+            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        (hidden.square() * torch.arange(32)).sum().backward()
+        found.append((hidden.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (theirs, slopes), (ours, own) = found
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert own.keys() == slopes.keys()
+    for name, slope in slopes.items():
+        assert torch.allclose(own[name], slope, atol=1e-4 * float(slope.abs().max())), name
+
+
+def test_a_new_models_heads_forget_slowly_and_fast() -> None:
+    mixers = [module for module in new_model(SMALL).modules() if isinstance(module, BambaMixer)]
+    assert len(mixers) == 2
+    for mixer in mixers:
+        steps = F.softplus(mixer.dt_bias)
+        assert steps[0].item() == pytest.approx(STEP_SIZES[0], rel=1e-3)
+        assert steps[-1].item() == pytest.approx(STEP_SIZES[1], rel=1e-3)
+
+
+def test_any_text_survives_the_tokenizer_and_digits_are_alone(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for text in ("Answer: 1207", "def f(x):\n    return 3", "Ünï 漢字 🎉", ""):
+        ids = tokenizer(text).input_ids
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.decode(ids[1:]) == text
+    assert tokenizer.tokenize("1207")[-4:] == list("1207")
+    assert len(tokenizer) == 400
+
+
+def test_what_is_learned_is_the_answer_to_the_chats_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for kind in KINDS:
+        one = example(3, "heldout", kind)
+        ((ids, prompt),) = encode([one], tokenizer)
+        chat = [{"role": "user", "content": one.prompt}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert tokenizer(asked).input_ids == ids[:prompt].tolist()
+        whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": one.answer}], tokenize=False)
+        assert tokenizer(whole).input_ids == ids.tolist()
+        batch = collate([(ids, prompt)])
+        labels = batch.labels[0][batch.labels[0] != IGNORE]
+        assert tokenizer.decode(labels.tolist()) == f" {one.answer}</s>"
+        at = (batch.labels[0] != IGNORE).nonzero()[:, 0]
+        assert torch.equal(batch.tokens[0, at[1:]], labels[:-1])
+
+
+def test_padding_changes_no_loss(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = new_model(SMALL)
+    short, long = (encode([example(3, kind=kind)], tokenizer)[0] for kind in ("sums", "story"))
+    alone = [next_token_loss(model, collate([row])) for row in (short, long)]
+    labels = [int((collate([row]).labels != IGNORE).sum()) for row in (short, long)]
+    together = next_token_loss(model, collate([short, long])).total * sum(labels)
+    assert together.item() == pytest.approx(
+        sum(n * one.total.item() for n, one in zip(labels, alone, strict=True)), 1e-4
+    )
+
+
+def test_calculations_come_first_and_everything_soon() -> None:
+    plan = Lessons(steps=100)
+    assert plan.share(0.0, {}) == plan.share(plan.text_share, {}) == 0.0
+    assert plan.share(plan.mixed_from, {}) == plan.share(1.0, {}) == 1.0
+
+
+@pytest.mark.parametrize("killed_at", [1, 4])
+def test_a_killed_run_ends_like_an_uninterrupted_one(start: Callable[..., Trainer], killed_at: int) -> None:
+    whole = start("whole")
+    whole.train()
+    run = start("killed")
+
+    def kill() -> bool:
+        if run.step >= killed_at:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        run.train(stop=kill)
+    resumed = start("killed")
+    assert resumed.step == killed_at
+    resumed.train()
+    for name, value in whole.task.network.state_dict().items():
+        assert torch.equal(value, resumed.task.network.state_dict()[name]), name
+
+
+def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Trainer]) -> None:
+    rows: list[dict] = []
+    run = start("falls", rows.append, steps=40, warmup=5, checkpoint_minutes=9.0)
+    assert set(run.task.lengths) == {TEXT, MIXED}
+    run.train()
+    first, last = (row for row in rows if row["event"] == "held-out")
+    assert all(last[f"{kind} loss"] < 0.9 * first[f"{kind} loss"] for kind in KINDS)
+    assert (run.folder / CHECKPOINT).exists()
+    assert len((run.folder / LOG).read_text().splitlines()) == len(rows)
+
+
+def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssm.training.task.MERGES_FROM", 200)
+    result = CliRunner().invoke(
+        tiny_hybrid, ["--out", str(tmp_path), "--steps", "1", "--batch", "2", "--examples", "16"]
+    )
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert model.config.architectures == ["BambaForCausalLM"]
+    assert (folder / "model.safetensors").stat().st_size < 8.5e6
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert tokenizer.chat_template
+    assert json.loads((tmp_path / "settings.json").read_text())["examples"] == 16
