@@ -42,6 +42,7 @@ from mmspec.transformers_target import TransformersTarget
 from vision.drafters.msd import MSD
 from vision.targets import VisionTarget
 
+_WARM_UP = 8  # tokens of another caption that every way says first
 CAVEAT = "a small trained model widened to this shape: acceptance is the small model's, time is the big shape's"
 
 
@@ -80,7 +81,7 @@ def scaled_pipeline(
         name: scale_up_drafter(drafter, small.model, big) if isinstance(drafter, MSD) else drafter
         for name, drafter in named_drafters(drafters, small.model.config.name_or_path).items()
     }
-    gc.collect()
+    gc.collect()  # the small model
     return Pipeline(target, name=f"{model} as {preset}"), found
 
 
@@ -166,7 +167,7 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
     options["threads"] = torch.get_num_threads()
     prompts = _earlier(out, options)
     cost = cost_table(pipe.target, refresh=not prompts, prefix=max(128, options["image_tokens"]))
-    measure(pipe, held_out_requests(1, 0, first=4000), ways, 1, options["max_new_tokens"])
+    measure(pipe, held_out_requests(1, 0, first=4000), ways, 1, min(options["max_new_tokens"], _WARM_UP))
     content: dict[str, Any] = {
         "caveat": CAVEAT,
         **describe(pipe.target),
@@ -185,6 +186,7 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
             way.clear()
         measure(pipe, [request], ways, 1, options["max_new_tokens"])
         prompts.append(record(pipe.target, request, ways))
+        click.echo(f"{len(prompts)} of {len(requests)} prompts after {clock() - start:.0f} s", err=True)
         if out is not None:
             write_result(content, out)
     wide = console()

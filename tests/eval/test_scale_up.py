@@ -195,9 +195,11 @@ def test_the_command_measures_in_pieces(monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "test", replace(GROUPED, vocab=1000))
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     out = tmp_path / "out.json"
-    line = f"--preset test --nodes 6 --drafters msd --image-tokens 50 --max-new-tokens 8 --dtype float32 --out {out} --images"
+    line = f"--preset test --nodes 6 --drafters msd --image-tokens 50 --max-new-tokens 8 --dtype float32 --out {out}"
     for images in (1, 2):
-        run = CliRunner().invoke(scaled.main, [*line.split(), "2", *(["--seconds", "1"] if images == 1 else [])])
+        run = CliRunner().invoke(
+            scaled.main, [*line.split(), "--images", "2", *(["--seconds", "1"] if images == 1 else [])]
+        )
         assert run.exit_code == 0, run.output
         found = json.loads(out.read_text())
         assert len(found["prompts"]) == images
