@@ -1,0 +1,264 @@
+"""``mmspec.ops.attention`` in Triton: several programs share the prefix of one row and kv head, and are merged.
+
+In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. The queries of a kv head's group, times the
+nodes, are the rows of a tile, so that keys and values are read once for all of them. The prefix is cut into as many
+parts as it takes to occupy the device; the last part also takes the tail, where alone a mask is read.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PRECISION = tl.constexpr("tf32x3")
+"""Of float32 products: three steps of tensor cores, which lose little of float32 and are far faster than its own."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST = 128
+"""Slots that a part of the prefix has at least: a shorter one is not worth merging."""
+
+_ROOMY = 160_000
+"""Bytes of shared memory from which on a processor counts as one of a data centre's GPU: A100, H100, B200."""
+
+_INTERPRETED = 6
+"""Programs that the interpreter is taken to run at a time, so that tests see split prefixes."""
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    mask: Tensor,
+    scale: float,
+    start: Tensor | None,
+    depth: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """As ``mmspec.ops.tree_attention``; with ``depth`` None where there is no window."""
+    batch, heads, nodes, head_dim = query.shape
+    group, slots, tail = heads // key.shape[1], key.shape[2], mask.shape[2]
+    device = _device(query.device.type, query.device.index)
+    block_rows, block_slots, block_dim = tiles(group * nodes, head_dim, query.dtype, device.shared)
+    parts = triton.cdiv(group * nodes, block_rows)
+    splits = max(1, min(device.programs // (parts * key.shape[1] * batch), triton.cdiv(slots, _LEAST)))
+    read = query.new_empty(batch, nodes, heads, head_dim)
+    if splits > 1:
+        part = torch.empty(batch, nodes, heads, splits, head_dim, device=query.device)
+        weight = torch.empty(batch, nodes, heads, splits, device=query.device)
+    else:
+        part = weight = read
+    mask = mask.view(torch.uint8)
+    _attend_kernel[(parts * splits, key.shape[1], batch)](
+        *(query, key, value, begin, end, mask, start, depth, part, weight),
+        *(nodes, group * nodes, slots, tail, parts, splits, heads),
+        *(scale if softcap is not None else scale * _LOG2_E.value, softcap or 1.0, window or 0),
+        *(*query.stride(), *key.stride(), *value.stride(), *mask.stride(), *(depth.stride() if window else (0, 0))),
+        HEAD_DIM=head_dim,
+        SPLIT=splits > 1,
+        START=start is not None,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_SLOTS=block_slots,
+        BLOCK_DIM=block_dim,
+        **options(block_rows, query.dtype),
+    )
+    if splits > 1:
+        _merge_kernel[(heads, nodes, batch)](
+            *(part, weight, read, splits, heads, nodes),
+            HEAD_DIM=head_dim,
+            BLOCK_SPLITS=triton.next_power_of_2(splits),
+            BLOCK_DIM=block_dim,
+            num_warps=2,
+        )
+    return read
+
+
+def tiles(rows: int, head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int, int]:
+    """Rows, slots and channels of a tile: what fits in registers and in ``shared`` bytes of a processor's memory."""
+    wide, exact = head_dim > 128, dtype == torch.float32
+    most = 32 if wide and exact else 64 if wide or exact else 128
+    slots = 32 if wide or exact else 64
+    if shared < _ROOMY:
+        most, slots = 16 if wide and exact else most, slots // 2
+    return min(most, max(16, triton.next_power_of_2(rows))), slots, max(16, triton.next_power_of_2(head_dim))
+
+
+def options(block_rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """How a tile of so many rows is compiled."""
+    exact = dtype == torch.float32
+    return {"num_warps": 8 if block_rows > 64 or (exact and block_rows == 64) else 4, "num_stages": 2 if exact else 3}
+
+
+class _Device(NamedTuple):
+    programs: int
+    shared: int
+
+
+@cache
+def _device(kind: str, index: int | None) -> _Device:
+    """How many programs run at a time, and the bytes of shared memory that each may have."""
+    if kind != "cuda":
+        return _Device(_INTERPRETED, _ROOMY)
+    found = torch.cuda.get_device_properties(index)
+    return _Device(found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+@triton.jit
+def _absorb(
+    b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP: tl.constexpr
+):  # one step of the online softmax, in powers of two
+    b_score = tl.dot(b_q, b_k, input_precision=_PRECISION) * scale
+    if SOFTCAP:
+        # tanh, which loses nothing where its argument is large
+        b_score = softcap * _LOG2_E * (1.0 - 2.0 / (tl.exp(2.0 * b_score / softcap) + 1.0))
+    b_score = tl.where(b_allowed, b_score, float("-inf"))
+    b_higher = tl.maximum(b_most, tl.max(b_score, axis=1))
+    b_zero = tl.where(b_higher == float("-inf"), 0.0, b_higher)  # a row may have met nothing yet
+    b_fade = tl.exp2(b_most - b_zero)
+    b_weight = tl.exp2(b_score - b_zero[:, None])
+    b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
+    b_read = b_read * b_fade[:, None] + tl.dot(b_weight.to(b_v.dtype), b_v, input_precision=_PRECISION)
+    return b_higher, b_sum, b_read
+
+
+_VARYING = ["nodes", "rows", "slots", "tail", "parts", "splits", "heads", "m_row", "m_node"]
+"""What differs from step to step is not compiled for."""
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["mask"])
+def _attend_kernel(
+    query,
+    key,
+    value,
+    begin,
+    end,
+    mask,
+    start,
+    depth,
+    part,
+    weight,
+    nodes,
+    rows,
+    slots,
+    tail,
+    parts,
+    splits,
+    heads,
+    scale,
+    softcap,
+    window,
+    q_row,
+    q_head,
+    q_node,
+    q_dim,
+    k_row,
+    k_head,
+    k_slot,
+    k_dim,
+    v_row,
+    v_head,
+    v_slot,
+    v_dim,
+    m_row,
+    m_node,
+    m_slot,
+    d_row,
+    d_node,
+    HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    START: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    # Programs that read the same keys start together.
+    i_split, i_kv, i_batch = tl.program_id(0) // parts, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_tile = (tl.program_id(0) % parts) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    i_node, i_head = i_tile % nodes, i_kv * (rows // nodes) + i_tile // nodes
+    i_dim, i_block = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_SLOTS)
+    m_tile, m_dim = i_tile < rows, i_dim < HEAD_DIM
+    key += i_batch * k_row + i_kv.to(tl.int64) * k_head
+    value += i_batch * v_row + i_kv.to(tl.int64) * v_head
+
+    p_q = query + i_batch * q_row + i_head[:, None] * q_head + i_node[:, None] * q_node + i_dim[None, :] * q_dim
+    b_q = tl.load(p_q, mask=m_tile[:, None] & m_dim[None, :], other=0.0)
+    b_most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    b_read = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+
+    i_first, i_end = tl.load(begin + i_batch).to(tl.int32), tl.load(end + i_batch).to(tl.int32)
+    if WINDOW:
+        i_first = tl.maximum(i_first, i_end - window + 1)
+        b_depth = tl.load(depth + i_batch * d_row + i_node * d_node, mask=m_tile, other=0).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(tl.maximum(i_end - i_first, 0), splits), BLOCK_SLOTS) * BLOCK_SLOTS
+    i_first += i_split * share
+    i_last = tl.minimum(i_first + share, i_end)
+    for i_at in range(i_first, i_last, BLOCK_SLOTS):
+        i_slot = i_at + i_block
+        m_slot_in = i_slot < i_last
+        b_allowed = m_slot_in[None, :]
+        if WINDOW:
+            b_allowed = b_allowed & (i_slot[None, :] > i_end + b_depth[:, None] - window)
+        p_k = key + i_slot[None, :] * k_slot + i_dim[:, None] * k_dim
+        b_k = tl.load(p_k, mask=m_slot_in[None, :] & m_dim[:, None], other=0.0)
+        p_v = value + i_slot[:, None] * v_slot + i_dim[None, :] * v_dim
+        b_v = tl.load(p_v, mask=m_slot_in[:, None] & m_dim[None, :], other=0.0)
+        b_most, b_sum, b_read = _absorb(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
+
+    if i_split == splits - 1:
+        i_start = slots - tail
+        if START:
+            i_start = tl.load(start).to(tl.int32)
+        mask += i_batch * m_row
+        for i_at in range(0, tail, BLOCK_SLOTS):
+            i_tail = i_at + i_block
+            m_tail = i_tail < tail
+            p_mask = mask + i_node[:, None] * m_node + i_tail[None, :] * m_slot
+            b_allowed = tl.load(p_mask, mask=m_tile[:, None] & m_tail[None, :], other=0) != 0
+            p_k = key + (i_start + i_tail)[None, :] * k_slot + i_dim[:, None] * k_dim
+            b_k = tl.load(p_k, mask=m_tail[None, :] & m_dim[:, None], other=0.0)
+            p_v = value + (i_start + i_tail)[:, None] * v_slot + i_dim[None, :] * v_dim
+            b_v = tl.load(p_v, mask=m_tail[:, None] & m_dim[None, :], other=0.0)
+            b_most, b_sum, b_read = _absorb(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
+
+    b_read /= tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
+    i_out = (i_batch * nodes + i_node) * heads + i_head
+    if SPLIT:
+        i_out = i_out * splits + i_split
+        tl.store(weight + i_out, b_most + tl.log2(b_sum), mask=m_tile)
+    m_out = m_tile[:, None] & m_dim[None, :]
+    tl.store(part + i_out[:, None] * HEAD_DIM + i_dim[None, :], b_read, mask=m_out)
+
+
+@triton.jit(do_not_specialize=["splits", "heads", "nodes"])
+def _merge_kernel(
+    part,
+    weight,
+    read,
+    splits,
+    heads,
+    nodes,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    i_out = (tl.program_id(2).to(tl.int64) * nodes + tl.program_id(1)) * heads + tl.program_id(0)
+    i_split, i_dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
+    m_split, m_dim = i_split < splits, i_dim < HEAD_DIM
+    b_weight = tl.load(weight + i_out * splits + i_split, mask=m_split, other=float("-inf"))
+    b_weight = tl.exp2(b_weight - tl.max(b_weight))  # the part with the tail has met something
+    p_part = part + (i_out * splits + i_split)[:, None] * HEAD_DIM + i_dim[None, :]
+    b_part = tl.load(p_part, mask=m_split[:, None] & m_dim[None, :], other=0.0)
+    b_read = tl.sum(b_part * b_weight[:, None], axis=0) / tl.sum(b_weight)
+    tl.store(read + i_out * HEAD_DIM + i_dim, b_read, mask=m_dim)

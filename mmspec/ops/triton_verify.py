@@ -1,0 +1,195 @@
+"""``mmspec.ops.verify`` in Triton.
+
+In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. A walk is one program per row. What stands
+after a node is decided by one program per node, which goes over the vocabulary once per rejected child.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_VOCAB = 4096
+"""Tokens of the vocabulary at a time."""
+
+
+def follow(tokens: Tensor, parents: Tensor, valid: Tensor | None, choices: Tensor, width: int) -> Tensor:
+    """As ``mmspec.ops.follow``."""
+    batch, nodes = tokens.shape
+    verdict = tokens.new_empty(batch, 2 + 2 * width)
+    tokens, parents, choices = (t.contiguous() for t in (tokens, parents, choices))
+    _follow_kernel[(batch,)](
+        *(tokens, parents, _bytes(valid), choices, verdict, nodes, width),
+        VALID=valid is not None,
+        BLOCK_NODES=triton.next_power_of_2(nodes),
+        num_warps=1,
+    )
+    return verdict
+
+
+def choose_drawn(
+    tokens: Tensor, parents: Tensor, valid: Tensor | None, q: Tensor, p: Tensor, chances: Tensor, last: Tensor
+) -> Tensor:
+    """As ``mmspec.ops.choose_drawn``."""
+    batch, nodes, vocab = p.shape
+    # p and q as they become, twice: a pass reads the one and writes the other.
+    scratch = p.new_empty(4, batch, nodes, vocab)
+    scratch[0], scratch[2] = p, q
+    choice = torch.empty_like(tokens)
+    tokens, parents, chances, last = (t.contiguous() for t in (tokens, parents, chances, last))
+    _choose_kernel[(nodes, batch)](
+        *(tokens, parents, _bytes(valid), scratch, chances, last, choice, nodes, vocab),
+        VALID=valid is not None,
+        BLOCK_NODES=triton.next_power_of_2(nodes),
+        BLOCK_VOCAB=_block(vocab),
+        num_warps=8,
+    )
+    return choice
+
+
+def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
+    """As ``mmspec.ops.quantile``."""
+    vocab = probs.shape[-1]
+    flat = probs.reshape(-1, vocab).contiguous()
+    token = torch.empty(len(flat), dtype=torch.long, device=probs.device)
+    _quantile_kernel[(len(flat),)](
+        *(flat, uniform.reshape(-1).contiguous(), token, vocab), BLOCK_VOCAB=_block(vocab), num_warps=8
+    )
+    return token.view(uniform.shape)
+
+
+def _block(vocab: int) -> int:
+    return min(_VOCAB, triton.next_power_of_2(vocab))
+
+
+def _bytes(valid: Tensor | None) -> Tensor | None:
+    return None if valid is None else valid.contiguous().view(torch.uint8)
+
+
+@triton.jit(do_not_specialize=["nodes", "width"])
+def _follow_kernel(
+    tokens, parents, valid, choices, verdict, nodes, width, VALID: tl.constexpr, BLOCK_NODES: tl.constexpr
+):
+    i_row, i_node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_NODES)
+    m_node = i_node < nodes
+    b_token = tl.load(tokens + i_row * nodes + i_node, mask=m_node, other=-1)
+    b_parent = tl.load(parents + i_row * nodes + i_node, mask=m_node, other=-1)
+    m_child = m_node & (b_parent >= 0)
+    if VALID:
+        m_child = m_child & (tl.load(valid + i_row * nodes + i_node, mask=m_node, other=0) != 0)
+    choices += i_row * nodes
+    verdict += i_row * (2 + 2 * width)
+
+    first = tl.load(choices)
+    at, length, bonus = tl.program_id(0) * 0, tl.program_id(0) * 0, first
+    alive = length == 0
+    for step in range(width):
+        choice = tl.load(choices + at)
+        tl.store(verdict + 2 + step, tl.where(alive, at, -1))
+        tl.store(verdict + 2 + width + step, tl.where(alive, choice, first))
+        length += alive.to(tl.int32)
+        bonus = tl.where(alive, choice, bonus)
+        # Siblings differ, so there is one such child or none.
+        child = tl.max(tl.where(m_child & (b_parent == at) & (b_token == choice), i_node, -1), axis=0)
+        alive = alive & (child >= 0)
+        at = tl.where(alive, child, at)
+    tl.store(verdict, length)
+    tl.store(verdict + 1, bonus)
+
+
+@triton.jit
+def _quantile(probs, uniform, vocab, BLOCK_VOCAB: tl.constexpr):
+    i_block = tl.arange(0, BLOCK_VOCAB)
+    b_total = tl.zeros((BLOCK_VOCAB,), tl.float64)
+    for i_at in range(0, vocab, BLOCK_VOCAB):
+        b_total += tl.load(probs + i_at + i_block, mask=i_at + i_block < vocab, other=0.0).to(tl.float64)
+    wanted = uniform.to(tl.float64) * tl.sum(b_total, axis=0)
+    passed = wanted * 0.0
+    token = vocab
+    i_at = 0
+    while (i_at < vocab) & (token == vocab):
+        b_p = tl.load(probs + i_at + i_block, mask=i_at + i_block < vocab, other=0.0).to(tl.float64)
+        # Sums in another order could put a step where there is none.
+        m_hit = (passed + tl.cumsum(b_p, axis=0) > wanted) & (b_p > 0.0)
+        token = tl.min(tl.where(m_hit, i_at + i_block, vocab), axis=0)
+        passed += tl.sum(b_p, axis=0)
+        i_at += BLOCK_VOCAB
+    return tl.minimum(token, vocab - 1)
+
+
+@triton.jit
+def _quantile_kernel(probs, uniform, token, vocab, BLOCK_VOCAB: tl.constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    tl.store(token + i_row, _quantile(probs + i_row * vocab, tl.load(uniform + i_row), vocab, BLOCK_VOCAB))
+
+
+@triton.jit
+def _reject(p, q, to_p, to_q, scale_p, scale_q, token, vocab, BLOCK_VOCAB: tl.constexpr):
+    """max(p - q, 0) and q without a token, written behind the pointers ``to_``; the sums of both."""
+    i_block = tl.arange(0, BLOCK_VOCAB)
+    b_sum_p = tl.zeros((BLOCK_VOCAB,), to_p.dtype.element_ty)
+    b_sum_q = tl.zeros((BLOCK_VOCAB,), to_q.dtype.element_ty)
+    for i_at in range(0, vocab, BLOCK_VOCAB):
+        i_token = i_at + i_block
+        m_token = i_token < vocab
+        b_q = tl.load(q + i_token, mask=m_token, other=0.0)
+        b_p = tl.load(p + i_token, mask=m_token, other=0.0)
+        b_p = tl.maximum(b_p * scale_p - b_q * scale_q, 0.0)
+        b_q = tl.where(i_token == token, 0.0, b_q)
+        tl.store(to_p + i_token, b_p, mask=m_token)
+        tl.store(to_q + i_token, b_q, mask=m_token)
+        b_sum_p += b_p
+        b_sum_q += b_q
+    return tl.sum(b_sum_p, axis=0), tl.sum(b_sum_q, axis=0)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def _choose_kernel(
+    tokens,
+    parents,
+    valid,
+    scratch,
+    chances,
+    last,
+    choice,
+    nodes,
+    vocab,
+    VALID: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+):
+    i_at, i_row, i_node = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_NODES)
+    m_node = i_node < nodes
+    m_child = m_node & (tl.load(parents + i_row * nodes + i_node, mask=m_node, other=-1) == i_at)
+    if VALID:
+        m_child = m_child & (tl.load(valid + i_row * nodes + i_node, mask=m_node, other=0) != 0)
+    plane = tl.num_programs(1).to(tl.int64) * nodes * vocab
+    scratch += (i_row * nodes + i_at) * vocab
+    # Which of the two copies holds what p and q are now, and what it is to be multiplied by.
+    in_p, in_q = i_row * 0, i_row * 0
+    one = tl.load(chances + i_row * nodes) * 0.0 + 1.0
+    scale_p, scale_q = one, one
+    chosen = tl.load(tokens) * 0 - 1
+    child = tl.min(tl.where(m_child, i_node, BLOCK_NODES), axis=0)
+    while (child < BLOCK_NODES) & (chosen < 0):
+        token = tl.load(tokens + i_row * nodes + child)
+        p, q = scratch + in_p * plane, scratch + (2 + in_q) * plane
+        p_token, q_token = tl.load(p + token) * scale_p, tl.load(q + token) * scale_q
+        if tl.load(chances + i_row * nodes + child) * q_token < p_token:
+            chosen = token
+        else:
+            to_p, to_q = scratch + (1 - in_p) * plane, scratch + (3 - in_q) * plane
+            sum_p, sum_q = _reject(p, q, to_p, to_q, scale_p, scale_q, token, vocab, BLOCK_VOCAB)
+            tl.debug_barrier()
+            # Nothing left is rounding: then it stays as it was.
+            in_p = tl.where(sum_p > 0.0, 1 - in_p, in_p)
+            scale_p = tl.where(sum_p > 0.0, 1.0 / sum_p, scale_p)
+            in_q = tl.where(sum_q > 0.0, 1 - in_q, in_q)
+            scale_q = tl.where(sum_q > 0.0, 1.0 / sum_q, scale_q)
+        child = tl.min(tl.where(m_child & (i_node > child), i_node, BLOCK_NODES), axis=0)
+    if chosen < 0:
+        p = scratch + in_p * plane
+        chosen = _quantile(p, tl.load(last + i_row * nodes + i_at), vocab, BLOCK_VOCAB).to(tl.int64)
+    tl.store(choice + i_row * nodes + i_at, chosen)

@@ -1,0 +1,127 @@
+"""The questions of verification, for all rows at once: what stands after each node, and how far a path leads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmspec import kernels
+
+if TYPE_CHECKING:
+    from mmspec.tree import TokenTree
+
+
+def follow(tree: TokenTree, choices: Tensor) -> Tensor:
+    """The longest path from the root on which every token is the choice at its parent.
+
+    Args:
+        tree: (batch, nodes), of a greatest depth D.
+        choices: (batch, nodes) int64, the token that is to stand after each node.
+
+    Returns:
+        (batch, 2 + 2 * (D + 1)) int64, so that one copy brings all of it to the host: the number of nodes on the path;
+        the choice at its end; its nodes, padded with -1; the choice at each of them, padded with the root's.
+    """
+    if kernels.in_use(choices.device) == "triton":
+        from mmspec.ops import triton_verify
+
+        return triton_verify.follow(tree.tokens, tree.parents, tree.valid, choices, tree.max_depth + 1)
+    if tree.nodes == 1:
+        zero = torch.zeros_like(choices)
+        return torch.cat([zero + 1, choices, zero, choices], dim=1)
+    agrees = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
+    agrees[:, 0] = True
+    if tree.valid is not None:
+        agrees &= tree.valid
+    on_path = ~(tree.ancestors & ~agrees[:, None, :]).any(-1)  # siblings differ, so these nodes form one chain
+    last = torch.where(on_path, tree.depth, -1).argmax(1, keepdim=True)
+
+    # A node off the path is written to a spare last column, which is cut off.
+    width = tree.max_depth + 1
+    column = torch.where(on_path, tree.depth, width)
+    path = torch.full((tree.batch, width + 1), -1, device=choices.device)
+    path = path.scatter(1, column, torch.arange(tree.nodes, device=choices.device).expand_as(column))[:, :-1]
+    tokens = choices.gather(1, path.clamp(min=0))
+    return torch.cat([on_path.sum(1, keepdim=True), choices.gather(1, last), path, tokens], dim=1)
+
+
+def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
+    """The token after each node by recursive rejection sampling of its children, in their order.
+
+    Child x, drawn from q, is accepted with probability min(1, p(x) / q(x)); on rejection p <- norm(max(p - q, 0)), and
+    q loses x and is renormalised; where none is accepted, a token is drawn from what p has become.
+
+    Args:
+        tree: its ``draft_probs`` are q, (batch, nodes, vocab) float.
+        probs: (batch, nodes, vocab) float, p.
+        chances: (batch, nodes) float in [0, 1), the number that decides about each node at its parent.
+        last: (batch, nodes) float in [0, 1), the number that draws after a node whose children are all rejected.
+
+    Returns:
+        (batch, nodes) int64.
+
+    Source: SpecInfer (arXiv 2305.09781, alg. 2); without replacement: arXiv 2402.14160.
+    """
+    assert tree.draft_probs is not None
+    if kernels.in_use(probs.device) == "triton":
+        from mmspec.ops import triton_verify
+
+        return triton_verify.choose_drawn(tree.tokens, tree.parents, tree.valid, tree.draft_probs, probs, chances, last)
+    p, q = probs.clone(), tree.draft_probs.clone()
+    child = _children_by_rank(tree)  # (batch, nodes, ranks), -1 where a node has fewer children
+    choice = torch.full_like(tree.tokens, -1)
+    for rank in range(child.shape[-1]):
+        node = child[..., rank]
+        place = node.clamp(min=0)
+        token = tree.tokens.gather(1, place)[..., None]
+        p_token, q_token = p.gather(-1, token)[..., 0], q.gather(-1, token)[..., 0]
+        pending = (node >= 0) & (choice < 0)
+        accept = pending & (chances.gather(1, place) * q_token < p_token)
+        choice = torch.where(accept, token[..., 0], choice)
+        reject = (pending & ~accept)[..., None]
+        residual = _normalise((p - q).clamp(min=0), otherwise=p)
+        p = torch.where(reject, residual, p)
+        q = torch.where(reject, _normalise(q.scatter(-1, token, 0.0), otherwise=q), q)
+    return torch.where(choice < 0, quantile(p, last), choice)
+
+
+def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulative distribution passes ``uniform``.
+
+    Args:
+        probs: (..., vocab) float, need not sum to one.
+        uniform: (...) float in [0, 1).
+
+    Returns:
+        (...) int64; a token of probability 0 is never taken.
+    """
+    if kernels.in_use(probs.device) == "triton":
+        from mmspec.ops import triton_verify
+
+        return triton_verify.quantile(probs, uniform)
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64
+    total = probs.to(exact).cumsum(-1)
+    token = torch.searchsorted(total, (uniform.to(exact) * total[..., -1])[..., None], right=True)[..., 0]
+    return token.clamp(max=probs.shape[-1] - 1)
+
+
+def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Scale the last axis to sum to one; a row of zeros (p = q up to rounding) becomes the row of ``otherwise``."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), otherwise)
+
+
+def _children_by_rank(tree: TokenTree) -> Tensor:
+    """(batch, nodes, ranks) int64: the node index of each node's first, second, ... valid child, -1 padded."""
+    index = torch.arange(tree.nodes, device=tree.tokens.device)
+    is_child = tree.parents[:, None, :] == index[:, None]  # (batch, parent, node)
+    if tree.valid is not None:
+        is_child &= tree.valid[:, None, :]
+    rank = is_child.cumsum(-1) - 1
+    ranks = max(1, tree.nodes - 1)
+    table = torch.full((*is_child.shape[:2], ranks + 1), -1, device=index.device)
+    table = table.scatter(-1, torch.where(is_child, rank, ranks), index.expand_as(rank))[..., :ranks]
+    used = int((table >= 0).any(0).any(0).sum())
+    return table[..., : max(1, used)]

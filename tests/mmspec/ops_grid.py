@@ -1,0 +1,367 @@
+"""One grid of awkward cases for every implementation of ``mmspec.ops``, compared with plain loops.
+
+``python -m tests.mmspec.ops_grid`` runs it on a CPU with the implementation that ``MMSPEC_KERNELS`` names. The Triton
+kernels need ``TRITON_INTERPRET=1`` from the start of the process for that, so tests run them in one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter as clock
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from mmspec import TokenTree, ops
+from tests.tiny import random_tree, root_path, valid_nodes
+
+# ---------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One shape.
+
+    Attributes:
+        prefix: committed slots of the longest row; rows behind it have fewer.
+        padding: slots in front of the first row that hold nothing.
+        earlier: nodes forwarded before the tree's, which only some nodes attend to.
+        free: slots behind the tail, as a buffer of fixed size has; the tail's place is then told.
+        window, softcap: of the attention.
+    """
+
+    nodes: int
+    prefix: int
+    shape: str = "random"
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    padding: int = 0
+    earlier: int = 0
+    free: int = 0
+    window: int | None = None
+    softcap: float | None = None
+
+
+ATTENTION = [
+    Attention(1, 1),
+    Attention(1, 17, batch=3, heads=7, kv_heads=1, head_dim=128, dtype=torch.bfloat16, padding=3),
+    Attention(1, 700, heads=4, kv_heads=1),
+    Attention(3, 130, "chain", heads=8, kv_heads=2, head_dim=80),
+    Attention(3, 17, batch=2, head_dim=96, dtype=torch.float16, earlier=5, padding=2),
+    Attention(60, 17, heads=2, kv_heads=1, head_dim=128, dtype=torch.bfloat16),
+    Attention(60, 400, heads=2, kv_heads=1, head_dim=80, batch=2, free=9, padding=140),
+    Attention(63, 130, "star", heads=4, kv_heads=1),
+    Attention(63, 1, "chain", batch=2, head_dim=24),
+    Attention(16, 200, batch=2, window=20, padding=190, heads=4),
+    Attention(20, 300, "chain", window=8, earlier=3, softcap=5.0, free=70),
+    Attention(5, 260, batch=3, heads=4, kv_heads=4, softcap=2.0, dtype=torch.bfloat16, free=3),
+    Attention(9, 140, batch=1, heads=2, kv_heads=1, head_dim=256, dtype=torch.float16),
+    Attention(128, 66, heads=1, kv_heads=1, head_dim=16, window=1000),
+]
+
+
+def check_attention(case: Attention, device: str = "cpu") -> None:
+    """Every node of every head against a softmax over the slots that a loop finds."""
+    g = torch.Generator().manual_seed(case.nodes + case.prefix)
+    begin = torch.zeros(case.batch, dtype=torch.int32)
+    begin[0] = case.padding
+    end = torch.tensor([max(case.prefix - 2 * b, 0) for b in range(case.batch)], dtype=torch.int32)
+    tree = random_tree(g, case.batch, case.nodes, 999, shape=case.shape, ragged=False)
+    mask = torch.rand(case.batch, case.nodes, case.earlier, generator=g) < 0.5
+    mask = torch.cat([mask, tree.ancestors], dim=2)
+    slots = case.prefix + mask.shape[2] + case.free
+    query = torch.randn(case.batch, case.nodes, case.heads, case.head_dim, generator=g).to(case.dtype).transpose(1, 2)
+    # Amid a larger buffer, as a layer's part of the cache is; what nothing may read is NaN.
+    shape = (2, case.batch, case.kv_heads, slots + 3, case.head_dim)
+    buffer = torch.full(shape, torch.nan, dtype=case.dtype)
+    attended: list[list[list[int]]] = []
+    for b in range(case.batch):
+        rows = []
+        for i in range(case.nodes):
+            nearest = int(end[b] + tree.depth[b, i]) - (case.window or 10**9)
+            prefix = [s for s in range(int(begin[b]), int(end[b])) if s > nearest]
+            rows.append(prefix + [case.prefix + j for j in mask[b, i].nonzero().flatten().tolist()])
+        attended.append(rows)
+        # What a deeper node no longer sees, or no node, is read along with the rest, and must be finite.
+        written = [*range(int(begin[b]), int(end[b])), *range(case.prefix, case.prefix + mask.shape[2])]
+        numbers = torch.randn(2, case.kv_heads, len(written), case.head_dim, generator=g)
+        buffer[:, b, :, written] = numbers.to(case.dtype)
+    key, value = buffer[:, :, :, :slots]
+    start = torch.tensor([case.prefix]) if case.free else None
+    if case.window is not None:
+        key_read, value_read = key.clone(), value.clone()
+        for b in range(case.batch):  # in front of every window nothing is read at all
+            key_read[b, :, : max(int(end[b]) - case.window + 1, 0)] = torch.nan
+            value_read[b, :, : max(int(end[b]) - case.window + 1, 0)] = torch.nan
+        key, value = key_read, value_read
+
+    def on(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(device)
+
+    with patch("torch.empty", _nan_filled), patch("torch.Tensor.new_empty", _new_nan_filled):
+        read = ops.tree_attention(
+            *map(on, (query, key, value, begin, end, mask)),  # type: ignore[arg-type]
+            scale=0.2,
+            start=on(start),
+            depth=on(tree.depth) if case.window else None,
+            window=case.window,
+            softcap=case.softcap,
+        )
+    assert read.shape == (case.batch, case.nodes, case.heads, case.head_dim)
+    assert read.dtype == case.dtype
+    allowed = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
+    for b in range(case.batch):
+        for i in range(case.nodes):
+            expected = _softmax(query[b, :, i].double(), key[b].double(), value[b].double(), attended[b][i], case)
+            torch.testing.assert_close(read[b, i].cpu().double(), expected, rtol=allowed, atol=allowed)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, slots: list[int], case: Attention) -> Tensor:
+    """(heads, head_dim) for one node: (heads, head_dim) queries, (kv_heads, slots, head_dim) keys and values."""
+    group = case.heads // case.kv_heads
+    read = []
+    for head in range(case.heads):
+        scores = k[head // group][slots] @ q[head] * 0.2
+        if case.softcap:
+            scores = case.softcap * (scores / case.softcap).tanh()
+        read.append(scores.softmax(0) @ v[head // group][slots])
+    return torch.stack(read)
+
+
+# ---------------------------------------------------------------------- verification
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One shape of trees; ``sharp`` is how unlike target and drafter are."""
+
+    nodes: int
+    shape: str = "random"
+    batch: int = 1
+    vocab: int = 11
+    sharp: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+
+TREES = [
+    Tree(1),
+    Tree(1, batch=3, vocab=5000),
+    Tree(3, "star", batch=4),
+    Tree(7, "chain", batch=2, vocab=130),
+    Tree(13, batch=5, sharp=0.3),
+    Tree(60, vocab=70, sharp=3.0),
+    Tree(63, "star", vocab=4097),
+    Tree(33, "chain", batch=2, dtype=torch.float64),
+    Tree(9, batch=3, vocab=9, sharp=0.0),
+]
+
+
+def _tree(case: Tree) -> tuple[TokenTree, torch.Generator]:
+    g = torch.Generator().manual_seed(case.nodes + case.vocab)
+    return random_tree(g, case.batch, case.nodes, case.vocab, shape=case.shape, ragged=case.batch > 1), g
+
+
+def _to(tree: TokenTree, device: str, draft_probs: Tensor | None = None) -> TokenTree:
+    valid = None if tree.valid is None else tree.valid.to(device)
+    return TokenTree(tree.tokens.to(device), tree.parents.to(device), valid, draft_probs, check=False)
+
+
+def check_follow(case: Tree, device: str = "cpu") -> None:
+    """The path of random choices, most of which agree with a child."""
+    tree, g = _tree(case)
+    width = tree.max_depth + 1
+    for share in (0.0, 0.8, 1.0):
+        choices = torch.randint(case.vocab, tree.tokens.shape, generator=g)
+        for b in range(case.batch):
+            for i in valid_nodes(tree, b)[1:]:
+                if float(torch.rand((), generator=g)) < share:
+                    choices[b, tree.parents[b, i]] = tree.tokens[b, i]
+        verdict = ops.follow(_to(tree, device), choices.to(device))
+        expected = []
+        for b in range(case.batch):
+            path = [0]
+            while below := [i for i in _children(tree, b, path[-1]) if tree.tokens[b, i] == choices[b, path[-1]]]:
+                path += below
+            said, rest = choices[b, path].tolist(), width - len(path)
+            expected.append([len(path), said[-1], *path, *[-1] * rest, *said, *[int(choices[b, 0])] * rest])
+        assert verdict.tolist() == expected
+
+
+def check_drawn(case: Tree, device: str = "cpu") -> None:
+    """Rejection sampling node by node, in float64, with the same random numbers."""
+    tree, g = _tree(case)
+    shape = (case.batch, case.nodes, case.vocab)
+    logits, other = (torch.randn(shape, generator=g, dtype=torch.float64) * 2 for _ in range(2))
+    p, q = logits.softmax(-1).to(case.dtype), (logits + case.sharp * other).softmax(-1).to(case.dtype)
+    chances, last = torch.rand(2, case.batch, case.nodes, generator=g, dtype=case.dtype)
+    drawn = _to(tree, device, q.to(device))
+    choices = ops.choose_drawn(drawn, p.to(device), chances.to(device), last.to(device)).cpu()
+    for b in range(case.batch):
+        for i in valid_nodes(tree, b):
+            expected = _draw_at(tree, b, i, p[b, i].double(), q[b, i].double(), chances[b].double(), last[b, i])
+            assert int(choices[b, i]) == expected, (b, i)
+
+
+def _draw_at(tree: TokenTree, row: int, node: int, p: Tensor, q: Tensor, chances: Tensor, last: Tensor) -> int:
+    for child in _children(tree, row, node):
+        token = int(tree.tokens[row, child])
+        if chances[child] * q[token] < p[token]:
+            return token
+        left = (p - q).clamp(min=0)
+        p = left / left.sum() if float(left.sum()) > 0 else p
+        q = q.clone()
+        q[token] = 0
+        q = q / q.sum() if float(q.sum()) > 0 else q
+    return _quantile(p, last)
+
+
+def check_quantile(case: Tree, device: str = "cpu") -> None:
+    g = torch.Generator().manual_seed(case.vocab)
+    probs = torch.rand(case.batch, case.nodes, case.vocab, generator=g, dtype=case.dtype)
+    probs[torch.rand(probs.shape, generator=g) < 0.4] = 0.0  # tokens that were filtered out
+    probs[..., -1] = 0.1
+    for uniform in (torch.rand(probs.shape[:-1], generator=g), torch.zeros(probs.shape[:-1])):
+        found = ops.quantile(probs.to(device), uniform.to(device)).cpu()
+        for b in range(case.batch):
+            assert found[b].tolist() == [_quantile(p, u) for p, u in zip(probs[b], uniform[b], strict=True)]
+
+
+def _quantile(p: Tensor, uniform: Tensor) -> int:
+    total = p.double().cumsum(0)
+    return int((total > float(uniform) * total[-1]).nonzero()[0])
+
+
+def _children(tree: TokenTree, row: int, node: int) -> list[int]:
+    return [i for i in valid_nodes(tree, row) if i and int(tree.parents[row, i]) == node]
+
+
+# ---------------------------------------------------------------------- keeping a path
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One KV buffer and how far the rows' ends lie apart."""
+
+    nodes: int
+    shape: str = "random"
+    batch: int = 1
+    planes: int = 4
+    heads: int = 2
+    head_dim: int = 16
+    prefix: int = 9
+    dtype: torch.dtype = torch.float32
+
+
+BUFFERS = [
+    Buffer(1),
+    Buffer(60, planes=6, head_dim=80, dtype=torch.bfloat16),
+    Buffer(63, "chain", batch=3, heads=1),
+    Buffer(13, batch=4, prefix=5, head_dim=24),
+    Buffer(20, "star", batch=2, dtype=torch.float16),
+]
+
+
+def check_compact(case: Buffer, device: str = "cpu") -> None:
+    """Paths to the deepest node, rows ending up to some slots apart, one row keeping nothing; the rest stays."""
+    g = torch.Generator().manual_seed(case.nodes)
+    tree = random_tree(g, case.batch, case.nodes, 999, shape=case.shape, ragged=False)
+    paths = [root_path(tree, b, int(tree.depth[b].argmax())) if b != 1 else [] for b in range(case.batch)]
+    width = max(map(len, paths))
+    path = torch.tensor([row + [-1] * (width - len(row)) for row in paths])
+    ends = torch.tensor([case.prefix - b for b in range(case.batch)], dtype=torch.int32)
+    shape = (case.planes, case.batch, case.heads, case.prefix + case.nodes + 4, case.head_dim)
+    for start in (case.prefix, torch.tensor([case.prefix])):
+        storage = torch.randn(shape, generator=g).to(case.dtype)
+        expected = storage.clone()
+        for b, row in enumerate(paths):
+            for i, node in enumerate(row):
+                expected[:, b, :, int(ends[b]) + i] = storage[:, b, :, case.prefix + node]
+        moved = storage.to(device)
+        at = start.to(device) if isinstance(start, Tensor) else start
+        ops.compact_kv(moved, path.to(device), at, ends.to(device))
+        assert torch.equal(moved[..., :-1, :].cpu(), expected[..., :-1, :])
+
+
+# ---------------------------------------------------------------------- all of them
+
+CHECKS: list[Callable[..., None]] = [
+    *(partial(check_attention, case) for case in ATTENTION),
+    *(partial(check, case) for check in (check_follow, check_drawn) for case in TREES),
+    *(partial(check_quantile, case) for case in (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
+    *(partial(check_compact, case) for case in BUFFERS),
+]
+
+
+def name(check: Callable[..., None]) -> str:
+    assert isinstance(check, partial)
+    return f"{check.func.__name__} {check.args[0]}"
+
+
+_empty, _new_empty = torch.empty, torch.Tensor.new_empty
+
+
+def _filled(made: Tensor) -> Tensor:
+    return made.fill_(torch.nan if made.is_floating_point() else -7)
+
+
+def _nan_filled(*args: object, **options: object) -> Tensor:
+    return _filled(_empty(*args, **options))  # type: ignore[call-overload]
+
+
+def _new_nan_filled(*args: object, **options: object) -> Tensor:
+    return _filled(_new_empty(*args, **options))  # type: ignore[arg-type]
+
+
+def _mend_interpreter() -> None:
+    """Scalars bound loops, which int() of an array of one no longer does in numpy; products take bfloat16 for what it
+    is, and not for the integers that it is kept in."""
+    from triton.runtime import interpreter
+
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor: object, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != interpreter.tl.bfloat16:
+            return handle
+        floats = (handle.data.astype("uint32") << 16).view("float32")
+        return interpreter.TensorHandle(floats, interpreter.tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def main() -> int:
+    """Run the grid, and name what fails."""
+    failed = 0
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _mend_interpreter()
+    for check in CHECKS:
+        began = clock()
+        try:
+            check()
+        except Exception as error:  # whatever it is, the other cases say more
+            failed += 1
+            print(f"{name(check)}:\n{type(error).__name__}: {error}\n")
+        if os.environ.get("VERBOSE"):
+            print(f"{clock() - began:6.2f} s {name(check)}")
+    print(f"{len(CHECKS) - failed} passed, {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

@@ -1,0 +1,52 @@
+"""The Triton kernels of a step: through the interpreter, compiled without a GPU, and on one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mmspec.ops_grid import CHECKS, name
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+def run(module: str, *arguments: str, **environment: str) -> str:
+    """A process of its own: Triton decides at its import whether kernels are interpreted, for all that follows."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "MMSPEC_KERNELS"))
+    }
+    path = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", module, *arguments]
+    environment = inherited | {"PYTHONPATH": path} | environment
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_interpreted_kernels_agree_with_loops():
+    out = run("tests.mmspec.ops_grid", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton")
+    assert out.splitlines()[-1] == f"{len(CHECKS)} passed, 0 failed"
+
+
+def test_kernels_compile_without_a_gpu(tmp_path):
+    out = run("tests.mmspec.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
+    built = [json.loads(line) for line in out.splitlines()]
+    kernels = {f"_{part}_kernel" for part in ("attend", "merge", "follow", "choose", "quantile", "compact")}
+    for capability, shared in ((80, 166912), (90, 232448), (100, 232448)):
+        here = [entry for entry in built if entry["capability"] == capability]
+        assert {entry["kernel"] for entry in here} == kernels
+        assert all(entry["ptx"] and entry["cubin"] and entry["shared"] <= shared for entry in here)
+        # Without loads ahead of their use, attention would wait for memory at every tile.
+        assert all(entry["ahead"] for entry in here if entry["kernel"] == "_attend_kernel")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+@pytest.mark.parametrize("check", CHECKS, ids=name)
+def test_on_a_gpu(check, kernels, monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", kernels)
+    check("cuda")
