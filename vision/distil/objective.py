@@ -237,5 +237,5 @@ class _Judge:
         if self._glancing == 0.0:
             return state
         drawn = torch.rand(len(mine), generator=self._generator, device=state.device) < self._glancing
-        shown = torch.where((drawn & ~right)[:, None], truth.to(state.dtype), mine)
-        return state.masked_scatter(valid[..., None], shown)
+        replaced = torch.zeros_like(valid).masked_scatter(valid, drawn & ~right)
+        return torch.where(replaced[..., None], take(self._states, entry).to(state.dtype), state)
