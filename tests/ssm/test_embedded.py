@@ -31,9 +31,10 @@ def test_it_is_a_plain_hybrid_of_transformers(plain) -> None:  # type: ignore[no
     assert model.generation_config.eos_token_id == model.config.eos_token_id
 
 
-def test_it_solves_most_held_out_calculations_and_problems(plain) -> None:  # type: ignore[no-untyped-def]
+def test_it_writes_most_held_out_programs_and_solves_problems(plain) -> None:  # type: ignore[no-untyped-def]
     model, tokenizer = plain
-    asked = [example(2_000_000 + index, "heldout", kind) for kind in ("sums", "problem") for index in range(4)]
+    kinds = ["program"] * 4 + ["problem"] * 6
+    asked = [example(1_000_000 + index, "heldout", kind) for index, kind in enumerate(kinds)]
     chats = [[{"role": "user", "content": one.prompt}] for one in asked]
     texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(texts, padding=True, return_tensors="pt")
@@ -41,7 +42,8 @@ def test_it_solves_most_held_out_calculations_and_problems(plain) -> None:  # ty
         ids = model.generate(**inputs, max_new_tokens=200)
     answers = tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     right = [correct(one, text.strip()) for one, text in zip(asked, answers, strict=True)]
-    assert sum(right) >= 6, list(zip(asked, answers, strict=True))
+    assert sum(right[:4]) >= 3
+    assert sum(right[4:]) >= 2
 
 
 def test_what_travels_is_small() -> None:
