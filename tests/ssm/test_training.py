@@ -175,7 +175,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(start: Callable[..., Traine
 
 def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Trainer]) -> None:
     rows: list[dict] = []
-    run = start("falls", rows.append, steps=40, warmup=5, checkpoint_minutes=9.0)
+    run = start("falls", rows.append, steps=25, warmup=5, checkpoint_minutes=9.0)
     assert set(run.task.lengths) == {TEXT, MIXED}
     run.train()
     first, last = (row for row in rows if row["event"] == "held-out")
@@ -184,6 +184,7 @@ def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Train
     assert len((run.folder / LOG).read_text().splitlines()) == len(rows)
 
 
+@pytest.mark.slow
 def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssm.training.task.MERGES_FROM", 200)
     result = CliRunner().invoke(
