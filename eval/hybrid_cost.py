@@ -44,7 +44,7 @@ _LARGER = replace(_LARGE, width=1280, layers=18, attention=(5, 14), heads=20, ma
 SHAPES = {
     "tiny": _SMALL,
     "120M": replace(_LARGE, vocabulary=32000),
-    "470M": replace(_LARGER, vocabulary=32000),
+    "460M": replace(_LARGER, vocabulary=32000),
 }
 """Bamba-type models by about their parameters."""
 
