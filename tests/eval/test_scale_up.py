@@ -150,7 +150,7 @@ def test_masked_entries_are_there_and_weigh_nothing(small, request_):
     long.image_tokens = 60
     plain = small.target.encode([request_]).input_ids.shape[1]
     assert long.encode([request_]).input_ids.shape[1] == plain + 24
-    drafter = make_drafter("auto", small.model.config.name_or_path)
+    drafter = make_drafter("msd", small.model.config.name_or_path)
     was = small.generate(**request_, max_new_tokens=20)
     now = Pipeline(long, drafter).generate(**request_, max_new_tokens=20)
     assert now.token_ids == was.token_ids
