@@ -152,6 +152,7 @@ def text_model(name: str) -> PreTrainedModel:
 
 def _widen(model: PreTrainedModel) -> PreTrainedModel:
     """Make the logits of a random model spread, whatever norm stands before its head, and states last a while."""
+    module: Any
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.A_log.data.uniform_(-4, 1)

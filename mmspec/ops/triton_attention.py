@@ -60,7 +60,7 @@ def tree_attention(
         *(query, key, value, begin, end, mask, start, depth, part, weight),
         *(nodes, group * nodes, slots, tail, parts, splits, heads),
         *(scale if softcap is not None else scale * _LOG2_E.value, softcap or 1.0, window or 0),
-        *(*query.stride(), *key.stride(), *value.stride(), *mask.stride(), *(depth.stride() if window else (0, 0))),
+        *(*query.stride(), *key.stride(), *value.stride(), *mask.stride(), *(depth.stride() if window else (0, 0))),  # type: ignore[union-attr]
         HEAD_DIM=head_dim,
         SPLIT=splits > 1,
         START=start is not None,
@@ -109,7 +109,7 @@ def _device(kind: str, index: int | None) -> _Device:
     if kind != "cuda":
         return _Device(_INTERPRETED, _ROOMY)
     found = torch.cuda.get_device_properties(index)
-    return _Device(found.multi_processor_count, found.shared_memory_per_block_optin)
+    return _Device(found.multi_processor_count, found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @triton.jit
