@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -55,7 +56,7 @@ class Task:
         """What is kept, what becomes of it, and the result."""
         kept = [v for v in values if self.keep is None or eval(self.keep.code.format(v=v))]
         changed = [eval(self.change.code.format(v=v)) if self.change else v for v in kept]
-        goals = {"list": list, "sum": sum, "count": len}
+        goals: dict[str, Callable[[list[int]], int | list[int]]] = {"list": list, "sum": sum, "count": len}
         if self.goal in goals:
             return kept, changed, goals[self.goal](changed)
         return kept, changed, (max if self.goal == "largest" else min)(changed, default=0)

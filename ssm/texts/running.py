@@ -18,7 +18,7 @@ FUNCTIONS = {"sum": sum, "len": len, "max": max, "min": min}
 METHODS = ("append",)
 LARGEST = 10_000
 MOST_LINES = 2_000
-INPUTS = ([3, 8, 5, 12, 6], [7], [], [10, 2, 9, 4, 15, 18, 1], [5, 5, 20, 14])
+INPUTS: tuple[list[int], ...] = ([3, 8, 5, 12, 6], [7], [], [10, 2, 9, 4, 15, 18, 1], [5, 5, 20, 14])
 
 
 def outputs(source: str) -> list[Any] | None:
