@@ -28,7 +28,7 @@ caption: $(VENV)/.installed
 test slow: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -m slow
