@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from mmspec.errors import UserError
+from mmspec.ops import quantile
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict, verify, verify_greedy
 
@@ -198,22 +199,6 @@ class Sampler:
                 group = _for_rows(processor, row)(ids, group)
             scores[row, node] = group.to(scores.dtype)
         return scores
-
-
-def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the cumulative distribution passes ``uniform``.
-
-    Args:
-        probs: (..., vocab) float, need not sum to one.
-        uniform: (...) float in [0, 1).
-
-    Returns:
-        (...) int64; a token of probability 0 is never taken.
-    """
-    exact = torch.float32 if probs.device.type == "mps" else torch.float64
-    total = probs.to(exact).cumsum(-1)
-    token = torch.searchsorted(total, (uniform.to(exact) * total[..., -1])[..., None], right=True)[..., 0]
-    return token.clamp(max=probs.shape[-1] - 1)
 
 
 def _for_rows(processor: hf.LogitsProcessor, rows: Tensor) -> hf.LogitsProcessor:

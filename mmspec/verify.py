@@ -14,12 +14,14 @@ p <- norm(max(p - q, 0)), and q loses x and is renormalised.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from mmspec import ops
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 
 
@@ -28,31 +30,52 @@ class Verdict:
     """What a step keeps.
 
     Attributes:
-        path: (batch, max_depth + 1) int64, node indices of the accepted path, root first, padded with -1.
-        length: (batch,) int64, nodes on the path, root included.
-        bonus: (batch,) int64, the target's token that follows the path.
-        tokens: (batch, max_depth + 1) int64, the tokens that the step emits: the accepted drafts, then the bonus;
-            entries from ``length`` on mean nothing.
+        packed: (batch, 2 + 2 * (max_depth + 1)) int64, length, bonus, path and tokens side by side, so that one copy
+            brings all of them to the host.
     """
 
-    path: Tensor
-    length: Tensor
-    bonus: Tensor
-    tokens: Tensor
+    packed: Tensor
+
+    @property
+    def length(self) -> Tensor:
+        """(batch,) int64, nodes on the path, root included."""
+        return self.packed[:, 0]
+
+    @property
+    def bonus(self) -> Tensor:
+        """(batch,) int64, the target's token that follows the path."""
+        return self.packed[:, 1]
+
+    @property
+    def path(self) -> Tensor:
+        """(batch, max_depth + 1) int64, node indices of the accepted path, root first, padded with -1."""
+        return self.packed[:, 2 : 2 + self.width]
+
+    @property
+    def tokens(self) -> Tensor:
+        """(batch, max_depth + 1) int64, the tokens that the step emits: the accepted drafts, then the bonus; entries
+        from ``length`` on mean nothing."""
+        return self.packed[:, 2 + self.width :]
+
+    @property
+    def width(self) -> int:
+        """The most nodes that a path can have."""
+        return self.packed.shape[1] // 2 - 1
 
     def only(self, rows: list[bool]) -> Verdict:
         """The same verdict, keeping nothing in the rows marked False (they have finished)."""
         if all(rows):
             return self
-        keep = torch.tensor(rows, device=self.path.device)
-        return replace(self, path=torch.where(keep[:, None], self.path, -1), length=self.length * keep)
+        nothing = self.packed.clone()
+        nothing[:, 0] = 0
+        nothing[:, 2 : 2 + self.width] = -1
+        return Verdict(torch.where(on_device(rows, self.packed.device)[:, None], self.packed, nothing))
 
     @cached_property
     def host(self) -> list[tuple[list[int], list[int]]]:
         """Per row ``(path, tokens)`` as Python lists of equal length, by the one device-to-host copy of a step."""
-        packed = torch.cat([self.length[:, None], self.path, self.tokens], dim=1).tolist()
-        width = self.path.shape[1]
-        return [(row[1 : 1 + row[0]], row[1 + width : 1 + width + row[0]]) for row in packed]
+        behind = 2 + self.width
+        return [(row[2 : 2 + row[0]], row[behind : behind + row[0]]) for row in self.packed.tolist()]
 
 
 def verify_greedy(tree: TokenTree, choices: Tensor) -> Verdict:
@@ -67,24 +90,7 @@ def verify_greedy(tree: TokenTree, choices: Tensor) -> Verdict:
     """
     if choices.shape != tree.tokens.shape:
         raise ValueError(f"choices must be (batch, nodes) = {tuple(tree.tokens.shape)}: got {tuple(choices.shape)}")
-    if tree.nodes == 1:
-        zero = torch.zeros_like(choices)
-        return Verdict(zero, zero[:, 0] + 1, choices[:, 0], choices)
-    agrees = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
-    agrees[:, 0] = True
-    if tree.valid is not None:
-        agrees &= tree.valid
-    on_path = ~(tree.ancestors & ~agrees[:, None, :]).any(-1)  # siblings differ, so these nodes form one chain
-    length = on_path.sum(1)
-    last = torch.where(on_path, tree.depth, -1).argmax(1, keepdim=True)
-    bonus = choices.gather(1, last)[:, 0]
-
-    # A node off the path is written to a spare last column, which is cut off.
-    width = tree.max_depth + 1
-    column = torch.where(on_path, tree.depth, width)
-    path = torch.full((tree.batch, width + 1), -1, device=choices.device)
-    path = path.scatter(1, column, torch.arange(tree.nodes, device=choices.device).expand_as(column))[:, :-1]
-    return Verdict(path, length, bonus, choices.gather(1, path.clamp(min=0)))
+    return Verdict(ops.follow(tree, choices))
 
 
 def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None = None) -> Verdict:
@@ -104,55 +110,15 @@ def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None 
             f"probs must be (batch, nodes, vocab) for the tree's {tuple(tree.tokens.shape)}: got {tuple(probs.shape)}"
         )
     if tree.draft_probs is None:
-        return verify_greedy(tree, draw(probs, generator))
+        return verify_greedy(tree, ops.quantile(probs, _uniforms(tree.tokens.shape, probs, generator)))
     if tree.draft_probs.shape != probs.shape:
         raise ValueError(
             f"draft_probs must have the shape of probs {tuple(probs.shape)}: got {tuple(tree.draft_probs.shape)}"
         )
-    return verify_greedy(tree, _choose_drawn(tree, probs, generator))
+    # One number decides about each node at its parent, another draws after a node whose children are all rejected.
+    chances, last = _uniforms((2, *tree.tokens.shape), probs, generator)
+    return verify_greedy(tree, ops.choose_drawn(tree, probs, chances, last))
 
 
-def draw(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One sample from each distribution: (..., vocab) float, need not sum to one -> (...) int64."""
-    flat = probs.reshape(-1, probs.shape[-1])
-    return torch.multinomial(flat, 1, generator=generator).view(probs.shape[:-1])
-
-
-def _choose_drawn(tree: TokenTree, probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The token after each node by recursive rejection sampling, all nodes at once, one pass per sibling rank."""
-    p, q = probs.clone(), tree.draft_probs.clone()  # type: ignore[union-attr]
-    child = _children_by_rank(tree)  # (batch, nodes, ranks), -1 where a node has fewer children
-    choice = torch.full_like(tree.tokens, -1)
-    for rank in range(child.shape[-1]):
-        node = child[..., rank]
-        token = tree.tokens.gather(1, node.clamp(min=0))[..., None]
-        p_token, q_token = p.gather(-1, token), q.gather(-1, token)
-        chance = torch.rand(token.shape, generator=generator, device=p.device, dtype=p.dtype)
-        pending = (node >= 0) & (choice < 0)
-        accept = pending & (chance * q_token < p_token)[..., 0]
-        choice = torch.where(accept, token[..., 0], choice)
-        reject = (pending & ~accept)[..., None]
-        residual = _normalise((p - q).clamp(min=0), otherwise=p)
-        p = torch.where(reject, residual, p)
-        q = torch.where(reject, _normalise(q.scatter(-1, token, 0.0), otherwise=q), q)
-    return torch.where(choice < 0, draw(p, generator), choice)
-
-
-def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Scale the last axis to sum to one; a row of zeros (p = q up to rounding) becomes the row of ``otherwise``."""
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), otherwise)
-
-
-def _children_by_rank(tree: TokenTree) -> Tensor:
-    """(batch, nodes, ranks) int64: the node index of each node's first, second, ... valid child, -1 padded."""
-    index = torch.arange(tree.nodes, device=tree.tokens.device)
-    is_child = tree.parents[:, None, :] == index[:, None]  # (batch, parent, node)
-    if tree.valid is not None:
-        is_child &= tree.valid[:, None, :]
-    rank = is_child.cumsum(-1) - 1
-    ranks = max(1, tree.nodes - 1)
-    table = torch.full((*is_child.shape[:2], ranks + 1), -1, device=index.device)
-    table = table.scatter(-1, torch.where(is_child, rank, ranks), index.expand_as(rank))[..., :ranks]
-    used = int((table >= 0).any(0).any(0).sum())
-    return table[..., : max(1, used)]
+def _uniforms(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.rand(shape, generator=generator, device=like.device, dtype=like.dtype)

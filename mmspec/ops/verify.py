@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,23 +29,19 @@ def follow(tree: TokenTree, choices: Tensor) -> Tensor:
         from mmspec.ops import triton_verify
 
         return triton_verify.follow(tree.tokens, tree.parents, tree.valid, choices, tree.max_depth + 1)
-    if tree.nodes == 1:
-        zero = torch.zeros_like(choices)
-        return torch.cat([zero + 1, choices, zero, choices], dim=1)
-    agrees = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
-    agrees[:, 0] = True
-    if tree.valid is not None:
-        agrees &= tree.valid
-    on_path = ~(tree.ancestors & ~agrees[:, None, :]).any(-1)  # siblings differ, so these nodes form one chain
-    last = torch.where(on_path, tree.depth, -1).argmax(1, keepdim=True)
-
-    # A node off the path is written to a spare last column, which is cut off.
-    width = tree.max_depth + 1
-    column = torch.where(on_path, tree.depth, width)
-    path = torch.full((tree.batch, width + 1), -1, device=choices.device)
-    path = path.scatter(1, column, torch.arange(tree.nodes, device=choices.device).expand_as(column))[:, :-1]
-    tokens = choices.gather(1, path.clamp(min=0))
-    return torch.cat([on_path.sum(1, keepdim=True), choices.gather(1, last), path, tokens], dim=1)
+    rows = []
+    valid = itertools.repeat(None) if tree.valid is None else tree.valid.tolist()
+    for tokens, parents, alive, said in zip(
+        tree.tokens.tolist(), tree.parents.tolist(), valid, choices.tolist(), strict=False
+    ):
+        path = [0]
+        for node in range(1, tree.nodes):  # parents stand before their children, and siblings differ
+            if parents[node] == path[-1] and tokens[node] == said[path[-1]] and (alive is None or alive[node]):
+                path.append(node)
+        rest = tree.max_depth + 1 - len(path)
+        told = [said[node] for node in path]
+        rows.append([len(path), told[-1], *path, *[-1] * rest, *told, *[said[0]] * rest])
+    return torch.tensor(rows, device=choices.device)
 
 
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:

@@ -94,27 +94,31 @@ def test_shapes_are_checked():
 
 
 @contextmanager
-def prescribed(chances, drawn_from):
-    """Replace randomness: the r-th ``torch.rand`` gives ``chances[r]``; draws are recorded and left undecided."""
-    calls = iter(chances)
+def prescribed(tree, chances, drawn_from):
+    """Replace randomness: ``chances[r]`` decides about a node's r-th child; draws are recorded, left undecided."""
 
-    def rand(shape, **_):
-        return next(calls).reshape(shape)
+    def uniforms(shape, like, generator):
+        numbers = torch.zeros(tree.tokens.shape, dtype=like.dtype)
+        for b, parents in enumerate(tree.parents.tolist()):
+            for i, parent in enumerate(parents[1:], start=1):
+                numbers[b, i] = chances[parents[1:i].count(parent)][b, parent]
+        return torch.stack([numbers, torch.zeros_like(numbers)]) if len(shape) == 3 else numbers
 
-    def draw(probs, generator=None):
+    def quantile(probs, uniform):
         drawn_from.append(probs / probs.sum(-1, keepdim=True))
         return torch.full(probs.shape[:-1], UNDECIDED)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.torch, "rand", rand)
-        patch.setattr(module, "draw", draw)
+        patch.setattr(module, "_uniforms", uniforms)
+        for place in (import_module("mmspec.ops.verify"), module.ops):
+            patch.setattr(place, "quantile", quantile)
         yield
 
 
 def choices_of(verifier, tree, probs, chances):
     """What the verifier puts after each node, (batch, nodes), and the distribution behind the undecided ones."""
     seen, drawn_from = [], []
-    with prescribed(chances, drawn_from), pytest.MonkeyPatch.context() as patch:
+    with prescribed(tree, chances, drawn_from), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "verify_greedy", lambda _, choices: seen.append(choices))
         verifier(tree, probs)
     return seen[0], drawn_from[0]

@@ -387,21 +387,27 @@ def test_msd_learns_to_guess_its_target(model: str, train: Callable[..., str], t
 
 
 @pytest.mark.parametrize(
-    ("options", "latents", "slots"),
+    ("options", "latents", "slots", "levels"),
     [
-        ([], 4, 4),
-        (["--latents", "3", "--slots", "1"], 3, 1),
-        (["--ratio", "2", "--slots", "2", "--glancing", "0.4"], 8, 2),
+        ([], 2, 12, 6),
+        (["--latents", "3", "--slots", "1", "--passes", "2"], 3, 1, 2),
+        (["--ratio", "2", "--slots", "2", "--passes", "2", "--glancing", "0.4"], 8, 2, 4),
     ],
 )
 def test_flash_learns_to_guess_its_target(
-    options: list[str], latents: int, slots: int, model: str, train: Callable[..., str], tmp_path: Path
+    options: list[str],
+    latents: int,
+    slots: int,
+    levels: int,
+    model: str,
+    train: Callable[..., str],
+    tmp_path: Path,
 ) -> None:
-    train(tmp_path, "--steps", "60", "--rate", "1e-2", "--passes", "2", "--glancing", "0.4", *options, command=flash)
+    train(tmp_path, "--steps", "60", "--rate", "1e-2", *options, command=flash)
     first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
     assert last["loss"] < 0.8 * first["loss"]
     assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.2
-    assert f"right_{2 * slots}" in last
+    assert f"right_{levels}" in last
     drafter = Flash.from_checkpoint(tmp_path / DRAFTER)
     config = drafter.network.config
     assert (drafter.name, config.latents, config.span, config.slots) == ("flash", latents, 16, slots)
