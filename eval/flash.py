@@ -32,10 +32,10 @@ from rich.table import Table
 
 import mmspec
 from eval.command import Measurement, console, print_result
-from eval.drafters import fork
 from eval.prompts import held_out_requests
 from eval.speed import PLAIN, Way, measure
 from mmspec.calibrate import cost_table, describe
+from mmspec.drafter import fork
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from vision.drafters.msd import Flash
@@ -184,15 +184,41 @@ def compare(
         )
     if MSD in drafters:
         base = free[MSD].column("decoding")
-        cost = rows[list(drafters).index(MSD)]["draft_seconds_per_token"]
+        first = rows[list(drafters).index(MSD)]
         for cell, row in zip(drafters, rows, strict=True):
-            row["draft_cost_to_msd"] = row["draft_seconds_per_token"] / cost
+            row["draft_cost_to_msd"] = row["draft_seconds_per_token"] / first["draft_seconds_per_token"]
+            row["tree_cost_to_msd"] = row["tree_seconds"] / first["tree_seconds"]
             row["ratio_msd"] = _ratio(base, free[cell].column("decoding"))
     return rows
 
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
+
+
+def summary(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """A row per cell over all suites, each of the same weight: mean acceptance length, geometric means of ratios."""
+    rows = []
+    for own in zip(*found.values(), strict=True):
+        row = {name: own[0][name] for name in ("slots", "latents", "glancing")}
+        row["mean_acceptance_length"] = statistics.mean(suite["mean_acceptance_length"] for suite in own)
+        for name in ("ratio_plain", "ratio_msd", "draft_cost_to_msd", "tree_cost_to_msd"):
+            row[name] = statistics.geometric_mean(suite[name] for suite in own)
+        rows.append(row)
+    return rows
+
+
+def summary_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line per cell."""
+    view = Table("slots", "latents", "glancing", "acceptance", "a tree, of MSD's", "drafting per token, of MSD's")
+    for name in ("vs plain", "vs MSD"):
+        view.add_column(name)
+    for row in rows:
+        figures = [f"{row['glancing']:g}", f"{row['mean_acceptance_length']:.2f}"]
+        figures += [f"{100 * row[name]:.0f} %" for name in ("tree_cost_to_msd", "draft_cost_to_msd")]
+        figures += [f"{row[name]:.2f}" for name in ("ratio_plain", "ratio_msd")]
+        view.add_row(str(row["slots"]), str(row["latents"] or "all"), *figures)
+    return view
 
 
 def table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
@@ -292,10 +318,12 @@ def _measure(model: str, out: Path, cells: Sequence[Cell], options: dict[str, An
         for suite, asked in requests(options["images"], options["videos"], options["frames"]).items()
     }
     console().print(table(found))
+    over_all = summary(found)
+    console().print(summary_table(over_all))
     figures = {name: options[name] for name in ("nodes", "rounds", "max_new_tokens", "images", "videos")}
     rows = [{"suite": suite, **row} for suite, rows in found.items() for row in rows]
     content = {"model": model, **describe(pipe.target), "calibrated_pass_seconds": calibrated(1), "first_scene": FIRST}
-    print_result({**content, **about, **figures, "rows": rows}, options["result"])
+    print_result({**content, **about, **figures, "rows": rows, "over_suites": over_all}, options["result"])
 
 
 if __name__ == "__main__":
