@@ -1,8 +1,7 @@
-"""Drafters as measurements handle them: named on the command line, copied, observed."""
+"""Drafters as measurements handle them: named on the command line, observed."""
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from time import perf_counter as clock
@@ -72,14 +71,6 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
 def learns(drafter: Drafter) -> bool:
     """Whether it drafts later prompts from what it saw in earlier ones."""
     return isinstance(drafter, Recycle) or (isinstance(drafter, Ngram) and drafter.memory > 0)
-
-
-def fork(drafter: Drafter | None, target: Target) -> Any:
-    """A copy that learns on its own. Weights and the target are shared with the original: nothing learns them."""
-    shared: list[Any] = [target]
-    for value in vars(drafter).values() if drafter is not None else ():
-        shared += value.modules() if isinstance(value, nn.Module) else []
-    return copy.deepcopy(drafter, {id(value): value for value in shared})
 
 
 class Watched:

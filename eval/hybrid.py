@@ -18,12 +18,12 @@ from rich.table import Table
 
 import mmspec
 from eval.command import Measurement, console, print_result, whole_numbers
-from eval.drafters import fork, named_drafters
+from eval.drafters import named_drafters
 from eval.prompts import held_out_texts
 from eval.speed import PLAIN, TRANSFORMERS, Way, measure, report
 from eval.unrolled import Unrolled
 from mmspec.calibrate import cost_table, describe
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, fork
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget

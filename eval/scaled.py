@@ -26,7 +26,7 @@ import torch
 
 import mmspec
 from eval.command import Measurement, console, print_result, write_result
-from eval.drafters import fork, named_drafters, tree_sizes
+from eval.drafters import named_drafters, tree_sizes
 from eval.prompts import held_out_requests
 from eval.scale_up import SHAPES
 from eval.scale_up_drafters import scale_up_drafter
@@ -34,7 +34,7 @@ from eval.scale_up_models import scale_up
 from eval.speed import PLAIN, TRANSFORMERS, Way, measure, report
 from mmspec.calibrate import cost_table, describe
 from mmspec.compare import first_difference
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, fork
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.target import Prompt

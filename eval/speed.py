@@ -28,11 +28,11 @@ from rich.table import Table
 
 import mmspec
 from eval.command import Measurement, console, print_result
-from eval.drafters import Watched, fork, named_drafters, tree_sizes
+from eval.drafters import Watched, named_drafters, tree_sizes
 from eval.prompts import held_out_requests
 from mmspec.budget import AdaptiveBudget
 from mmspec.calibrate import cost_table, describe
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, fork
 from mmspec.pipeline import Pipeline
 from mmspec.transformers_target import TransformersTarget
 

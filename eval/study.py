@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.drafters import Watched, fork, tree_sizes
+from eval.drafters import Watched, tree_sizes
 from eval.prompts import Conversation
 from eval.tally import Tally
 from mmspec.compare import first_difference
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, fork
 from mmspec.pipeline import Pipeline
 
 

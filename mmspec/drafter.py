@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.budget import Budget
 from mmspec.target import Prompt, Step, Target
@@ -63,3 +64,11 @@ def build_tree(token: Tensor, rows: list[tuple[list[int], list[int]]]) -> TokenT
     tree.max_depth = deepest
     tree.drafted = [len(tokens) for tokens, _ in rows]
     return tree
+
+
+def fork(drafter: Drafter | None, target: Target) -> Any:
+    """A copy that learns on its own. Weights and the target are shared with the original: nothing learns them."""
+    shared: list[Any] = [target]
+    for value in vars(drafter).values() if drafter is not None else ():
+        shared += value.modules() if isinstance(value, nn.Module) else []
+    return copy.deepcopy(drafter, {id(value): value for value in shared})

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import mmspec
-from eval.drafters import USUAL_NODES, Watched, fork, learns, named_drafters, tree_sizes
+from eval.drafters import USUAL_NODES, Watched, learns, named_drafters, tree_sizes
 from eval.tiny_models import msd_network, vision_model
 from mmspec import UserError
+from mmspec.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 import mmspec
 from eval import hybrid
-from eval.drafters import Watched, fork
+from eval.drafters import Watched
 from eval.hybrid import against_chains, best, chain, ways_of
 from eval.prompts import held_out_texts
 from eval.speed import PLAIN, TRANSFORMERS, Way, measure
@@ -18,6 +18,7 @@ from eval.tiny_models import mamba_network, msd_network
 from eval.unrolled import Unrolled
 from mmspec import TokenTree, UserError
 from mmspec.budget import Budget
+from mmspec.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.pipeline import Pipeline
