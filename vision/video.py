@@ -52,7 +52,12 @@ class Video:
 
 
 def load_video(
-    source: object, *, frames: int | None = None, fps: float | None = None, backend: Backend = "pyav"
+    source: object,
+    *,
+    frames: int | None = None,
+    fps: float | None = None,
+    backend: Backend = "pyav",
+    longest: float | None = None,
 ) -> Video:
     """Pick frames of a video by time stamp.
 
@@ -63,10 +68,11 @@ def load_video(
         fps: frames per second of the video's own time.
         backend: "pyav", or "decord", which is an optional dependency, and silently ignores edit lists (it shows
             frames that the file says to cut).
+        longest: seconds that the video may last.
 
     Raises:
-        UserError: an option out of range; a source that is missing, empty, not a video, audio only, a still image, or
-            broken before the last wanted frame.
+        UserError: an option out of range; a source that is missing, empty, not a video, audio only, a still image, too
+            long, or broken before the last wanted frame.
     """
     if backend not in get_args(Backend):
         raise UserError(f"backend must be one of {', '.join(get_args(Backend))}: received {backend!r}")
@@ -81,8 +87,16 @@ def load_video(
         raise UserError(f"{media.name}: expected a video, received {found}; pass it as an image")
     if kind is None:
         raise UserError(f"{media.name}: expected a video, received {media.description}")
+
+    def choose(duration: Fraction) -> list[Fraction]:
+        if longest is not None and duration > longest:
+            raise UserError(
+                f"{media.name}: expected a video of at most {longest:g} s, received one of {float(duration):.1f} s"
+            )
+        return _targets(duration, frames, fps, media.name)
+
     pick = pick_with_decord if backend == "decord" else pick_with_pyav
-    picked, duration = pick(media, lambda seconds: _targets(seconds, frames, fps, media.name))
+    picked, duration = pick(media, choose)
     return Video([image for _, image in picked], [float(time) for time, _ in picked], float(duration), media.name)
 
 

@@ -380,6 +380,16 @@ def test_options_out_of_range(tmp_path: Path) -> None:
     refused(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
 
 
+@pytest.mark.parametrize("backend", ["pyav", "decord"])
+def test_longer_than_allowed(tmp_path: Path, backend: str) -> None:
+    path = encode(tmp_path / "a.mp4", even(50))
+    duration = load_video(path, frames=1).duration
+    refused(
+        path, f"expected a video of at most {duration - 0.5:g} s, received", longest=duration - 0.5, backend=backend
+    )
+    assert len(load_video(path, frames=3, longest=duration).frames) == 3
+
+
 def test_bytes_and_file_objects(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(20))
     expected = load_video(path, frames=4).times

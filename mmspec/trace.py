@@ -1,0 +1,108 @@
+"""What became of each tree: a drafter that keeps a record of another one's steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mmspec.budget import Budget
+from mmspec.drafter import Drafter
+from mmspec.target import Prompt, Step, Target
+from mmspec.tree import TokenTree
+from mmspec.verify import Verdict
+
+
+@dataclass(frozen=True)
+class JudgedTree:
+    """One row's tree of one step, and what the target made of it.
+
+    Attributes:
+        tokens, parents: of each node, the root first; its parent is -1.
+        path: nodes of the accepted path, the root first. The step emits the tokens of all but the root, then the bonus.
+        bonus: the target's token that follows the path.
+        probs: of each node, the probability that the target gives its token after its parent (raw: before processors
+            and temperature); the root's is 1.
+        bonus_prob: the same of the bonus token.
+        guesses: the drafter's own probability for the same, where it showed any.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    bonus: int
+    probs: list[float]
+    bonus_prob: float
+    guesses: list[float] | None = None
+
+
+class Traced:
+    """A drafter that records what becomes of its trees; a step without drafts is a tree of one node.
+
+    The record costs little, but it is taken within the step's time.
+
+    Args:
+        drafter: the drafter; it is asked everything.
+
+    Attributes:
+        rows: by batch row, the trees of the latest request, in the order of its steps.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.rows: list[list[JudgedTree]] = []
+        self._gains: list[list[float]] = []
+
+    def attach(self, target: Target) -> None:
+        self.drafter.attach(target)
+
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        self.rows = [[] for _ in history]
+        self.drafter.begin(prompt, step, history)
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        shown: Any = _Shown(budget)
+        tree = self.drafter.propose(token, shown)
+        self._gains = shown.gains
+        return tree
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        for row, (path, emitted) in enumerate(verdict.host):
+            if path:  # the row has not finished
+                gains = self._gains[row] if row < len(self._gains) else []
+                self.rows[row].append(_judged(tree, row, path, emitted[-1], step.logits[row], gains))
+        self._gains = []
+        self.drafter.observe(tree, verdict, step)
+
+
+class _Shown:
+    """A budget that notes the path probabilities of the candidates that it keeps."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.gains: list[list[float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._budget, name)
+
+    def take(self, gains: Any) -> int:
+        kept = self._budget.take(gains)
+        self.gains = [list(row[:kept]) for row in gains]
+        return kept
+
+
+def _judged(tree: TokenTree, row: int, path: list[int], bonus: int, logits: Tensor, gains: list[float]) -> JudgedTree:
+    """``logits``: (nodes, vocab) of the row; ``gains``: path probabilities of nodes 1, 2, ..."""
+    nodes = tree.drafted[row] + 1  # what is padded stands at the end
+    tokens, parents = tree.tokens[row, :nodes], tree.parents[row, :nodes]
+    norm = logits.float().logsumexp(-1)
+    above = parents[1:]
+    probs = (logits[above, tokens[1:]].float() - norm[above]).exp().tolist()
+    last = path[-1]
+    bonus_prob = float((logits[last, bonus].float() - norm[last]).exp())
+    up = parents.tolist()
+    along = [1.0, *gains[: nodes - 1]]
+    shown = len(along) == nodes > 1
+    guesses = [1.0] + [along[i] / along[up[i]] for i in range(1, nodes)] if shown else None
+    return JudgedTree(tokens.tolist(), up, path, bonus, [1.0, *probs], bonus_prob, guesses)
