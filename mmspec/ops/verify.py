@@ -29,6 +29,8 @@ def follow(tree: TokenTree, choices: Tensor) -> Tensor:
         from mmspec.ops import triton_verify
 
         return triton_verify.follow(tree.tokens, tree.parents, tree.valid, choices, tree.max_depth + 1)
+    if tree.nodes == 1:
+        return torch.tensor([[1, said, 0, said] for (said,) in choices.tolist()], device=choices.device)
     rows = []
     valid = itertools.repeat(None) if tree.valid is None else tree.valid.tolist()
     for tokens, parents, alive, said in zip(
