@@ -18,38 +18,13 @@ from rich.table import Table
 
 import mmspec
 from eval.command import Measurement, console, print_result, whole_numbers
-from eval.drafters import named_drafters
+from eval.drafters import chain, named_drafters
 from eval.prompts import held_out_texts
 from eval.speed import PLAIN, TRANSFORMERS, Way, measure, report
 from eval.unrolled import Unrolled
 from mmspec.calibrate import cost_table, describe
 from mmspec.drafter import Drafter, fork
-from mmspec.drafters.recycle import Recycle
-from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
-
-
-class _RecycleChain(Recycle):
-    """Drafts the likeliest successor alone; the table is learnt as usual."""
-
-    def _successors(self, context: Any) -> list[Any]:
-        return sorted(super()._successors(context), key=lambda successor: -successor[1])[:1]
-
-
-def chain(drafter: Drafter, length: int, target: TransformersTarget) -> Drafter:
-    """The same drafter with one child per node, ``length`` tokens at most.
-
-    Raises:
-        UserError: it is not known how to make it draft chains.
-    """
-    copied: Any = fork(drafter, target)
-    if isinstance(copied, Recycle):
-        copied.__class__ = _RecycleChain
-    elif hasattr(copied, "total_tokens"):
-        copied.top_k, copied.depth, copied.total_tokens = 1, length, length
-    else:
-        raise UserError(f"chains need recycle or a drafter with a network: got {type(drafter).__name__}")
-    return copied
 
 
 def ways_of(

@@ -7,11 +7,13 @@ The scenes are drawn by ``seeded("heldout", index)``. Who uses which indices:
 - 1,000,000 on: accuracy of the embedded models (``vision.training.accuracy``)
 - 2,000,000 on: acceptance (``eval.acceptance``), 100,000 to each suite
 - 3,000,000 on: choosing FLASH's settings (``eval.flash``)
+- 4,000,000 on: the embedded suite of ``mmspec eval`` (``eval.tasks.drawn``), 100,000 to each task
 
 Texts are drawn by ``ssm.texts.example(index, "heldout")``:
 
 - below 100,000: watching the training of the embedded hybrid model, and its accuracy
 - 4,000,000 and 5,000,000 on: warm-up and prompts of ``eval.hybrid``
+- 6,000,000 on: the embedded suite of ``mmspec eval``
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ class Conversation:
 
     Attributes:
         questions: one per turn.
-        images, videos: shown before the first question.
+        images, videos: shown before the first question; whatever the target reads as such.
         counted: the first turn that is measured; those before are there for the history.
     """
 
     questions: tuple[str, ...]
-    images: tuple[Image.Image, ...] = ()
-    videos: tuple[Video, ...] = ()
+    images: tuple[Any, ...] = ()
+    videos: tuple[Any, ...] = ()
     counted: int = 0
 
     def request(self, answers: list[str]) -> dict[str, Any]:
