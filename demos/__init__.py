@@ -1,1 +1,1 @@
-"""Web demonstration: not part of this release yet."""
+"""Web pages on top of mmspec: ``mmspec demo``."""

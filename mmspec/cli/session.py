@@ -24,7 +24,7 @@ from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling import SamplingParams
 
-_TINY = 20_000_000  # parameters below which threads cost more than they give
+TINY = 20_000_000  # parameters below which threads cost more than they give
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
@@ -67,7 +67,7 @@ def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, 
         transformers.logging.disable_progress_bar()
         with notes.status(f"loading {model}"):
             pipe = load(model, drafter, device, dtype)
-    if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < _TINY:
+    if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < TINY:
         torch.set_num_threads(1)
     return pipe
 

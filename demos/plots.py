@@ -1,0 +1,67 @@
+"""Small plots as SVG, in the page's own colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmspec.stats import Stats
+
+_WIDTH, _HEIGHT = 360, 168
+_LEFT, _BASE = 34, 128
+
+
+def histogram(counts: Sequence[int]) -> str:
+    """How many passes accepted how many drafts; ``counts[k]`` passes accepted k."""
+    most = max(counts, default=0)
+    if not most:
+        return ""
+    wide = (_WIDTH - _LEFT - 8) / len(counts)
+    bar = min(wide * 0.7, 36)
+    parts = []
+    for accepted, count in enumerate(counts):
+        x = _LEFT + (accepted + 0.5) * wide
+        tall = 84 * count / most
+        told = f"{count} {'pass' if count == 1 else 'passes'} accepted {accepted}"
+        parts.append(
+            f'<g><title>{told}</title><rect class="bar" x="{x - bar / 2:.1f}" y="{_BASE - tall:.1f}" width="{bar:.1f}" '
+            f'height="{tall:.1f}" rx="2"/></g>'
+        )
+        if count:
+            parts.append(f'<text class="value" x="{x:.1f}" y="{_BASE - tall - 5:.1f}">{count}</text>')
+        if wide > 16 or accepted % 2 == 0:
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{_BASE + 16}">{accepted}</text>')
+    axis = f'<line x1="{_LEFT - 8}" x2="{_WIDTH}" y1="{_BASE + 0.5}" y2="{_BASE + 0.5}"/>'
+    label = f'<text class="tick" x="{(_WIDTH + _LEFT) / 2}" y="{_BASE + 36}">drafts accepted in a pass</text>'
+    return _figure("Passes by accepted drafts", axis + "".join(parts) + label)
+
+
+def time_split(stats: Stats) -> str:
+    """Where the time went."""
+    shares = {
+        "prefill": stats.prefill_seconds,
+        "draft": stats.draft_seconds,
+        "verify": stats.verify_seconds,
+        "commit": stats.commit_seconds,
+    }
+    whole = sum(shares.values())
+    if not whole:
+        return ""
+    parts = []
+    longest = max(shares.values())
+    for row, (name, seconds) in enumerate(shares.items()):
+        y = 30 + row * 30
+        wide = max(170 * seconds / longest, 1.5)
+        told = f"{1e3 * seconds:.0f} ms · {seconds / whole:.0%}"
+        parts.append(
+            f'<text class="name" x="0" y="{y + 13}">{name}</text>'
+            f'<rect class="{name}" x="58" y="{y}" width="{wide:.1f}" height="18" rx="2"/>'
+            f'<text class="told" x="{58 + wide + 8:.1f}" y="{y + 13}">{told}</text>'
+        )
+    return _figure(f"Time: {1e3 * whole:.0f} ms", "".join(parts))
+
+
+def _figure(title: str, body: str) -> str:
+    return (
+        f'<svg class="mm-plot" role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}" aria-label="{title}">'
+        f'<text class="title" x="0" y="14">{title}</text>{body}</svg>'
+    )

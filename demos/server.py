@@ -1,0 +1,55 @@
+"""The server: limits, temporary files, and how it is reached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import gradio as gr
+
+from demos.models import Models
+from demos.page import build
+from demos.questions import LARGEST_UPLOAD
+from demos.service import Service
+
+_CSS = Path(__file__).with_name("style.css")
+_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+_MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
+
+
+@contextmanager
+def serving(models: Models, *, page: dict[str, Any] | None = None, **launch: Any) -> Iterator[gr.Blocks]:
+    """The demo, listening until the block ends; uploads live in a folder of its own that goes with it.
+
+    Args:
+        models: what answers.
+        page: passed on to ``build``.
+        **launch: passed on to gradio's ``launch``.
+    """
+    with TemporaryDirectory(prefix="mmspec-demo-") as folder, mock.patch.dict(os.environ, GRADIO_TEMP_DIR=folder):
+        samples = Path(folder, "samples")
+        samples.mkdir()
+        demo = build(Service(models), samples, **(page or {}))
+        demo.launch(
+            prevent_thread_lock=True,
+            quiet=True,
+            css_paths=_CSS,
+            theme=gr.themes.Default(primary_hue="emerald", neutral_hue="gray", font=_FONTS, font_mono=_MONO),
+            footer_links=["api"],
+            max_file_size=LARGEST_UPLOAD * 2**20,
+            enable_monitoring=False,
+            run_history=False,
+            ssr_mode=False,
+            state_session_capacity=200,
+            show_error=False,
+            **{"share": False, **launch},
+        )
+        try:
+            yield demo
+        finally:
+            demo.close()
