@@ -1,11 +1,13 @@
 """Attention under a tree's mask, for the layers of transformers' own models.
 
 transformers repeats keys and values for grouped queries as soon as there is a mask, over the whole prefix and in every
-layer. On a CPU, torch's attention takes groups and a mask together.
+layer. On a CPU, torch's attention takes groups and a mask together. Where the cache stays in place, the prefix needs no
+mask at all, and ``mmspec.ops.tree_attention`` reads it: Triton's kernel on CUDA.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +16,29 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from mmspec import ops
+from mmspec.cache import Ends
+from mmspec.errors import UserError
+from mmspec.masks import window_of
+
 NAME = "mmspec_tree"
+PASS = "tree_pass"
+"""The keyword argument of a decoder's forward that hands a ``TreePass`` to every attention."""
+
+
+@dataclass(frozen=True)
+class TreePass:
+    """A pass over nodes behind a cache that stays in place.
+
+    Attributes:
+        config: the text configuration, for its layers' windows.
+        ends: where the rows stand.
+        depth: (batch, nodes) int64, distance of each node to the end of its row's prefix.
+    """
+
+    config: Any
+    ends: Ends
+    depth: Tensor
 
 
 def tree_attention(
@@ -31,11 +55,29 @@ def tree_attention(
     Args:
         query: (batch, heads, nodes, head_dim).
         key, value: (batch, kv_heads, slots, head_dim), not repeated.
-        attention_mask: (batch, 1, nodes, slots), bool or additive.
+        attention_mask: (batch, 1, nodes, slots), bool or additive. Of a cache that stays in place: (batch, 1, nodes,
+            tail), bool, which of the uncommitted nodes each node attends to.
+        options: what else the model's layer gives, and ``TreePass`` under the name ``PASS`` where there is one.
 
     Returns:
         (batch, nodes, heads, head_dim), and no weights.
     """
+    tree: TreePass | None = options.pop(PASS, None)
+    if tree is not None:
+        assert attention_mask is not None
+        if other := [name for name in ("position_bias", "s_aux") if options.get(name) is not None]:
+            raise UserError(f"attention must be a softmax of scaled scores: {type(module).__name__} has {other[0]}")
+        window = window_of(tree.config, module.layer_idx)  # type: ignore[arg-type]
+        ends, cap = tree.ends, options.get("softcap")
+        read = ops.tree_attention(
+            *(query, key, value, ends.begin, ends.end, attention_mask[:, 0]),
+            scale=scaling,
+            start=ends.start,
+            depth=tree.depth,
+            window=window,
+            softcap=cap,
+        )
+        return read, None
     grouped = attention_mask is not None and key.shape[1] < query.shape[1] and query.device.type == "cpu"
     if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -52,5 +94,5 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def install(model: PreTrainedModel) -> None:
     """Let the layers of a model's decoder that run torch's attention run ``tree_attention``."""
     config = model.config.get_text_config()
-    if config._attn_implementation == "sdpa" and model.device.type == "cpu":
+    if config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME if config is model.config else {"text_config": NAME})

@@ -21,6 +21,10 @@ _FADE = 0.95  # of tokens and seconds of late, per step
 _THRIFT = 0.7  # time is priced below its worth: a look-up drafter also learns from the nodes that a tree shows it
 _TRIAL = 3.0  # plain steps that a drafter is taken to save per request before any was seen
 _PATIENCE, _RETRY = 12, 8  # after so many steps drafted in vain, draft in every so many-th one only
+_DRAFT = 0.2  # of a plain step: what drafting is taken to cost before it was seen
+_GUESS = 0.6  # that the likeliest node is accepted, before any was seen
+_DECAY_RANK = 0.98  # of how often a rank was accepted, per step
+_TRY_AGAIN = 64  # steps until another size is tried
 _CREDIT = 0.25  # plain steps that drafting may lose before it has won any
 _CREDIT_PER_TOKEN = 0.005  # and more for every token emitted
 
@@ -101,6 +105,13 @@ class Budget:
         """Whether one more level of the tree, expected to add ``gain`` tokens to this step, pays."""
         return True
 
+    def ahead(self) -> int | None:
+        """How many candidates per row to keep at most, where no path probability is needed to tell; None where it is.
+
+        Probabilities are computed where the drafter is: to look at them, the host has to wait for them.
+        """
+        return self.nodes
+
     def take(self, gains: Sequence[Sequence[float]]) -> int:
         """How many candidates per row to keep, given each row's path probabilities in descending order."""
         return min(self.nodes, max(map(len, gains), default=0))
@@ -153,6 +164,9 @@ class AdaptiveBudget(Budget):
         if self._in_vain >= _PATIENCE and self._steps % _RETRY:
             return False
         return super().drafts() and self._account > self._extra(1) + self._draft
+
+    def ahead(self) -> int | None:
+        return None
 
     def deeper(self, gain: float) -> bool:
         pays = gain * self._seconds / self._tokens > self._level_seconds
@@ -214,6 +228,54 @@ class AdaptiveBudget(Budget):
         """Probability that a node of path probability ``gain`` is accepted, by what was seen so far."""
         b = _bin(gain)
         return (self._accepted[b] + _PRIOR * gain) / (self._seen[b] + _PRIOR)
+
+
+class SteadyBudget(Budget):
+    """A tree size that is chosen before the tree is drafted, by what earlier trees earned: for devices on which looking
+    at a tree's probabilities costs more than verifying it.
+
+    How often the n-th likeliest node of a tree was accepted says what a tree of n nodes emits; what its steps took says
+    what that costs. Sizes not tried of late are priced by the calibrated passes, and tried again now and then.
+
+    Args:
+        cost: the target's verify time.
+        sizes: drafted nodes to choose among, ascending; plain decoding is always a candidate.
+        depth: as for ``Budget``.
+        batch: rows of the batch.
+    """
+
+    def __init__(
+        self, cost: CostTable, sizes: Sequence[int] = (7, 15, 31, 63), depth: int = 12, batch: int = 1
+    ) -> None:
+        super().__init__(sizes[-1], depth)
+        self._seconds = {n: cost(batch * (n + 1)) + (_DRAFT * cost(batch) if n else 0.0) for n in (0, *sizes)}
+        # The likeliest nodes are those of the first levels; the first steps put this right.
+        self._accepted = [_GUESS / rank**0.5 for rank in range(1, sizes[-1] + 1)]
+        self._steps = 0
+
+    def drafts(self) -> bool:
+        self._steps += 1
+        best = max(self._seconds, key=self._rate)
+        if self._steps % _TRY_AGAIN == 0:  # the sizes beside it, in turn
+            tried = sorted(self._seconds)
+            side = 1 if self._steps % (2 * _TRY_AGAIN) else -1
+            best = tried[min(max(tried.index(best) + side, 0), len(tried) - 1)]
+        self.nodes = best
+        return super().drafts()
+
+    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+        alive = [set(path) for path in paths if path]
+        for rank in range(1, min(nodes, len(self._accepted) + 1)):
+            share = sum(rank in path for path in alive) / max(len(alive), 1)
+            self._accepted[rank - 1] += (1 - _DECAY_RANK) * (share - self._accepted[rank - 1])
+        if nodes - 1 in self._seconds:
+            spent, usual = draft_seconds + verify_seconds, self._seconds[nodes - 1]
+            # A hiccup, or the first step of a size, must not count as its price.
+            self._seconds[nodes - 1] += 0.1 * (min(spent, 2 * usual) - usual)
+
+    def _rate(self, size: int) -> float:
+        """Tokens per second and row."""
+        return (1 + sum(self._accepted[:size])) / self._seconds[size]
 
 
 def _bin(gain: float) -> int:

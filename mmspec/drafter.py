@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmspec.budget import Budget
 from mmspec.target import Prompt, Step, Target
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
@@ -53,12 +54,12 @@ def build_tree(token: Tensor, rows: list[tuple[list[int], list[int]]]) -> TokenT
         parents.append([-1, *above, *[0] * spare])
         valid.append([True] * (1 + len(tokens)) + [False] * spare)
     device = token.device
-    drafted = torch.tensor(ids, device=device)
+    drafted = on_device(ids, device)
     ragged = any(len(tokens) < widest for tokens, _ in rows)
     tree = TokenTree(
         torch.cat([token[:, None], drafted], dim=1),
-        torch.tensor(parents, device=device),
-        torch.tensor(valid, device=device) if ragged else None,
+        on_device(parents, device),
+        on_device(valid, device) if ragged else None,
         check=False,
     )
     tree.max_depth = deepest

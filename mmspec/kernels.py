@@ -38,6 +38,14 @@ def in_use(device: torch.device) -> str:
     return "reference" if problem else "triton"
 
 
+def fixed_shapes(device: torch.device) -> bool:
+    """Whether steps keep their shapes and addresses, and the host is told nothing but what they emit.
+
+    So it is on CUDA devices, where the host would have to wait and where steps are captured, and wherever Triton runs.
+    """
+    return device.type == "cuda" or in_use(device) == "triton"
+
+
 @cache
 def _problem(kind: str, index: int | None, interpreted: bool) -> str | None:
     """Why Triton cannot run there; None where it can."""

@@ -33,8 +33,8 @@ class TreeLayers(Protocol):
     def supports(cls, config: Any) -> bool:
         """Whether this class serves the layers of models of this text configuration."""
 
-    def cache(self, reserve: int) -> TreeCache:
-        """An empty cache; ``reserve`` is the number of slots for keys and values."""
+    def cache(self, reserve: int, in_place: bool = False) -> TreeCache:
+        """An empty cache; ``reserve`` is the number of slots for keys and values, ``in_place`` as for ``TreeCache``."""
 
 
 def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:

@@ -33,14 +33,41 @@ def tree_mask(
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
     full = torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
     additive = dtype if config._attn_implementation == "eager" else None
-    kinds = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    if window is None or (kinds and "sliding_attention" not in kinds):
+    kinds, window = _windows(config)
+    if window is None:
         return _in_form(full, additive)
     if depth is None:
         depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
     slid = _in_form(full & _within(window, cache, depth, tail_depth), additive)
     return {"full_attention": _in_form(full, additive), "sliding_attention": slid} if kinds else slid
+
+
+def tail_mask(config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor) -> Tensor | dict[str, Tensor]:
+    """The ``attention_mask`` of a pass over tree nodes behind a cache that stays in place; see ``tree_mask``.
+
+    Returns:
+        (batch, 1, nodes, earlier + nodes) bool; one per kind of layer where a model has several.
+    """
+    full = reach[:, None]
+    kinds, window = _windows(config)
+    if window is None:
+        return full
+    tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
+    slid = full & (depth[:, :, None] - tail[:, None, :] < window)[:, None]
+    return {"full_attention": full, "sliding_attention": slid} if kinds else slid
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """How many tokens before itself a layer's node attends to; None where all."""
+    kinds, window = _windows(config)
+    return window if window is None or not kinds or kinds[layer] == "sliding_attention" else None
+
+
+def _windows(config: Any) -> tuple[list[str], int | None]:
+    """The kinds of a model's layers, where its configuration tells them, and the window of those that have one."""
+    kinds = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    return kinds, None if kinds and "sliding_attention" not in kinds else window
 
 
 def _within(window: int, cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmspec import plugins
-from mmspec.budget import AdaptiveBudget, Budget
+from mmspec import kernels, plugins
+from mmspec.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.calibrate import cost_table, stored_cost
 from mmspec.drafter import Drafter
 from mmspec.engine import Row, decode, generator_for
@@ -78,7 +78,7 @@ class Pipeline:
     def __init__(self, target: TransformersTarget, drafter: Drafter | None = None, name: str = "") -> None:
         self.target = target
         self.drafter = drafter
-        self.budgets: dict[int, AdaptiveBudget] = {}
+        self.budgets: dict[int, Any] = {}
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
         if drafter is not None:
             drafter.attach(target)
@@ -204,7 +204,7 @@ def budget_for(
     drafter: Drafter | None,
     nodes: int | None,
     batch: int,
-    learnt: dict[int, AdaptiveBudget] | None = None,
+    learnt: dict[int, Any] | None = None,
 ) -> Budget:
     """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None.
 
@@ -221,5 +221,6 @@ def budget_for(
         target.cost = cost_table(target)
     learnt = {} if learnt is None else learnt
     if batch not in learnt:
-        learnt[batch] = AdaptiveBudget(target.cost, batch=batch)
+        steady = kernels.fixed_shapes(target.device)
+        learnt[batch] = SteadyBudget(target.cost, batch=batch) if steady else AdaptiveBudget(target.cost, batch=batch)
     return learnt[batch]

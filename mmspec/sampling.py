@@ -17,6 +17,7 @@ from transformers.generation import logits_process as hf
 
 from mmspec.errors import UserError
 from mmspec.ops import quantile
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict, verify, verify_greedy
 
@@ -180,7 +181,7 @@ class Sampler:
         while self._uniforms.shape[1] <= max(new) + tree.max_depth:
             block = torch.rand(len(new), _BLOCK, generator=self.generator, device=scores.device)
             self._uniforms = torch.cat([self._uniforms, block], dim=1)
-        place = torch.tensor(new, device=scores.device)[:, None] + (tree.depth if tree.nodes > 1 else 0)
+        place = on_device(new, scores.device)[:, None] + (tree.depth if tree.nodes > 1 else 0)
         return quantile(scores.softmax(-1), self._uniforms.gather(1, place))
 
     def _process(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from mmspec import attention
+from mmspec import attention, kernels
 from mmspec.budget import CostTable
 from mmspec.cache import TreeCache
 from mmspec.errors import UserError
+from mmspec.graphs import Graphed
 from mmspec.layers import tree_layers
-from mmspec.masks import tree_mask
+from mmspec.masks import tail_mask, tree_mask
 from mmspec.support import cache_argument, logit_scaling, read_whole, refuse_rope_switch, refuse_unsupported
 from mmspec.target import Prompt, Step
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
@@ -58,6 +60,8 @@ class TransformersTarget:
         self._position: Tensor | None = None  # (batch,) the position of the next token
         self._last_position: Tensor | None = None  # () the greatest position that a kept token can have
         self._tail_depth: Tensor | None = None  # (batch, offset) depths of nodes behind the committed prefix
+        self._check = Graphed(self._pass)
+        self._keep = Graphed(self._kept)
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -142,7 +146,7 @@ class TransformersTarget:
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
         refuse_rope_switch(self.config, length, room if batch == 1 else 2 * room)
-        self._cache = self._new_cache(reserve=length + min(room, 4096) + 64)
+        self._cache = self._cache_for(batch, length + min(room, 4096) + 64, mask)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
             positions = self._prompt_positions(ids, mask)
@@ -175,8 +179,13 @@ class TransformersTarget:
         self._cache.commit_prompt(length, mask, batch, ids.device)
         # A decoder without attention is not given any.
         given = seen.get("position_ids") if self._cache.attending else positions
-        self._position = self._next_position(prompt, given)
-        self._last_position = (self._position.amax() + room - 1).clamp(min=(self.context_limit or 0) - 1)
+        position = self._next_position(prompt, given)
+        last = (position.amax() + room - 1).clamp(min=(self.context_limit or 0) - 1)
+        if self._position is None or self._last_position is None or len(self._position) != batch:
+            self._position, self._last_position = position.clone(), last
+        else:  # where passes were captured to look for them
+            self._position.copy_(position)
+            self._last_position.copy_(last)
         self._tail_depth = None
         logits = out.logits[:, -1:]
         self._check_head(seen["hidden"][:, -1:], logits)
@@ -186,15 +195,21 @@ class TransformersTarget:
     def forward_tree(self, tree: TokenTree) -> Step:
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
+        if self._cache is not None and self._cache.in_place:
+            width = bucket(width)
+            self._cache.make_room(width)
+            logits, hidden = self._check(*_padded(tree, width), version=self._cache.version)
+            return Step(logits[:, :nodes], hidden[:, :nodes])
         if width == nodes:
             hidden = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
         else:
-            extra = (0, width - nodes)
-            reach = torch.nn.functional.pad(tree.ancestors, extra + extra)
-            reach = reach | torch.eye(width, dtype=torch.bool, device=reach.device)
-            tokens, depth = (torch.nn.functional.pad(x, extra) for x in (tree.tokens, tree.depth))
-            hidden = self.forward_nodes(tokens, depth, reach)[:, :nodes]
+            hidden = self.forward_nodes(*_padded(tree, width))[:, :nodes]
         return Step(self.head(hidden), hidden)
+
+    def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
+        """A whole tree's logits and last hidden states, at the same addresses every time."""
+        hidden = self.forward_nodes(tokens, depth, reach)
+        return self.head(hidden), hidden
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
@@ -232,13 +247,24 @@ class TransformersTarget:
         position = position.expand_as(tokens) if depth is None else position + depth
         # In a batch, drafts of a row ahead of the others may lie beyond its end, where a model may have no position.
         position = torch.minimum(position, self._last_position)
+        cache, inputs = self._cache, self._cache.arguments(reach)
+        if not cache.in_place:
+            mask = tree_mask(self.config, cache, depth, self._tail_depth, reach, self.model.dtype)
+        else:
+            depth = torch.zeros_like(tokens) if depth is None else depth
+            cache.make_room(tokens.shape[1])
+            cache.enter(tokens.shape[1])
+            mask = tail_mask(self.config, depth, self._tail_depth, reach) if cache.attending else None
+            if cache.attending:
+                assert cache.ends is not None
+                inputs[attention.PASS] = attention.TreePass(self.config, cache.ends, depth)
         out = self.decoder(
             input_ids=tokens,
-            attention_mask=tree_mask(self.config, self._cache, depth, self._tail_depth, reach, self.model.dtype),
+            attention_mask=mask,
             position_ids=position,
             use_cache=True,
-            **{self._cache_argument: self._cache},
-            **self._cache.arguments(reach),
+            **{self._cache_argument: cache},
+            **inputs,
         )
         return self._in_dtype(out[0])
 
@@ -252,22 +278,45 @@ class TransformersTarget:
         """Absorb one path of nodes per row, (batch, depth) padded with -1 and as lists; forget all other nodes."""
         assert self._cache is not None
         assert self._position is not None
-        self._cache.commit(path, rows)
         self._tail_depth = None
         grown = [len(row) for row in rows]
-        if len(set(grown)) == 1:
-            self._position = self._position + grown[0]
-        else:
-            self._position = self._position + torch.tensor(grown, device=self._position.device)
+        if self._cache.in_place:
+            self._keep(path, version=self._cache.version)
+            self._cache.count(grown)
+            return
+        self._cache.commit(path, rows)
+        self._position += grown[0] if len(set(grown)) == 1 else on_device(grown, self._position.device)
+
+    def _kept(self, path: Tensor) -> tuple[Tensor, ...]:
+        """Absorb one path of nodes per row, (batch, depth) padded with -1, as far as the device is concerned."""
+        assert self._cache is not None
+        assert self._position is not None
+        self._cache.keep(path)
+        self._position += (path >= 0).sum(1)
+        return ()
 
     def _in_dtype(self, hidden: Tensor) -> Tensor:
         """Last hidden states in the precision of the weights: Mamba-2 keeps them in float32."""
         return hidden.to(self._embedding.weight.dtype)
 
-    def _new_cache(self, reserve: int) -> TreeCache:
+    def _cache_for(self, batch: int, reserve: int, mask: Tensor | None) -> TreeCache:
+        """An empty cache for a prompt. One that stays in place serves further prompts, and what was captured of it."""
+        kept, weight = self._cache, self._embedding.weight
+        served = self.config._attn_implementation == attention.NAME or (self.layers and not self.layers.attends)
+        if not (kernels.fixed_shapes(weight.device) and served):
+            return self._new_cache(reserve, False)
+        if mask is not None and not bool((mask.long().diff(dim=1) >= 0).all()):
+            return self._new_cache(reserve, False)  # padding elsewhere than on the left
+        if kept is None or not kept.serves(batch, reserve, weight):
+            return self._new_cache(reserve, True)
+        kept.reset()
+        return kept
+
+    def _new_cache(self, reserve: int, in_place: bool) -> TreeCache:
+        self._position = self._last_position = None
         if self.layers is not None:
-            return self.layers.cache(reserve)
-        return TreeCache(self.config.num_hidden_layers, reserve=reserve)
+            return self.layers.cache(reserve, in_place)
+        return TreeCache(self.config.num_hidden_layers, reserve=reserve, in_place=in_place)
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length); None lets the model compute its own."""
@@ -299,3 +348,18 @@ class TransformersTarget:
                 "here: expected head(hidden) to equal the model's logits"
             )
         self._head_checked = True
+
+
+def bucket(nodes: int) -> int:
+    """The width that a pass of fixed shapes has: a power of two, beyond 64 a multiple of it."""
+    return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
+
+
+def _padded(tree: TokenTree, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, depths and reach of a tree among nodes that attend to themselves alone."""
+    extra = (0, width - tree.nodes)
+    if width == tree.nodes:
+        return tree.tokens, tree.depth, tree.ancestors
+    reach = torch.nn.functional.pad(tree.ancestors, extra + extra)
+    reach = reach | torch.eye(width, dtype=torch.bool, device=reach.device)
+    return torch.nn.functional.pad(tree.tokens, extra), torch.nn.functional.pad(tree.depth, extra), reach

@@ -24,6 +24,9 @@ from ssm.ops import commit_conv, commit_scan, conv_window, tree_conv, tree_scan
 STATES = "tree_states"
 """The keyword argument of a decoder's forward that hands a ``StateCache`` to its mixers."""
 
+_NOTED = 64
+"""Nodes that are provided for from the beginning where what a pass notes must not move."""
+
 _AT_ONCE = 1 << 17
 """Numbers per convolution along a path, times layers, that a commit works on at once: small layers are taken together,
 which means fewer calls; big ones one by one, which means less memory."""
@@ -64,10 +67,19 @@ class StateCache(TreeCache):
         recurrent: the layers that have a state.
         attending: the layers that have keys and values; a layer may have both.
         reserve: slots to allocate for keys and values.
+        in_place: states and what a pass notes stay where they are, too.
     """
 
-    def __init__(self, num_layers: int, recurrent: Sequence[int], *, attending: Sequence[int], reserve: int) -> None:
-        super().__init__(num_layers, reserve=reserve, attending=attending)
+    def __init__(
+        self,
+        num_layers: int,
+        recurrent: Sequence[int],
+        *,
+        attending: Sequence[int],
+        reserve: int,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(num_layers, reserve=reserve, attending=attending, in_place=in_place)
         self._place = {layer: place for place, layer in enumerate(recurrent)}
         nothing: list[Any] = [None] * len(recurrent)
         self._mixers = _Mixers(nothing[:], nothing[:], nothing[:])
@@ -178,29 +190,42 @@ class StateCache(TreeCache):
     def _noted(self, kept: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """Keep (batch, nodes, ...) of the current layer until the commit; the storage, and the copy in it."""
         if kept is None or kept.shape[2] < new.shape[1]:
-            kept = new.new_empty(len(self._place), *new.shape)
+            nodes = max(new.shape[1], _NOTED if self.in_place else 1)
+            kept = new.new_empty(len(self._place), new.shape[0], nodes, *new.shape[2:])
+            self.version = object()
         copy = kept[self._current, :, : new.shape[1]]
         copy.copy_(new)
         return kept, copy
 
     # ------------------------------------------------------------------ the accepted path
 
+    def reset(self) -> None:
+        super().reset()
+        self._tree = None
+        if self._conv is not None:
+            self._conv.zero_()  # a prompt may be shorter than a window
+
+    def keep(self, path: Tensor) -> None:
+        super().keep(path)
+        self._absorb(path)
+
     def commit(self, path: Tensor, rows: list[list[int]]) -> None:
         super().commit(path, rows)
         longest = max(map(len, rows))
-        if longest:
-            assert self._tree is not None, "a pass over the tree comes first"
-            if self._tree.calls != 2 * len(self._place):
-                # A mixer that computes by other functions saw a sequence, and gave wrong logits.
-                raise RuntimeError(
-                    f"each Mamba-2 layer must call its convolution and its scan once per pass: expected "
-                    f"{2 * len(self._place)} calls under a tree, received {self._tree.calls}"
-                )
-            self._absorb(path[:, :longest])
-        self._tree = None
+        if not self.in_place:
+            if longest:
+                self._absorb(path[:, :longest])
+            self._tree = None
 
     def _absorb(self, path: Tensor) -> None:
         """Take the nodes of each row's path, (batch, depth) padded with -1, into the states."""
+        assert self._tree is not None, "a pass over the tree comes first"
+        if self._tree.calls != 2 * len(self._place):
+            # A mixer that computes by other functions saw a sequence, and gave wrong logits.
+            raise RuntimeError(
+                f"each Mamba-2 layer must call its convolution and its scan once per pass: expected "
+                f"{2 * len(self._place)} calls under a tree, received {self._tree.calls}"
+            )
         assert self._conv is not None
         assert self._state is not None
         assert self._inputs is not None

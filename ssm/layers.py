@@ -60,8 +60,8 @@ class Mamba2Layers:
     def supports(cls, config: Any) -> bool:
         return getattr(config, "model_type", None) in FAMILIES
 
-    def cache(self, reserve: int) -> StateCache:
-        return StateCache(self._layers, self._recurrent, attending=self._attending, reserve=reserve)
+    def cache(self, reserve: int, in_place: bool = False) -> StateCache:
+        return StateCache(self._layers, self._recurrent, attending=self._attending, reserve=reserve, in_place=in_place)
 
 
 def _check(module: ModuleType) -> None:

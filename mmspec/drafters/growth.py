@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mmspec import kernels
 from mmspec.budget import Budget
 from mmspec.tree import TokenTree
 
@@ -85,13 +86,16 @@ def grow_tree(
     """
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
+    ahead = budget.ahead() if kernels.fixed_shapes(token.device) else None
     tokens, scores, parents = [first[0]], [first[1]], []
     beam_score, beam = first[1].topk(min(top_k, first[1].shape[1]), dim=1)
     beam_token, beam_node, origin, seen = first[0].gather(1, beam), beam + 1, torch.zeros_like(beam), first[0].shape[1]
+    levels = min(1, deepest)
     for _ in range(1, deepest):
-        if not budget.deeper(float(beam_score.exp().sum()) / batch):
+        if ahead is None and not budget.deeper(float(beam_score.exp().sum()) / batch):
             break
         child, log_prob = extend(beam_token, origin)
+        levels += 1
         score = (beam_score[:, :, None] + log_prob).flatten(1)
         children = child.shape[2]
         tokens.append(child.flatten(1))
@@ -104,7 +108,11 @@ def grow_tree(
     above = torch.zeros_like(first[0])
     if parents:
         above = torch.cat([above, torch.cat(parents, 1).repeat_interleave(child.shape[2], dim=1)], dim=1)
-    return _keep_best(token, torch.cat(tokens, 1), above, torch.cat(scores, 1), budget, most)
+    most = most if ahead is None else min(most, ahead)
+    tree = _keep_best(token, torch.cat(tokens, 1), above, torch.cat(scores, 1), budget if ahead is None else None, most)
+    if ahead is not None:
+        tree.max_depth = min(levels, tree.nodes - 1)  # it may not reach as far, which is not worth asking
+    return tree
 
 
 class Reach:
@@ -146,11 +154,16 @@ class Reach:
         return self._reach
 
 
-def _keep_best(token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: Budget, most: int) -> TokenTree:
+def _keep_best(
+    token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: Budget | None, most: int
+) -> TokenTree:
+    """The tree of the likeliest candidates: ``most``, or as many as the budget takes of these."""
     # Stable, so that a child never overtakes a parent of the same score.
     score, order = scores.sort(dim=1, descending=True, stable=True)
-    gains = score[:, :most].exp().tolist()
-    keep = budget.take([[g for g in row if g > 0.0] for row in gains])
+    keep = min(most, scores.shape[1])
+    if budget is not None:
+        gains = score[:, :most].exp().tolist()
+        keep = budget.take([[g for g in row if g > 0.0] for row in gains])
     if keep == 0:
         return TokenTree.root(token)
     order = order[:, :keep]
@@ -158,11 +171,8 @@ def _keep_best(token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, b
     place = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)
     place.scatter_(1, order + 1, torch.arange(1, keep + 1, device=tokens.device).expand_as(order))
     parent = place.gather(1, parents.gather(1, order))
-    valid = score[:, :keep] > -torch.inf
-    root_parent = torch.full_like(token[:, None], -1)
     return TokenTree(
         torch.cat([token[:, None], tokens.gather(1, order)], dim=1),
-        torch.cat([root_parent, torch.where(valid, parent, 0)], dim=1),
-        None if bool(valid.all()) else torch.cat([torch.ones_like(valid[:, :1]), valid], dim=1),
+        torch.cat([torch.full_like(token[:, None], -1), parent], dim=1),
         check=False,
     )

@@ -81,8 +81,10 @@ class Levels:
         return drafter.network.begin(outputs[:, slots - 1 :: slots])
 
     def _mask(self, reach: Tensor) -> Tensor:
-        """Of the prefix, which is the same for all passes, and ``reach``."""
+        """Of the prefix, which is the same for all passes, and ``reach``; that alone if the cache stays in place."""
         drafter = self._drafter
+        if drafter.cache.in_place:
+            return reach[:, None]
         prefix = drafter.cache.length
         if self._passes == 0:
             most = drafter.top_k * self._slots

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec import checkpoint
+from mmspec import checkpoint, kernels, ops
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
 from mmspec.drafters.growth import grow_tree
@@ -28,9 +28,13 @@ from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 from vision.drafters import published
+from vision.drafters.captured import Captured
 from vision.drafters.latents import packing, take
 from vision.drafters.levels import Levels, TokenLinear
 from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
+
+_AHEAD = 1024
+"""Entries behind a prompt that room is made for at first."""
 
 
 class MSD:
@@ -74,6 +78,8 @@ class MSD:
         self._positions: list[int] = []  # of each row, tokens absorbed (padding left out)
         self._states: list[list[Tensor]] = []  # of each row, hidden states to absorb, (tokens, hidden) each
         self._tokens: list[list[int]] = []  # and the tokens that follow them
+        self._beyond = 0
+        self._captured = Captured(self)  # what takes the place of these where the cache stays in place
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -152,24 +158,42 @@ class MSD:
             visual = visual.gather(1, order)
             mask = None if bool(mask.all()) else mask
         x = network.combine(embeds, hidden, visual)
-        self._rotary.reserve(length + 64, x)
+        self._rotary.reserve(length + _AHEAD, x)
         entries = x.shape[1]
         allowed = None
         if mask is not None:
             allowed = mask[:, None, None] & torch.ones(entries, entries, device=x.device).tril().bool()
             # What stands in the padding attends to itself, so that no row of the mask is empty.
             allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
-        self.cache = TreeCache(1, reserve=entries + 512)
+        self._prepare(batch, entries, mask, x)
         outputs = self.forward(x, self._rotary(at), allowed, causal=mask is None)
         self.cache.commit_prompt(entries, mask, batch, x.device)
         self._guess, self._carried = network.begin(outputs[:, -1])
         self._states, self._tokens = [[] for _ in history], [[] for _ in history]
+        self._beyond = length - entries  # latents take fewer entries than the positions that they stand for
+        if self.cache.in_place:
+            self._captured.begin(self._positions, self._guess, self._carried)
+
+    def _prepare(self, batch: int, entries: int, mask: Tensor | None, like: Tensor) -> None:
+        """An empty cache for a prompt; one that stays in place serves further prompts, and what was captured of it."""
+        left = mask is None or bool((mask.long().diff(dim=1) >= 0).all())
+        in_place = left and kernels.fixed_shapes(like.device)
+        if in_place and self.cache.serves(batch, entries + _AHEAD // 2, like):
+            self.cache.reset()
+        else:
+            self.cache = TreeCache(1, reserve=entries + _AHEAD, in_place=in_place)
 
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        if self.cache.in_place:
+            return self._captured.propose(token, budget)
         self._absorb()
-        first = self.children(self._guess)
-        levels = Levels(self, self._guess, self._carried)
+        return self.grow(token, self._guess, self._carried, budget)
+
+    def grow(self, token: Tensor, guess: Tensor, carried: Tensor, budget: Budget) -> TokenTree:
+        """The tree behind a guess of the root's state, (batch, hidden), and what its first slot carries."""
+        first = self.children(guess)
+        levels = Levels(self, guess, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
         if self.draft_ids is not None:
@@ -178,6 +202,9 @@ class MSD:
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """Note the true states of what was accepted; it is absorbed when the next tree is asked for."""
+        if self.cache.in_place:
+            self._captured.observe(verdict, step)
+            return
         for row, (path, tokens) in enumerate(verdict.host):
             if path:
                 contiguous = path[-1] == len(path) - 1
@@ -212,6 +239,10 @@ class MSD:
 
     def rotation(self, after: int, count: int, chains: int) -> Rotation:
         """The rotation of ``chains`` chains of ``count`` nodes, which begin ``after`` positions behind the prefix."""
+        if self.cache.in_place:
+            step = torch.arange(after, after + count, device=self._captured.position.device)
+            cos, sin = self._rotary(self._captured.position[:, None] + step)
+            return (cos, sin) if count == 1 else (torch.cat([cos] * chains, dim=1), torch.cat([sin] * chains, dim=1))
         begin = [at + after for at in self._positions]
         if len(begin) == 1:
             cos, sin = self._rotary(slice(begin[0], begin[0] + count))
@@ -231,13 +262,30 @@ class MSD:
 
     def forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, causal: bool = False) -> Tensor:
         """Guesses behind new entries, (batch, nodes, hidden), which the cache takes in."""
-        layer: Any = self.cache.layers[0]
+        cache = self.cache
+        layer: Any = cache.layers[0]
+        behind = cache.in_place and cache.length > 0  # the prompt's own pass is as any other
+        if behind:
+            cache.enter(x.shape[1])
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = layer.update(k, v)
+            if behind:
+                assert cache.ends is not None
+                assert allowed is not None
+                ends = cache.ends
+                read = ops.tree_attention(q, keys, values, ends.begin, ends.end, allowed[:, 0], start=ends.start)
+                return read.transpose(1, 2)
             return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=causal, enable_gqa=True)
 
         return self.network(x, rotation, attend)
+
+    def version(self, width: int) -> tuple[object, object]:
+        """Make room for a step that absorbs so many tokens and drafts a tree; what stands for the addresses it uses."""
+        slots = self.network.config.slots
+        self.cache.make_room(width + self.top_k * slots * (self.depth + 1))
+        self._rotary.reserve(self.cache.length + self._beyond + width + self.depth + 1, self.network.fc.weight)
+        return self.cache.version, self._rotary.version
 
     def children(self, guess: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest tokens by guesses of states, (..., hidden), as numbers of the draft vocabulary, and their log

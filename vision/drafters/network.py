@@ -195,6 +195,7 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim, self.theta = head_dim, theta
         self._tables: Rotation | None = None
+        self.version = object()  # another one whenever the tables are made anew
 
     def reserve(self, length: int, like: Tensor) -> None:
         """Make tables for positions below ``length``, in the dtype and on the device of ``like``."""
@@ -202,6 +203,7 @@ class Rotary:
         if have is not None and have.shape[0] >= length and (have.dtype, have.device) == (like.dtype, like.device):
             return
         length = 1 << (length - 1).bit_length()
+        self.version = object()
         half = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32) / self.head_dim
         angle = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), self.theta**-half)
         cos, sin = angle.cos(), angle.sin()
