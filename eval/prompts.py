@@ -56,8 +56,13 @@ class Conversation:
     counted: int = 0
 
     def request(self, answers: list[str]) -> dict[str, Any]:
-        """The request for the next answer, after these answers to the questions before it."""
+        """The request for the next answer, after these answers to the questions before it.
+
+        A question alone is a plain text, which models without a chat template take, too.
+        """
         first: Any = self.questions[0]
+        if not (answers or self.images or self.videos):
+            return {"prompt": first, "images": [], "videos": []}
         if self.images or self.videos:
             media = [{"type": "image"} for _ in self.images] + [{"type": "video"} for _ in self.videos]
             first = [*media, {"type": "text", "text": first}]

@@ -60,7 +60,7 @@ class Run:
 
     Attributes:
         answers: their tokens, row by row.
-        stats: row by row; transformers gives none.
+        stats: row by row; of transformers the acceptance lengths alone, and nothing of several rows.
         seconds: by what they were spent on: ``total``, ``decoding`` (behind the first token), ``PARTS`` where they are
             known, ``tree`` (to draft one) and ``pass`` (to verify once), the means of the answer's steps.
         memory: bytes at the peak, see ``eval.memory``.
@@ -191,12 +191,13 @@ def _generate(pipe: Pipeline, options: dict[str, Any], requests: Sequence[dict[s
     prompt = pipe.target.encode(requests)
     ids = prompt.input_ids
     mask = torch.ones_like(ids) if prompt.attention_mask is None else prompt.attention_mask
-    watch = _FirstToken()
+    watch = _Watch()
     inputs = {"input_ids": ids, "attention_mask": mask, **prompt.inputs, **sampling, **options}
     out = pipe.model.generate(**inputs, max_new_tokens=asked.max_new_tokens, streamer=watch)
     end = clock()
     answers = [_ended(row, pipe.target.eos_token_ids) for row in out[:, ids.shape[1] :].tolist()]
-    return Run(answers, [], {"total": end - start, "decoding": end - watch.at}, peak(ids.device))
+    stats = [watch.stats] if len(answers) == 1 else []
+    return Run(answers, stats, {"total": end - start, "decoding": end - watch.at}, peak(ids.device))
 
 
 def _ended(tokens: list[int], eos: Sequence[int]) -> list[int]:
@@ -204,17 +205,20 @@ def _ended(tokens: list[int], eos: Sequence[int]) -> list[int]:
     return next((tokens[: at + 1] for at, token in enumerate(tokens) if token in eos), tokens)
 
 
-class _FirstToken:
-    """A streamer that only notes when the first new token came."""
+class _Watch:
+    """A streamer that only notes when the first new tokens came, and how many each pass of the target gave."""
 
     def __init__(self) -> None:
         self.at = 0.0
+        self.stats = Stats()
         self._calls = 0
 
     def put(self, value: torch.Tensor) -> None:
         self._calls += 1
         if self._calls == 2:  # the prompt comes first
             self.at = clock()
+        elif self._calls > 2:
+            self.stats.record_step(0, 0, value.numel() - 1, value.numel())
 
     def end(self) -> None:
         """Nothing is held back."""

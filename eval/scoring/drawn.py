@@ -11,6 +11,7 @@ from ssm.texts import correct
 from vision.scenes.questions import Question
 from vision.scenes.reading import read_events, read_objects, read_sign
 from vision.scenes.scene import Scene
+from vision.scenes.vocabulary import COLOURS
 from vision.training.accuracy import happenings, is_right
 
 
@@ -61,3 +62,12 @@ def events(answered: Sequence[Answered]) -> dict[str, float]:
 def generated(answered: Sequence[Answered]) -> dict[str, float]:
     """Share of right answers. ``about`` is the example of ``ssm.texts``."""
     return {"accuracy": mean(float(correct(sample.about, answers[0])) for sample, answers in answered)}
+
+
+def colour(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of answers that name the reference's colour and no other."""
+    right = [
+        [word for word in COLOURS if word in answers[0].lower()] == list(sample.references[0])
+        for sample, answers in answered
+    ]
+    return {"accuracy": mean(map(float, right))}

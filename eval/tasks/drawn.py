@@ -14,7 +14,6 @@ from PIL import Image, ImageDraw
 from eval.prompts import ROOM, Conversation
 from eval.sample import Sample, Scorer
 from eval.scoring import drawn
-from eval.scoring.words import contained
 from eval.tasks.task import Task
 from ssm.texts import example
 from vision.scenes.clips import sample_clip
@@ -115,7 +114,7 @@ TASKS = (
     _task("scenes-questions", "drawn: questions about an image", drawn.questions, 1, _asking(None), 64),
     _task("scenes-reading", "drawn: the words and numbers on a sign", drawn.questions, 2, _asking("text"), 64),
     _task("scenes-counting", "drawn: how many", drawn.questions, 3, _asking("count"), 64),
-    _task("scenes-charts", "drawn: bar charts, which the embedded models do not know", contained, 4, _chart, 64),
+    _task("scenes-charts", "drawn: bar charts, which the embedded models do not know", drawn.colour, 4, _chart, 64),
     _task("scenes-turns", "drawn: a caption, then two questions", drawn.questions, 5, _turns),
     _task("scenes-images", "drawn: two or three images at once", drawn.objects, 6, _several),
     _task("scenes-video", "drawn: captions of clips", drawn.events, 7, _video),

@@ -61,7 +61,7 @@ def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: st
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
-    _write(figure, out)
+    write_figure(figure, out)
 
 
 def read(log: Path) -> list[dict[str, Any]]:
@@ -81,7 +81,12 @@ def _line(axes: Axes, rows: list[dict[str, Any]], event: str, against: str, name
         axes.plot(*zip(*points, strict=True), **style)
 
 
-def _write(figure: Figure, out: Path) -> None:
+def write_figure(figure: Figure, out: Path) -> None:
+    """Write a picture, whole or not at all; its ending tells the format.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.part")
     kind = out.suffix.lstrip(".") or "svg"

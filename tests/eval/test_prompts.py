@@ -51,7 +51,7 @@ def test_a_later_question_stands_behind_the_answers_before_it():
     assert first == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     assert [message["content"] for message in later] == ["A star.", "And its colour?", "Red.", "Why?"]
     assert [message["role"] for message in later] == ["assistant", "user"] * 2
-    assert Conversation(("Hello!",)).request([])["prompt"] == [{"role": "user", "content": "Hello!"}]
+    assert Conversation(("Hello!",)).request([])["prompt"] == "Hello!"
 
 
 @pytest.mark.parametrize("first", [4000, 5000])

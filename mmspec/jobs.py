@@ -1,0 +1,89 @@
+"""Independent jobs, done one after the other here, or on Ray Data by actors that each hold a model.
+
+A worker is made once per process by a factory and called with one job at a time. Jobs and results are plain JSON
+values; what a job gives may depend on nothing but the job and the factory's settings, so that a job can be done
+anywhere, and again where a worker was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mmspec.errors import UserError
+
+Worker = Callable[[Any], Any]
+Factory = Callable[[dict[str, Any]], Worker]
+
+ENGINES = ("local", "ray")
+
+
+def run_jobs(
+    jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], engine: str = "local", workers: int = 1
+) -> Iterator[tuple[Any, Any]]:
+    """Do all jobs.
+
+    Args:
+        jobs: JSON values.
+        factory: makes a worker; for Ray it must be importable by name.
+        settings: what the factory is given.
+        engine: ``"local"`` or ``"ray"``: the cluster that ``RAY_ADDRESS`` or ``ray.init`` tells, else this machine.
+        workers: actors on Ray.
+
+    Yields:
+        Each job with its result, in no particular order on Ray; every job once.
+
+    Raises:
+        UserError: Ray is asked for and not installed.
+    """
+    if engine == "local":
+        worker = factory(settings) if jobs else None
+        for job in jobs:
+            assert worker is not None
+            yield job, worker(job)
+    elif engine == "ray":
+        yield from _on_ray(jobs, factory, settings, workers)
+    else:
+        raise UserError(f"engine must be one of {', '.join(ENGINES)}: got {engine!r}")
+
+
+class _Actor:
+    """Holds a worker in a process of Ray's."""
+
+    def __init__(self, factory: Factory, settings: dict[str, Any]) -> None:
+        self.worker = factory(settings)
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"place": row["place"], "result": json.dumps(self.worker(json.loads(row["job"])))}
+
+
+def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise UserError("--engine ray needs the package ray: pip install 'mmspec[ray]'") from None
+    if not jobs:
+        return
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
+    gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    # A block per job: a worker that is lost takes one job's work with it, which Ray gives to another.
+    done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+        _Actor,  # type: ignore[arg-type]
+        fn_constructor_args=(factory, settings),
+        compute=ray.data.ActorPoolStrategy(size=min(workers, len(jobs))),
+        num_cpus=1,
+        num_gpus=gpus,
+    )
+    seen: set[int] = set()
+    for row in done.iter_rows():
+        place = int(row["place"])
+        if place not in seen:
+            seen.add(place)
+            yield jobs[place], json.loads(row["result"])
