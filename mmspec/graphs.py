@@ -20,6 +20,11 @@ from torch import Tensor
 Function = Callable[..., tuple[Tensor, ...]]
 
 
+def captures(device: torch.device) -> bool:
+    """Whether calls are captured on a device."""
+    return device.type == "cuda" and os.environ.get("MMSPEC_GRAPHS") != "0"
+
+
 class Graphed:
     """A function of tensors whose work on a CUDA device is captured, once for every shape of its inputs.
 
@@ -36,13 +41,14 @@ class Graphed:
         self._failed = False
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
-        """
+        """Run the function, or what was captured of it.
+
         Args:
             inputs: on one device.
             version: stands for the addresses of what else the function touches.
             settings: hashable; each combination is captured by itself.
         """
-        if inputs[0].device.type != "cuda" or self._failed or os.environ.get("MMSPEC_GRAPHS") == "0":
+        if self._failed or not captures(inputs[0].device):
             return self._function(*inputs, **settings)
         shapes = tuple((x.shape, x.dtype, x.device) for x in inputs)
         key = version, shapes, tuple(sorted(settings.items()))

@@ -32,6 +32,14 @@ def test_interpreted_kernels_agree_with_loops():
     assert out.splitlines()[-1] == f"{len(CHECKS)} passed, 0 failed"
 
 
+def test_interpreted_kernels_say_what_generate_says():
+    """Whole answers: every pass of the target, and of the drafter, goes through the kernels."""
+    llava, bamba = run("tests.mmspec.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
+    assert [part.split("=")[0] for part in llava.split()] == ["llava", "compact_kv", "follow", "tree_attention"]
+    scans = ["commit_conv", "commit_scan", "compact_kv", "follow", "tree_attention", "tree_conv", "tree_scan"]
+    assert [part.split("=")[0] for part in bamba.split()] == ["bamba", *scans]
+
+
 def test_kernels_compile_without_a_gpu(tmp_path):
     out = run("tests.mmspec.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
     built = [json.loads(line) for line in out.splitlines()]

@@ -1,0 +1,73 @@
+"""Answers of tiny models by the Triton kernels, through the interpreter: ``python -m tests.mmspec.interpreted`` with
+``TRITON_INTERPRET=1 MMSPEC_KERNELS=triton``, in a process of its own as for ``tests.mmspec.ops_grid``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from eval.tiny_models import text_inputs, vision_inputs
+from mmspec import plugins
+from mmspec.budget import Budget
+from mmspec.drafters.ngram import Ngram
+from mmspec.engine import decode
+from mmspec.sampling import Sampler
+from mmspec.stopping import Stopper
+from tests.drafting import network_for
+from tests.mmspec.ops_grid import _mend_interpreter
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from vision.drafters.msd import MSD
+
+KERNELS = {
+    "mmspec.ops.triton_attention": ("tree_attention",),
+    "mmspec.ops.triton_verify": ("follow",),
+    "mmspec.ops.triton_compact": ("compact_kv",),
+    "ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
+    "ssm.ops.triton_conv": ("tree_conv", "commit_conv"),
+}
+
+
+def counted() -> Counter[str]:
+    """Calls of each kernel from now on."""
+    calls: Counter[str] = Counter()
+
+    def noted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return run(*args, **options)
+
+        return call
+
+    for home, names in KERNELS.items():
+        module = import_module(home)
+        for name in names:
+            setattr(module, name, noted(name, getattr(module, name)))
+    return calls
+
+
+def main() -> None:
+    """Compare with transformers, and print which kernels ran."""
+    _mend_interpreter()
+    calls = counted()
+    for name, batch in (("llava", 2), ("bamba", 1)):
+        model = shared_model(name)
+        target = plugins.target_class(model.config)(model)
+        drafter: Any = MSD(network_for(model), top_k=2, depth=2, total_tokens=5) if name == "llava" else Ngram()
+        drafter.attach(target)
+        inputs = vision_inputs(name, batch) if name == "llava" else text_inputs(batch)
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+        *_, rows = decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(5), Budget(5, 2))
+        said = [row.token_ids for row in rows]
+        assert said == ids[:, inputs["input_ids"].shape[1] :].tolist(), (name, said)
+        print(name, *(f"{kernel}={calls[kernel]}" for kernel in sorted(calls)))
+        calls.clear()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Captured passes give what passes give; on a CPU, recorded and replayed in their place."""
+
+import copy
+
+import pytest
+import torch
+
+from eval.tiny_models import text_inputs, vision_inputs
+from mmspec import graphs, kernels, plugins
+from mmspec.budget import Budget
+from mmspec.drafters.ngram import Ngram
+from mmspec.engine import decode
+from mmspec.graphs import Graphed
+from mmspec.sampling import Sampler
+from mmspec.stopping import Stopper
+from tests.device import Replayed, as_launches, on_a_gpu
+from tests.drafting import network_for
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from vision.drafters.msd import MSD, Flash
+
+
+@pytest.fixture
+def _recorded(monkeypatch):
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(graphs, "captures", lambda device: True)
+    monkeypatch.setattr(graphs, "_Graph", Replayed)
+    monkeypatch.setattr(Replayed, "replays", 0)
+    as_launches(monkeypatch)
+
+
+class Counter:
+    """State that a function changes in place."""
+
+    def __init__(self, device="cpu"):
+        self.total = torch.zeros(2, device=device)
+        self.run = 0
+        self.step = Graphed(self.add)
+
+    def add(self, x, factor=1):
+        self.run += 1
+        self.total += factor * x
+        return (self.total * 2,)
+
+
+def check_calls(counter, device="cpu"):
+    """The same results and the same state as by plain calls, whatever was captured meanwhile."""
+    total = torch.zeros(2)
+    for number in range(6):
+        for factor in (1, 3):
+            x = torch.tensor([1.0, float(number)])
+            total += factor * x
+            (out,) = counter.step(x.to(device), version="a", factor=factor)
+            assert torch.equal(out.cpu(), 2 * total)
+    assert torch.equal(counter.total.cpu(), total)
+
+
+def test_elsewhere_a_function_is_called():
+    counter = Counter()
+    check_calls(counter)
+    assert (counter.run, counter.step.captured) == (12, 0)
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_calls_are_replayed_from_the_third_on():
+    counter = Counter()
+    check_calls(counter)
+    assert (counter.run, counter.step.captured, Replayed.replays) == (4, 2, 10)
+    counter.step(torch.ones(2), version="b")  # other addresses: what was captured is of no use any more
+    assert (counter.run, counter.step.captured) == (5, 0)
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_a_copy_captures_for_itself():
+    counter = Counter()
+    check_calls(counter)
+    other = copy.deepcopy(counter)
+    other.step(torch.ones(2), version="a")
+    assert torch.equal(other.total, counter.total + 1)
+    assert other.step.captured == 0
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_what_cannot_be_captured_is_called(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(graphs, "_Graph", refuse)
+    counter = Counter()
+    with pytest.warns(RuntimeWarning, match="steps are not captured: operation not permitted"):
+        check_calls(counter)
+    assert counter.run == 12
+
+
+# ---------------------------------------------------------------------- whole answers
+
+DRAFTERS = {
+    "plain": lambda model: None,
+    "ngram": lambda model: Ngram(),
+    "msd": lambda model: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
+    "flash": lambda model: Flash(
+        network_for(model, latents=3, span=16, slots=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
+    ),
+}
+CASES = [("llava", kind) for kind in DRAFTERS] + [("bamba", "plain"), ("bamba", "ngram"), ("llava_bamba", "msd")]
+
+
+class Some(Budget):
+    """Some steps are not drafted."""
+
+    asked = 0
+
+    def drafts(self):
+        self.asked += 1
+        return self.asked % 5 != 0 and super().drafts()
+
+
+def check_answers(name, kind, batch, device="cpu"):
+    """Three answers one after the other, greedy in float32; the passes and drafts that were captured."""
+    model = shared_model(name)
+    if device != "cpu":
+        model = copy.deepcopy(model).to(device)
+    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    if drafter is not None:
+        drafter.attach(target)
+    for seed in range(3):
+        inputs = vision_inputs(name, batch, seed=seed) if "llava" in name else text_inputs(batch, 9, seed=seed)
+        inputs = on_a_gpu(inputs, device)
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        budget = Some(12 if drafter else 0, 4)
+        *_, rows = decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(24), budget)
+        assert [row.token_ids for row in rows] == ids[:, inputs["input_ids"].shape[1] :].tolist()
+    assert target._check.captured > 0
+    assert target._keep.captured > 0
+    if kind in ("msd", "flash"):
+        assert drafter._captured._grow.captured > 0
+        assert drafter._captured._absorb.captured > 0
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_replayed_passes_say_what_generate_says(name, kind, batch):
+    check_answers(name, kind, batch)
+    assert Replayed.replays > 20
+
+
+@pytest.mark.gpu
+def test_calls_on_a_gpu():
+    counter = Counter("cuda")
+    check_calls(counter, "cuda")
+    assert (counter.run, counter.step.captured) == (4, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_captured_passes_say_what_generate_says(name, kind, batch, kernel, monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", kernel)
+    check_answers(name, kind, batch, "cuda")

@@ -1,0 +1,103 @@
+"""One device-to-host copy per step: counted on a CPU, forbidden by torch on a GPU."""
+
+import copy
+
+import pytest
+import torch
+
+from eval.tiny_models import text_inputs, vision_inputs
+from mmspec import SamplingParams, kernels, plugins
+from mmspec.budget import Budget, CostTable, SteadyBudget
+from mmspec.engine import decode
+from mmspec.sampling import Sampler
+from mmspec.stopping import Stopper
+from mmspec.verify import Verdict
+from tests.device import as_launches, on_a_gpu, waiting
+from tests.mmspec.test_graphs import DRAFTERS
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+
+CASES = [("llava", kind) for kind in DRAFTERS] + [("bamba", "plain"), ("bamba", "ngram"), ("qwen2-window", "ngram")]
+SAMPLING = [None, SamplingParams(temperature=0.8, top_k=20), SamplingParams(temperature=1.0, top_p=0.9)]
+
+
+def steps(name, kind, batch, params, budget, device="cpu"):
+    """An answer step by step; the first of the rows ends early."""
+    model = shared_model(name) if device == "cpu" else copy.deepcopy(shared_model(name)).to(device)
+    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    if drafter is not None:
+        drafter.attach(target)
+    inputs = on_a_gpu(vision_inputs(name, batch) if "llava" in name else text_inputs(batch), device)
+    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
+    stopper = Stopper(60, criteria=[])
+    for rows in decode(target, drafter, prompt_of(inputs), sampler, stopper, budget):
+        if batch > 1 and len(rows[0].token_ids) > 8:
+            rows[0].finish_reason = "stop"
+        yield rows
+
+
+def budget_for(kind, steady):
+    if kind == "plain":
+        return Budget(0)
+    return SteadyBudget(CostTable((1, 64), (1e-3, 1.1e-3)), (3, 7), depth=4) if steady else Budget(12, 4)
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("params", SAMPLING, ids=["greedy", "top-k", "top-p"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_the_host_waits_once_per_step(name, kind, batch, params, steady, monkeypatch):
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    as_launches(monkeypatch)
+    running = steps(name, kind, batch, params, budget_for(kind, steady))
+    next(running), next(running)  # the prompt; the drafter's part of it, and the first step
+    counted = 0
+    while counted < 8:
+        with waiting() as counts:
+            rows = next(running)
+        assert counts == {"tolist": 1}
+        counted += 1
+        if all(row.finish_reason for row in rows):
+            break
+    assert counted > 3
+
+
+def test_waiting_is_noticed():
+    numbers = torch.arange(4)
+    for wait, name in [
+        (lambda: int(numbers[0]), "_local_scalar_dense"),
+        (lambda: bool(numbers.all()), "_local_scalar_dense"),
+        (lambda: numbers.tolist(), "tolist"),
+        (lambda: numbers[numbers > 1], "index"),
+        (lambda: numbers[[0, 2]], "list as index"),
+        (lambda: (numbers > 1).nonzero(), "nonzero"),
+        (lambda: torch.tensor([1, 2]), "torch.tensor in tests.mmspec.test_waiting"),
+    ]:
+        with waiting() as counts:
+            wait()
+        assert counts[name] == 1, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", SAMPLING, ids=["greedy", "top-k", "top-p"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_torch_finds_no_other_waiting(name, kind, batch, params, monkeypatch):
+    """From the fourth step on, when all is compiled and captured."""
+    copies, host = [], Verdict.host.func
+
+    def only_copy(verdict):
+        torch.cuda.set_sync_debug_mode("default")
+        copies.append(host(verdict))
+        torch.cuda.set_sync_debug_mode("error" if len(copies) > 3 else "default")
+        return copies[-1]
+
+    found = type(Verdict.host)(only_copy)
+    found.__set_name__(Verdict, "host")
+    monkeypatch.setattr(Verdict, "host", found)
+    try:
+        for _, rows in zip(range(12), steps(name, kind, batch, params, budget_for(kind, False), "cuda"), strict=False):
+            assert len(rows) == batch
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 4 < len(copies) <= 11
