@@ -1,32 +1,58 @@
-"""``mmspec caption FILE``."""
+"""``mmspec caption FILE`` and ``mmspec caption FOLDER --out captions.jsonl``."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import click
 
-from mmspec.cli.options import Number, generation_options
-
-PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
+from mmspec.cli.options import GENERATING, LOADING, Number, generation_options
+from mmspec.errors import UserError
+from mmspec.jobs import ENGINES
+from vision.folder import PROMPTS
 
 
 @click.command()
-@click.argument("file")
+@click.argument("file", metavar="FILE|FOLDER")
 @click.option("--prompt", help=f"By default '{PROMPTS['image']}' or '{PROMPTS['video']}'")
 @click.option(
     "--frames", type=click.IntRange(1, 512), help="Frames taken from a video; by default 8, or what --fps gives."
 )
 @click.option("--fps", type=Number(0, min_open=True), help="Frames taken per second of a video.")
 @click.option("--video-backend", type=click.Choice(["pyav", "decord"]), default="pyav", show_default=True)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSONL file for the captions of a FOLDER.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Files of a FOLDER at once.")
+@click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="For a FOLDER.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
 @generation_options
 def caption(
-    file: str, prompt: str | None, frames: int | None, fps: float | None, video_backend: str, **options: Any
+    file: str,
+    prompt: str | None,
+    frames: int | None,
+    fps: float | None,
+    video_backend: str,
+    out: Path | None,
+    batch_size: int,
+    engine: str,
+    workers: int,
+    **options: Any,
 ) -> None:
     """Describe FILE, an image or a video, or answer a question about it.
 
-    The answer streams to standard output, one line of figures follows on standard error.
+    The answer streams to standard output, one line of figures follows on standard error. Of a FOLDER, every image and
+    video is described, and --out gets a line of JSON for each; called again, a run that was stopped goes on.
     """
+    video = {"frames": frames, "fps": fps, "backend": video_backend}
+    if os.path.isdir(file):
+        if out is None:
+            raise UserError(f"{file} is a folder: expected --out FILE for its captions, received none")
+        _caption_all(file, prompt, video, out, batch_size, engine, workers, options)
+        return
+    if out is not None or engine != "local":
+        raise UserError(f"--out and --engine are for folders: {file} is not one")
+
     from vision.images import load_image
     from vision.video import kind_of, load_video
 
@@ -35,8 +61,54 @@ def caption(
     if kind == "image":
         media: dict[str, Any] = {"images": [load_image(file)]}
     else:
-        media = {"videos": [load_video(file, frames=frames, fps=fps, backend=video_backend)]}  # type: ignore[arg-type]
+        media = {"videos": [load_video(file, **video)]}  # type: ignore[arg-type]
 
     from mmspec.cli.session import answer
 
     answer({"prompt": PROMPTS[kind] if prompt is None else prompt, **media}, options)
+
+
+def _caption_all(
+    folder: str,
+    prompt: str | None,
+    video: dict[str, Any],
+    out: Path,
+    batch_size: int,
+    engine: str,
+    workers: int,
+    options: dict[str, Any],
+) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from vision.folder import caption_folder
+
+    if options["compare"] or options["as_json"]:
+        raise UserError("--compare and --json are for one file: a folder's captions are JSON lines already")
+    keywords = {name: options[name] for name in GENERATING}
+    settings = {
+        "folder": str(Path(folder).resolve()),
+        "prompt": prompt,
+        "video": video,
+        "loading": {name: options[name] for name in LOADING},
+        "keywords": keywords | {"stop": list(keywords["stop"])},
+    }
+    notes = Console(stderr=True)
+    with Progress(console=notes, transient=True) as progress:
+        bar = progress.add_task("captioning")
+
+        def advance(files: int, skipped: Any) -> None:
+            for name, reason in skipped:
+                notes.print(f"skipped {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+            progress.advance(bar, files)
+
+        captions, skipped = caption_folder(
+            settings,
+            out,
+            batch_size,
+            engine,
+            workers,
+            lambda done, files: progress.update(bar, total=files, completed=done),
+            advance,
+        )
+    notes.print(f"{captions} captions in {out}, {skipped} files skipped", markup=False, highlight=False, soft_wrap=True)

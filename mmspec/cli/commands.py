@@ -13,7 +13,7 @@ from mmspec.errors import UserError
 
 # Help lines are kept here because reading them from the commands would import torch, and take seconds.
 _HELP = {
-    "caption": "Describe an image or a video.",
+    "caption": "Describe an image, a video, or a folder of them.",
     "generate": "Answer a text prompt.",
     "train": "Train models and drafters.",
     "eval": "Measure quality, acceptance and speed.",

@@ -85,12 +85,12 @@ def test_all_turns_are_asked_behind_the_same_answers(whole, folder):
     assert turns[2]["methods"]["msd@6"]["answers"][0] == answer.token_ids
 
 
-def test_trees_accept_more_than_chains_and_plain_decoding_accepts_one(whole):
+def test_what_is_accepted_and_where_the_time_goes(whole):
     rows = {row["method"]: row for row in whole[1]["rows"] if row["task"] == "all" and row["temperature"] == 0}
     length = {name: row["acceptance"]["mean_acceptance_length"] for name, row in rows.items() if row["acceptance"]}
     assert length["none"] == 1.0
     assert length["recycle@6"] > 1.0
-    assert rows["msd@6"]["acceptance"]["num_spec_steps"] == rows["none"]["acceptance"]["num_spec_steps"]
+    assert rows["recycle@6"]["acceptance"]["num_spec_steps"] < rows["none"]["acceptance"]["num_spec_steps"]
     assert sum(rows["msd@6"]["shares"].values()) == pytest.approx(1)
     assert rows["generate"]["end_to_end"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert "lookup" not in rows  # transformers takes one row at a time for it
