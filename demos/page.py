@@ -21,6 +21,7 @@ TITLE = (
     "<h1>mmspec</h1><p>The model's own answer, sooner: a small drafter guesses several tokens ahead, and the model "
     "checks all of its guesses in one pass. What you read is what the model alone would have written.</p>"
 )
+_LOOK = "<h2>Look inside <span>the latest speculative run, pass by pass; rest the pointer on a node</span></h2>"
 _KEPT = 1800  # seconds that an idle visitor's conversation stays in memory
 _TOGETHER: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
 _AT_ONCE: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -43,24 +44,11 @@ class Talk:
         return [(question, html) for question, _, html in self.turns]
 
 
-class Picture(gr.Image):
-    """An image as it was sent: what it is, and whether it is whole, is judged where answers are made."""
-
-    def get_block_name(self) -> str:
-        return "image"
-
-    def preprocess(self, payload: Any) -> Upload | None:  # type: ignore[override]
-        return _upload(payload)
-
-
-class Film(gr.Video):
-    """A video as it was sent; see ``Picture``."""
-
-    def get_block_name(self) -> str:
-        return "video"
-
-    def preprocess(self, payload: Any) -> Upload | None:  # type: ignore[override]
-        return _upload(payload)
+def _as_sent(component: Any) -> Any:
+    """An image or video component that hands on what was sent: whether it is one, and whole, is judged where answers
+    are made. (A subclass would make gradio write a stub file beside this one.)"""
+    component.preprocess = _upload
+    return component
 
 
 def _upload(payload: Any) -> Upload | None:
@@ -106,12 +94,11 @@ class _Panel:
         kind = self.kind
         self.media: Any = None
         if kind == "image":
-            self.media = Picture(
-                label="Image", type="filepath", sources=["upload", "clipboard"], height=280, buttons=[]
-            )
+            sources: Any = ["upload", "clipboard"]
+            self.media = _as_sent(gr.Image(label="Image", type="filepath", sources=sources, height=280, buttons=[]))
             gr.Examples([[path] for path in samples.pictures(folder)], [self.media], label="Examples")
         elif kind == "video":
-            self.media = Film(label="Video", sources=["upload"], height=280, buttons=[])
+            self.media = _as_sent(gr.Video(label="Video", sources=["upload"], height=280, buttons=[]))
             gr.Examples([[path] for path in samples.films(folder)], [self.media], label="Examples")
         self.prompt = gr.Textbox(
             PROMPTS[kind],
@@ -123,12 +110,17 @@ class _Panel:
             elem_classes="mm-prompt",
         )
         if kind == "text":
-            gr.Examples([[text] for text in samples.TEXTS], [self.prompt], label="Examples")
+            gr.Examples(
+                [[text] for text in samples.TEXTS.values()],
+                [self.prompt],
+                label="Examples",
+                example_labels=list(samples.TEXTS),
+            )
         with gr.Row(elem_classes="mm-buttons"):
-            self.ask = gr.Button("Ask", variant="primary", elem_classes="mm-ask")
-            self.race = gr.Button("Race", elem_classes="mm-go")
-            self.stop = gr.Button("Stop", elem_classes="mm-stop")
-            self.clear = gr.Button("Clear", elem_classes="mm-clear")
+            self.ask = gr.Button("Ask", variant="primary", size="md", elem_classes="mm-ask")
+            self.race = gr.Button("Race", size="md", elem_classes="mm-go")
+            self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop")
+            self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
         with gr.Accordion("Settings", open=False):
             known = plugins.names("models")
             self.model = gr.Dropdown(
@@ -160,8 +152,8 @@ class _Panel:
                 )
             with gr.Tab("Side by side", id="race"):
                 self.lanes = gr.HTML(views.race_html(None), elem_classes="mm-out mm-race", apply_default_css=False)
-        with gr.Column(visible=False) as self.inside:
-            gr.HTML("<h2>Look inside</h2>", elem_classes="mm-out-head", apply_default_css=False)
+        with gr.Column(visible=False, elem_classes="mm-inside") as self.inside:
+            gr.HTML(_LOOK, apply_default_css=False)
             self.step = gr.Slider(1, 2, 1, step=1, label="Pass", elem_classes="mm-step")
             self.tree = gr.HTML(elem_classes="mm-tree-view", apply_default_css=False)
             self.plots = gr.HTML(elem_classes="mm-plots-view", apply_default_css=False)

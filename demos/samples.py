@@ -12,14 +12,20 @@ from vision.scenes.clips import sample_clip
 from vision.scenes.drawing import draw
 from vision.scenes.scene import sample_scene, seeded
 
-_SCENES = (9000, 9001, 9002, 9003)
-_CLIPS = (9100,)
+_SCENES = (7_000_001, 7_000_002, 7_000_003)
+_CLIPS = (7_000_100,)
 
-TEXTS = (
-    "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
-    "Write a Python function count_of_list(items) that gives how many there are of all items that are even.",
-    "Work out: 37 + 48; 6 x 24; 90 - 35",
-)
+TEXTS = {
+    "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
+    "A Python function": (
+        "Write a Python function count_of_list(items) that gives how many there are of all items that are even."
+    ),
+    "A room": (
+        "Describe the room.\n- lamp: round, red, near the door\n- bed: round, purple, under the window\n"
+        "- carpet: tall, red, beside the wall"
+    ),
+}
+"""Prompts by what they are called on the page."""
 
 
 def pictures(folder: Path) -> list[str]:

@@ -56,7 +56,8 @@ def conversation_html(earlier: Iterable[tuple[str, str]], question: str, run: Ru
     turns = [_turn(asked, answered) for asked, answered in earlier]
     if question:
         turns.append(_turn(question, tokens_html(run.tokens) if run else '<span class="mm-wait">…</span>'))
-    body = "".join(turns) or '<p class="mm-empty">The answer appears here.</p>'
+    hint = "The answer appears here. Take an example or bring your own, then press Ask."
+    body = "".join(turns) or f'<p class="mm-empty">{hint}</p>'
     figures = figures_html(run) if run and run.stats else ""
     legend = LEGEND if turns else ""
     return f'<div class="mm-talk">{body}</div>{legend}{figures}{note_html(note)}'
@@ -87,7 +88,7 @@ def figures_html(run: Run) -> str:
 def race_html(race: Race | None, note: str = "") -> str:
     """Two lanes, and the verdict when both have arrived."""
     if race is None:
-        hint = "Both ways answer the same prompt here, side by side."
+        hint = "Press Race: plain and speculative decoding answer the same prompt here, side by side."
         return f'<p class="mm-empty">{hint}</p>{note_html(note)}'
     most = max(len(race.speculative.token_ids), len(race.plain.token_ids), 1)
     lanes = _lane("Speculative", race.speculative, most) + _lane("Plain", race.plain, most)
@@ -96,9 +97,9 @@ def race_html(race: Race | None, note: str = "") -> str:
 
 
 _FAIR = (
-    '<p class="mm-made">How it is kept fair: same weights, same process, nothing else running. The two take turns '
-    "step by step, each on its own clock, and whoever has used less time goes next, so neither slows the other. One "
-    "run each, after a short warm-up of both; plain decoding is this engine without a drafter.</p>"
+    '<p class="mm-made">How it is kept fair: same weights, same process, no other request beside it. The two take '
+    "turns step by step, each on its own clock, and whoever has used less time goes next, so neither slows the other. "
+    "One run each, after a short warm-up of both; plain decoding is this engine without a drafter.</p>"
 )
 
 

@@ -7,7 +7,7 @@ from html import escape
 
 from mmspec.trace import JudgedTree
 
-_COLUMN, _ROW, _BOX, _LONGEST = 128, 34, 26, 11
+_COLUMN, _WIDE, _ROW, _BOX, _LONGEST = 108, 88, 34, 26, 10
 
 STYLE = """
 .mm-tree { font: 13px ui-monospace, Menlo, Consolas, monospace; --ground: #ffffff; --ink: #1f2328; --edge: #d0d7de;
@@ -110,7 +110,7 @@ def _layout(parents: list[int]) -> tuple[list[int], list[int], int]:
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float], kept: bool) -> str:
-    x, y = start[0] + _COLUMN - 24, start[1]
+    x, y = start[0] + _WIDE, start[1]
     middle = (x + end[0]) / 2
     shape = f"M{x} {y} C{middle} {y} {middle} {end[1]} {end[0]} {end[1]}"
     return f'<path class="{"kept" if kept else "left"}" d="{shape}"/>'
@@ -121,6 +121,6 @@ def _box(at: tuple[float, float], text: str, kind: str, told: str = "") -> str:
     short = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     title = f"<title>{escape(f'{shown!r}: {told}' if told else shown)}</title>"
     return (
-        f'<g class="{kind}">{title}<rect x="{at[0]}" y="{at[1] - _BOX / 2}" width="{_COLUMN - 24}" height="{_BOX}" '
-        f'rx="6"/><text x="{at[0] + (_COLUMN - 24) / 2}" y="{at[1] + 4.5}">{escape(short)}</text></g>'
+        f'<g class="{kind}">{title}<rect x="{at[0]}" y="{at[1] - _BOX / 2}" width="{_WIDE}" height="{_BOX}" '
+        f'rx="6"/><text x="{at[0] + _WIDE / 2}" y="{at[1] + 4.5}">{escape(short)}</text></g>'
     )

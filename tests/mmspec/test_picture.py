@@ -26,7 +26,7 @@ def test_every_node_once_and_the_path_marked():
     root = drawn()
     labels = [element.text for element in root.iter(f"{SVG}text")]
     assert labels[0] == "4 drafted tokens, one pass of the target, 3 tokens emitted"
-    assert labels[1:7] == ["a", "b<", "a very lon…", "d", "' '", "end"]
+    assert labels[1:7] == ["a", "b<", "a very lo…", "d", "' '", "end"]
     edges = list(root.iter(f"{SVG}path"))
     assert len(edges) == 5  # one per drafted node and one to the bonus token
     assert sum(edge.get("class") == "kept" for edge in edges) == 3
