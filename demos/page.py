@@ -12,8 +12,9 @@ import gradio as gr
 
 from demos import endpoints, samples, views
 from demos.inside import Inside, inside_of, plots_html, step_html
-from demos.questions import LONGEST_PROMPT, MODELS, MOST_FRAMES, MOST_TOKENS, PROMPTS, Kind, Question, Upload
+from demos.questions import LONGEST_PROMPT, MODELS, MOST_FRAMES, MOST_TOKENS, PROMPTS, Kind, Question
 from demos.service import Service
+from demos.uploads import Film, Picture
 from mmspec import plugins
 from mmspec.errors import UserError
 
@@ -42,19 +43,6 @@ class Talk:
     @property
     def shown(self) -> list[tuple[str, str]]:
         return [(question, html) for question, _, html in self.turns]
-
-
-def _as_sent(component: Any) -> Any:
-    """An image or video component that hands on what was sent: whether it is one, and whole, is judged where answers
-    are made. (A subclass would make gradio write a stub file beside this one.)"""
-    component.preprocess = _upload
-    return component
-
-
-def _upload(payload: Any) -> Upload | None:
-    if payload is None or not payload.path:
-        return None
-    return Upload(payload.path, payload.orig_name or Path(payload.path).name)
 
 
 def build(
@@ -95,10 +83,10 @@ class _Panel:
         self.media: Any = None
         if kind == "image":
             sources: Any = ["upload", "clipboard"]
-            self.media = _as_sent(gr.Image(label="Image", type="filepath", sources=sources, height=280, buttons=[]))
+            self.media = Picture(label="Image", type="filepath", sources=sources, height=280, buttons=[])
             gr.Examples([[path] for path in samples.pictures(folder)], [self.media], label="Examples")
         elif kind == "video":
-            self.media = _as_sent(gr.Video(label="Video", sources=["upload"], height=280, buttons=[]))
+            self.media = Film(label="Video", sources=["upload"], height=280, buttons=[])
             gr.Examples([[path] for path in samples.films(folder)], [self.media], label="Examples")
         self.prompt = gr.Textbox(
             PROMPTS[kind],
