@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gradio as gr
 
@@ -58,8 +58,8 @@ def build(
     """
     with gr.Blocks(title="mmspec", analytics_enabled=False, delete_cache=kept) as page:
         gr.HTML(TITLE, elem_id="mm-head")
-        for name, kind in (("Image", "image"), ("Video", "video"), ("Text", "text")):
-            with gr.Tab(name, id=kind):
+        for kind in get_args(Kind):
+            with gr.Tab(kind.capitalize(), id=kind):
                 _Panel(service, kind, folder, MODELS["text"] if kind == "text" else model)
         endpoints.add(service, _TOGETHER)
     page.queue(max_size=16, default_concurrency_limit=1)

@@ -39,5 +39,5 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
         def get_block_name(self) -> str:
             return "video"
 
-        def preprocess(self, payload: Any) -> Upload | None:  # type: ignore[override]
+        def preprocess(self, payload: Any) -> Upload | None:
             return _upload(payload)

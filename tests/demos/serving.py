@@ -1,0 +1,20 @@
+"""A demo for tests: a real server in this process, on a free port."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from demos.models import Models
+from demos.server import serving
+
+
+@contextmanager
+def demo_server(**options: Any) -> Iterator[str]:
+    """Its address, while it listens."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with serving(Models(device="cpu"), server_port=None, **options) as page:
+            yield page.local_url
