@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,28 +64,43 @@ class _Actor:
 def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int) -> Iterator[tuple[Any, Any]]:
     try:
         import ray
-        import ray.data
     except ImportError:
         raise UserError("--engine ray needs the package ray: pip install 'mmspec[ray]'") from None
     if not jobs:
         return
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
+    own = not ray.is_initialized()
+    if own:
+        # Started here, Ray must have room for the workers; a cluster that is there knows its own.
+        room = None if os.environ.get("RAY_ADDRESS") else max(os.cpu_count() or 1, workers + 1)
+        ray.init(num_cpus=room, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        seen: set[int] = set()
+        for row in _mapped(jobs, factory, settings, min(workers, len(jobs)), gpus).iter_rows():
+            place = int(row["place"])
+            if place not in seen:
+                seen.add(place)
+                yield jobs[place], json.loads(row["result"])
+    except Exception as error:
+        if mistake := re.search(r"errors\.UserError: (.+)", str(error)):  # one that a worker met
+            raise UserError(mistake[1]) from None
+        raise
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _mapped(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int, gpus: int) -> Any:
+    """Ray's data set of results."""
+    import ray.data
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
     rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
-    gpus = 1 if ray.cluster_resources().get("GPU") else 0
     # A block per job: a worker that is lost takes one job's work with it, which Ray gives to another.
-    done = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+    return ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         _Actor,  # type: ignore[arg-type]
         fn_constructor_args=(factory, settings),
-        compute=ray.data.ActorPoolStrategy(size=min(workers, len(jobs))),
+        compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=1,
         num_gpus=gpus,
     )
-    seen: set[int] = set()
-    for row in done.iter_rows():
-        place = int(row["place"])
-        if place not in seen:
-            seen.add(place)
-            yield jobs[place], json.loads(row["result"])

@@ -1,6 +1,9 @@
 """``mmspec eval``: what it measures is true, its files are others' formats, a killed run ends like a whole one."""
 
+import importlib.util
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -289,3 +292,40 @@ def test_only_embedded_tasks_are_drawn():
     assert {name for name, task in TASKS.items() if task.draw} == {
         n for n in TASKS if n.startswith(("scenes", "texts"))
     }
+
+
+class Dying(Evaluator):
+    """Kills its own process in the middle of the run, once."""
+
+    def __call__(self, job):
+        mark = os.path.join(os.path.dirname(self.settings.model), "died")
+        if job["task"] == "scenes-turns" and not os.path.exists(mark):
+            with open(mark, "w"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(job)
+
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install -e .[ray]")
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.filterwarnings("ignore")
+def test_ray_gives_the_same_and_redoes_what_a_killed_worker_had(whole, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.benchmark.run.Evaluator", Dying)
+    summary = run(settings(folder), tmp_path, engine="ray", workers=2)
+    assert os.path.exists(os.path.join(os.path.dirname(folder), "died"))
+    assert len(records(tmp_path)) == 8
+    key = json.dumps
+    same = [sorted(timeless(records(out)), key=key) for out in (tmp_path, whole[0])]
+    assert same[0] == same[1]
+    assert [row["equal"] for row in summary["rows"]] == [row["equal"] for row in whole[1]["rows"]]
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.filterwarnings("ignore")
+def test_a_mistake_that_a_worker_meets_is_told_in_one_line(folder, tmp_path):
+    with pytest.raises(UserError, match=r"^unknown drafter: expected one of .*, got 'nope'"):
+        run(settings(folder, methods="nope"), tmp_path, engine="ray")
