@@ -10,6 +10,11 @@ _WIDTH, _HEIGHT = 360, 168
 _LEFT, _BASE = 34, 128
 
 
+def duration(seconds: float) -> str:
+    """Seconds in the unit that people would use."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 def histogram(counts: Sequence[int]) -> str:
     """How many passes accepted how many drafts; ``counts[k]`` passes accepted k."""
     most = max(counts, default=0)
@@ -51,13 +56,13 @@ def time_split(stats: Stats) -> str:
     for row, (name, seconds) in enumerate(shares.items()):
         y = 30 + row * 30
         wide = max(170 * seconds / longest, 1.5)
-        told = f"{1e3 * seconds:.0f} ms · {seconds / whole:.0%}"
+        told = f"{duration(seconds)} · {seconds / whole:.0%}"
         parts.append(
             f'<text class="name" x="0" y="{y + 13}">{name}</text>'
             f'<rect class="{name}" x="58" y="{y}" width="{wide:.1f}" height="18" rx="2"/>'
             f'<text class="told" x="{58 + wide + 8:.1f}" y="{y + 13}">{told}</text>'
         )
-    return _figure(f"Time: {1e3 * whole:.0f} ms", "".join(parts))
+    return _figure(f"Time: {duration(whole)}", "".join(parts))
 
 
 def _figure(title: str, body: str) -> str:

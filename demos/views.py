@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
+from demos.plots import duration
 from demos.runs import Race, Run, Token
 
 _ORIGINS = {
@@ -77,7 +78,7 @@ def figures_html(run: Run) -> str:
         (f"{stats.tokens_per_second:.0f}" if passes else "-", "tokens per second"),
         (f"{stats.mean_acceptance_length:.1f}" if passes else "-", "tokens per pass"),
         (f"{stats.num_generated_tokens}", f"tokens in {passes + 1} passes"),
-        (f"{1e3 * stats.time_to_first_token:.0f} ms", "to the first token"),
+        (duration(stats.time_to_first_token), "to the first token"),
     ]
     cells = "".join(f"<div><b>{value}</b><span>{told}</span></div>" for value, told in figures)
     end = "" if run.finish_reason == "stop" else " · cut at the length limit"

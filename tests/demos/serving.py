@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,5 @@ from demos.server import serving
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
     """Its address, while it listens."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with serving(Models(device="cpu"), server_port=None, **options) as page:
-            yield page.local_url
+    with serving(Models(device="cpu"), server_port=0, **options) as page:
+        yield page.local_url

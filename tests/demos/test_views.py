@@ -126,7 +126,7 @@ def test_plots_show_the_figures():
     stats = Stats(prefill_seconds=0.1, draft_seconds=0.2, verify_seconds=0.6, commit_seconds=0.1)
     root = ElementTree.fromstring(time_split(stats))
     told = [element.text for element in root.iter("text")]
-    assert told[0] == "Time: 1000 ms"
+    assert told[0] == "Time: 1.00 s"
     assert "600 ms · 60%" in told
     widths = {bar.get("class"): float(bar.get("width")) for bar in root.iter("rect")}
     assert widths["verify"] == 170.0 == pytest.approx(3 * widths["draft"], abs=0.3)

@@ -1,0 +1,262 @@
+"""The page in a real browser: headless Chromium, driven by Playwright (``make browser``).
+
+Pictures of the page are written to the folder that MMSPEC_SCREENSHOTS names, if any.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.demos.serving import demo_server
+from vision.embedded import samples
+
+pytestmark = pytest.mark.browser
+PATIENCE = 1000 * int(os.environ.get("MMSPEC_BROWSER_PATIENCE", "60"))  # milliseconds
+PICTURE, FILM = str(samples() / "scene.png"), str(samples() / "clip.mp4")
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def address():
+    with demo_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.fail("expected chromium on the path: install the system's package")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, address):
+    """Opens the page as a new visitor; the browser must not complain while it is used."""
+    contexts, complaints = [], []
+
+    def opened(size=WIDE, theme="light"):
+        context = browser.new_context(viewport=size)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"{address}?__theme={theme}")
+        page.locator(".mm-ask:visible").wait_for()
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def keep(page, name):
+    if folder := os.environ.get("MMSPEC_SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(600)
+        page.screenshot(path=Path(folder, f"{name}.png"), full_page=True)
+
+
+def upload(page, path):
+    page.locator("input[type=file]").first.set_input_files(path)
+
+
+def ask(page):
+    page.locator(".mm-ask:visible").click()
+    page.locator(".mm-figures:visible").wait_for()
+
+
+def race(page):
+    page.locator(".mm-go:visible").click()
+    page.locator(".mm-verdict:visible", has_text="tokens are equal").wait_for()
+
+
+def overflow(page):
+    return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+
+
+def test_the_page_loads_and_says_what_to_do(visit):
+    page = visit()
+    assert page.title() == "mmspec"
+    assert page.get_by_role("tab", name="Video").is_visible()
+    assert "The answer appears here" in page.locator(".mm-answer:visible").inner_text()
+    assert "Built with Gradio" not in page.inner_text("footer")
+    keep(page, "start")
+
+
+def test_an_uploaded_image_is_described_as_text_streams(visit):
+    page = visit()
+    upload(page, PICTURE)
+    page.locator("[data-testid=image] img, .image-frame img, .image-container img").first.wait_for()
+    page.evaluate(
+        """() => { window.seen = []; new MutationObserver(() => {
+            const at = document.querySelector('.mm-answer .mm-text'); if (at) window.seen.push(at.textContent.length);
+        }).observe(document.querySelector('.mm-answer'), {childList: true, subtree: true, characterData: true}); }"""
+    )
+    ask(page)
+    text = page.locator(".mm-answer .mm-text").inner_text()
+    assert text.startswith('There is a sign at the bottom that reads "HONEY".')
+    lengths = page.evaluate("[...new Set(window.seen)]")
+    assert len(lengths) >= 3, f"the text came at once: {lengths}"
+    assert page.locator(".mm-answer .mm-accepted").count() > 3
+    assert page.locator(".mm-answer .mm-bonus").count() > 1
+    assert "drafted and accepted" in page.locator(".mm-answer .mm-legend").inner_text()
+    keep(page, "answer")
+
+
+def test_a_follow_up_question(visit):
+    page = visit()
+    page.locator("button.gallery-item:visible").first.click()
+    page.locator(".image-frame img, .image-container img").first.wait_for()
+    ask(page)
+    prompt = page.locator(".mm-prompt:visible textarea, .mm-prompt:visible input").first
+    prompt.fill("How many objects are there?")
+    page.locator(".mm-ask:visible").click()
+    page.locator(".mm-answer .mm-asked").nth(1).wait_for()
+    page.locator(".mm-figures:visible").wait_for()
+    assert page.locator(".mm-answer .mm-asked").all_inner_texts() == [
+        "Describe the image.",
+        "How many objects are there?",
+    ]
+    assert "three" in page.locator(".mm-answer .mm-text").nth(1).inner_text()
+    page.locator(".mm-clear:visible").click()
+    page.locator(".mm-answer .mm-empty").wait_for()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_race(visit, theme):
+    page = visit(theme=theme)
+    page.locator("button.gallery-item:visible").first.click()
+    page.locator(".image-frame img, .image-container img").first.wait_for()
+    race(page)
+    lanes = page.locator(".mm-lane .mm-text").all_inner_texts()
+    assert lanes[0] == lanes[1] != ""
+    verdict = page.locator(".mm-verdict").inner_text()
+    assert re.match(r"\d+\.\d\dx the decoding speed, \d+\.\d\dx end to end\. The \d+ tokens are equal\.", verdict)
+    assert "each on its own clock" in page.locator(".mm-race").inner_text()
+    keep(page, f"race-{theme}")
+
+
+def test_the_step_slider_moves_through_the_trees(visit):
+    page = visit()
+    page.locator("button.gallery-item:visible").first.click()
+    page.locator(".image-frame img, .image-container img").first.wait_for()
+    ask(page)
+    slider = page.locator(".mm-step input[type=range]:visible")
+    last = int(slider.get_attribute("max"))
+    assert last > 2
+    for number in (1, last):
+        slider.fill(str(number))
+        view = page.locator(f".mm-scroll[aria-label='Draft tree of pass {number}']:visible")
+        view.wait_for()
+        assert view.locator("g.bonus").count() == 2  # the node and the legend
+        assert view.locator("g.root > title").first.text_content()
+    slider.fill("1")
+    first = page.locator(".mm-scroll[aria-label='Draft tree of pass 1']:visible")
+    first.wait_for()
+    assert first.locator("path.kept").count() >= 2
+    assert "target" in first.locator("g.kept > title").first.text_content()
+    assert page.locator(".mm-plot:visible").count() == 2
+
+
+def test_a_broken_file_is_told_on_the_page(visit, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(Path(PICTURE).read_bytes()[:700])
+    page = visit()
+    upload(page, str(broken))
+    page.wait_for_timeout(1500)
+    page.locator(".mm-ask:visible").click()
+    note = page.locator(".mm-note:visible")
+    note.wait_for()
+    assert note.inner_text().startswith("broken.png: expected a whole image")
+    assert "Traceback" not in page.inner_text("body")
+    keep(page, "broken")
+    page.locator(".mm-go:visible").click()
+    page.locator(".mm-race .mm-note:visible").wait_for()
+
+
+def test_nothing_to_look_at_and_an_unknown_model(visit):
+    page = visit()
+    page.locator(".mm-ask:visible").click()
+    page.locator(".mm-note:visible", has_text="there is nothing to look at yet").wait_for()
+    page.get_by_role("tab", name="Text").click()
+    page.locator(".mm-prompt:visible textarea").fill("Hello")
+    page.get_by_text("Settings").locator("visible=true").click()
+    model = page.get_by_label("Model").locator("visible=true").first
+    model.fill("nobody/nothing")
+    model.press("Enter")
+    page.locator(".mm-ask:visible").click()
+    page.locator(".mm-note:visible", has_text="cannot load model 'nobody/nothing'").wait_for()
+
+
+def test_a_text_by_the_hybrid(visit):
+    page = visit()
+    page.get_by_role("tab", name="Text").click()
+    page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
+    ask(page)
+    assert page.locator(".mm-answer:visible .mm-text").inner_text().startswith("37 + 48 = 85")
+    assert "tiny-hybrid" in page.locator(".mm-made:visible").first.inner_text()
+
+
+def test_a_video(visit):
+    page = visit(theme="dark")
+    page.get_by_role("tab", name="Video").click()
+    page.locator("button.gallery-item:visible, .gallery-item:visible").first.click()
+    page.locator("video:visible").first.wait_for()
+    ask(page)
+    assert "cyan star moves down" in page.locator(".mm-answer:visible .mm-text").inner_text()
+    keep(page, "video-dark")
+
+
+def test_two_visitors_at_once(visit):
+    pages = [visit(), visit()]
+    for page in pages:
+        page.locator("button.gallery-item:visible").first.click()
+        page.locator(".image-frame img, .image-container img").first.wait_for()
+    for page in pages:
+        page.locator(".mm-ask:visible").click()
+    for page in pages:
+        page.locator(".mm-figures:visible").wait_for()
+    texts = [page.locator(".mm-answer .mm-text").inner_text() for page in pages]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("There is a sign")
+
+
+def test_stop(visit):
+    page = visit()
+    page.get_by_role("tab", name="Text").click()
+    page.locator(".mm-prompt:visible textarea").fill("Tell a long story.")
+    page.locator(".mm-ask:visible").click()
+    page.locator(".mm-answer:visible .mm-text").wait_for()
+    page.locator(".mm-stop:visible").click()
+    page.wait_for_timeout(1500)
+    text = page.locator(".mm-answer:visible .mm-text").inner_text()
+    page.wait_for_timeout(1500)
+    assert page.locator(".mm-answer:visible .mm-text").inner_text() == text
+    page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
+    ask(page)  # the next one is served
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_phone(visit, theme):
+    page = visit(PHONE, theme)
+    assert overflow(page) <= 0
+    page.locator("button.gallery-item:visible").first.click()
+    page.locator(".image-frame img, .image-container img").first.wait_for()
+    ask(page)
+    assert overflow(page) <= 0
+    keep(page, f"phone-{theme}")
+    race(page)
+    assert overflow(page) <= 0
+    boxes = [lane.bounding_box() for lane in page.locator(".mm-lane").all()]
+    assert boxes[1]["y"] > boxes[0]["y"] + boxes[0]["height"]  # one below the other
+    keep(page, f"phone-race-{theme}")

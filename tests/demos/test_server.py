@@ -1,0 +1,177 @@
+"""The server as programs see it: named endpoints, mistakes, limits, cancelling, uploads that go away."""
+
+import itertools
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from gradio_client import Client, handle_file
+from gradio_client.exceptions import AppError
+
+import mmspec
+from demos import service
+from demos.questions import LARGEST_UPLOAD
+from tests.demos.serving import demo_server
+from vision.embedded import samples
+
+PICTURE, FILM = str(samples() / "scene.png"), str(samples() / "clip.mp4")
+SHORT = {"max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def address():
+    with demo_server(page={"kept": (1, 4)}) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return Client(address, verbose=False)
+
+
+def test_only_the_named_endpoints_can_be_called(client):
+    found = client.view_api(print_info=False, return_format="dict")
+    assert sorted(found["named_endpoints"]) == ["/caption_image", "/caption_video", "/compare", "/generate"]
+    assert found["unnamed_endpoints"] == {}
+    (returned,) = found["named_endpoints"]["/caption_image"]["returns"]
+    assert returned["type"]["properties"]["tokens_per_second"] == {"type": "number"}
+    assert returned["type"]["properties"]["text"] == {"type": "string"}
+
+
+def test_a_caption_is_the_models_own(client):
+    result = client.predict(handle_file(PICTURE), api_name="/caption_image", **SHORT)
+    alone = mmspec.load("tiny-llava", drafter=None).generate("Describe the image.", images=PICTURE, **SHORT)
+    assert result["text"] == alone.text.strip()
+    assert result["tokens"] == 12
+    assert (result["finish_reason"], result["model"], result["drafter"]) == ("length", "tiny-llava", "flash")
+    assert 1 <= result["acceptance"] <= 12
+    assert 0 <= result["draft_acceptance_rate"] <= 1
+    assert result["tokens_per_second"] > 0 < result["seconds"]
+
+
+def test_a_video_and_a_text(client):
+    result = client.predict(handle_file(FILM), frames=2, api_name="/caption_video", **SHORT)
+    assert result["tokens"] == 12
+    result = client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)
+    assert result["model"] == "tiny-hybrid"
+    assert result["text"].startswith("3 + 4")
+
+
+def test_plain_and_speculative_compared(client):
+    result = client.predict("Describe the image.", handle_file(PICTURE), api_name="/compare", **SHORT)
+    assert result["equal"] is True
+    assert result["first_difference"] == -1
+    assert result["plain"]["text"] == result["speculative"]["text"] != ""
+    assert result["plain"]["drafter"] == "none"
+    assert result["plain"]["acceptance"] == 1.0 <= result["speculative"]["acceptance"]
+    speeds = [result[way]["tokens_per_second"] for way in ("speculative", "plain")]
+    assert result["decode_speedup"] == pytest.approx(speeds[0] / speeds[1])
+
+
+def test_text_arrives_in_pieces(client):
+    job = client.submit(handle_file(PICTURE), drafter="none", api_name="/caption_image", **SHORT)
+    texts = [result["text"] for result in job]
+    assert len(texts) > 3
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("/generate", {"prompt": " "}, "the prompt must not be empty"),
+        ("/generate", {"prompt": "x", "model": "nobody/nothing"}, "cannot load model 'nobody/nothing'"),
+        ("/generate", {"prompt": "x", "drafter": "nonsense"}, "unknown drafter"),
+        ("/generate", {"prompt": "x", "max_new_tokens": 513}, "max_new_tokens must lie in 1..512: got 513"),
+        ("/generate", {"prompt": "x", "max_new_tokens": "many"}, "max_new_tokens must be of type int: got 'many'"),
+        ("/generate", {"prompt": "x" * 4001}, "at most 4000 characters"),
+        ("/generate", {"prompt": "x", "temperature": -1}, "temperature must be 0 or"),
+        ("/generate", {"prompt": None}, "prompt must be of type str"),
+        ("/caption_image", {"image": None}, "there is nothing to look at yet"),
+        ("/caption_image", {"image": {"path": "/etc/hostname"}}, "the image must be uploaded"),
+        ("/caption_image", {"image": {"path": "https://example.org/a.png"}}, "the image must be uploaded"),
+        ("/caption_image", {"image": handle_file(FILM)}, "clip.mp4: expected an image"),
+        ("/caption_video", {"video": handle_file(PICTURE)}, "scene.png: expected a video"),
+        ("/caption_image", {"image": handle_file(PICTURE), "model": "tiny-hybrid"}, "reads text only"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(client, name, arguments, message):
+    with pytest.raises(AppError) as error:
+        client.predict(api_name=name, **arguments)
+    told = str(error.value)
+    assert message in told
+    assert "Traceback" not in told
+    assert "/tmp" not in told
+
+
+def test_a_failure_of_ours_shows_no_details(client, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(service, "follow", broken)
+    with pytest.raises(AppError) as error:
+        client.predict("x", api_name="/generate")
+    assert "something went wrong here (RuntimeError)" in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_too_large_an_upload_is_refused(address):
+    sent = {"files": ("big.png", b"\0" * (LARGEST_UPLOAD * 2**20 + 1))}
+    answer = httpx.post(f"{address}gradio_api/upload", files=sent, timeout=60)
+    assert answer.status_code == 413
+
+
+def test_uploads_are_removed(address):
+    (stored,) = httpx.post(f"{address}gradio_api/upload", files={"files": ("a.png", b"soon gone")}, timeout=60).json()
+    assert Path(stored).read_bytes() == b"soon gone"
+    end = time.monotonic() + 20
+    while Path(stored).exists():
+        assert time.monotonic() < end, "an upload outlived its time"
+        time.sleep(0.2)
+
+
+def test_cancelling_stops_the_work(client, monkeypatch):
+    seen = []
+    follow = service.follow
+
+    def watched(*arguments):
+        try:
+            for run in follow(*arguments):
+                seen.append(len(run.token_ids))
+                yield run
+                time.sleep(0.05)
+        finally:
+            seen.append("ended")
+
+    monkeypatch.setattr(service, "follow", watched)
+    job = client.submit("Tell a story.", drafter="none", temperature=1.0, max_new_tokens=512, api_name="/generate")
+    end = time.monotonic() + 30
+    while len(seen) < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    job.cancel()
+    while seen[-1] != "ended" and time.monotonic() < end:
+        time.sleep(0.02)
+    assert seen[-1] == "ended"
+    assert max(count for count in seen if count != "ended") < 100
+    monkeypatch.undo()
+    assert client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)["tokens"] == 12
+
+
+def test_two_at_once_both_get_their_answer(address, client):
+    other = Client(address, verbose=False)
+    jobs = [
+        client.submit(handle_file(PICTURE), api_name="/caption_image", **SHORT),
+        other.submit("Work out: 3 + 4", api_name="/generate", **SHORT),
+    ]
+    texts = [job.result(timeout=60)["text"] for job in jobs]
+    assert texts[0].startswith("There is")
+    assert texts[1].startswith("3 + 4")
+
+
+def test_visitors_can_be_asked_who_they_are():
+    with demo_server(auth=("ann", "secret")) as url:
+        assert httpx.get(f"{url}config").status_code == 401
+        assert httpx.post(f"{url}login", data={"username": "ann", "password": "wrong"}).status_code == 400
+        with httpx.Client() as visitor:
+            assert visitor.post(f"{url}login", data={"username": "ann", "password": "secret"}).status_code == 200
+            assert visitor.get(f"{url}config").status_code == 200
