@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def whole_numbers(value: str, option: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"--{option} must be whole numbers above 0, separated by commas: got {value!r}")
     return list(map(int, parts))
+
+
+def commit() -> str:
+    """The commit of the checkout; empty where there is none."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
+    return done.stdout.decode().strip()
 
 
 def print_result(content: dict[str, Any], out: Path | None = None) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ import click
 import torch
 
 import mmspec
-from eval.command import Measurement, console, print_result, write_result
+from eval.command import Measurement, commit, console, print_result, write_result
 from eval.drafters import named_drafters, tree_sizes
 from eval.prompts import held_out_requests
 from eval.scale_up import SHAPES
@@ -126,12 +125,6 @@ def replay(names: Sequence[str], prompts: Sequence[Mapping[str, Any]]) -> list[W
     return ways
 
 
-def _commit() -> str:
-    """The commit of the checkout; empty where there is none."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
-    return done.stdout.decode().strip()
-
-
 def _earlier(out: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Prompts measured by earlier calls with the same options."""
     try:
@@ -173,7 +166,7 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
         **describe(pipe.target),
         "parameters": pipe.model.num_parameters(),
         "drafters": {name: sizes_of(drafter, pipe.target) for name, drafter in drafters.items()},
-        "commit": _commit(),
+        "commit": commit(),
         "pass_tokens": cost.tokens,
         "pass_seconds": cost.seconds,
         "options": options,

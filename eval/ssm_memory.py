@@ -85,7 +85,7 @@ class _Snapshots(StateCache):
 
 
 class _SnapshotLayers(Mamba2Layers):
-    def cache(self, reserve: int) -> StateCache:
+    def cache(self, reserve: int, in_place: bool = False) -> StateCache:
         return _Snapshots(self._layers, self._recurrent, attending=self._attending, reserve=reserve)
 
 
