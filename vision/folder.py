@@ -34,7 +34,7 @@ class Captioner:
         from mmspec.cli.session import open_pipeline
 
         self.settings = settings
-        self.pipe = open_pipeline(Console(stderr=True), **settings["loading"])
+        self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """Caption a batch.

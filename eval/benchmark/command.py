@@ -79,7 +79,7 @@ def evaluate(
     from eval.tasks import pick
 
     picked = tuple(task.name for task in pick(tasks, sees(options["model"])))
-    settings = Settings(tasks=picked, data=None if data is None else str(data), **options)
+    settings = Settings(tasks=picked, data=None if data is None else str(data.resolve()), **options)
     summary = run(settings, out, engine, workers)
     if as_json:
         click.echo(json.dumps(summary))

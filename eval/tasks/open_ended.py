@@ -59,7 +59,6 @@ TASKS = (
         overlap,
         512,
         _video_detail,
-        Hub("lmms-lab/VideoDetailDescription", "test"),
     ),
     Task(
         "mmspec-benchmark",
