@@ -251,6 +251,7 @@ class SteadyBudget(Budget):
         self._seconds = {n: cost(batch * (n + 1)) + (_DRAFT * cost(batch) if n else 0.0) for n in (0, *sizes)}
         # The likeliest nodes are those of the first levels; the first steps put this right.
         self._accepted = [_GUESS / rank**0.5 for rank in range(1, sizes[-1] + 1)]
+        self._tried = [0] * sizes[-1]
         self._steps = 0
 
     def drafts(self) -> bool:
@@ -267,7 +268,9 @@ class SteadyBudget(Budget):
         alive = [set(path) for path in paths if path]
         for rank in range(1, min(nodes, len(self._accepted) + 1)):
             share = sum(rank in path for path in alive) / max(len(alive), 1)
-            self._accepted[rank - 1] += (1 - _DECAY_RANK) * (share - self._accepted[rank - 1])
+            self._tried[rank - 1] += 1
+            weight = max(1 - _DECAY_RANK, 1 / (1 + self._tried[rank - 1]))
+            self._accepted[rank - 1] += weight * (share - self._accepted[rank - 1])
         if nodes - 1 in self._seconds:
             spent, usual = draft_seconds + verify_seconds, self._seconds[nodes - 1]
             # A hiccup, or the first step of a size, must not count as its price.

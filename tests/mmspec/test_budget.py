@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from mmspec.budget import AdaptiveBudget, Budget, CostTable
+from mmspec.budget import AdaptiveBudget, Budget, CostTable, SteadyBudget
 
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
@@ -199,3 +199,49 @@ def test_drafting_in_vain_becomes_rare():
     while not asked(6):  # a guess that holds: drafting is back in every step
         pass
     assert all(asked(1) for _ in range(11))
+
+
+# ---------------------------------------------------------------------- sizes chosen ahead
+
+
+def steady(cost, accepted, draft_seconds=0.1, steps=600, batch=1, **keywords):
+    """Sizes that a steady budget chose, where a tree's first ``accepted`` nodes are always right."""
+    budget, chosen = SteadyBudget(cost, batch=batch, **keywords), []
+    for _ in range(steps):
+        size = budget.nodes if budget.drafts() else 0
+        assert budget.ahead() == budget.nodes
+        chosen.append(size)
+        path = list(range(min(accepted, size) + 1))
+        spent = draft_seconds if size else 0.0
+        budget.observe(size + 1, [path] * batch, spent, cost(batch * (size + 1)))
+    return chosen
+
+
+@pytest.mark.parametrize(("accepted", "best"), [(4, 7), (10, 15), (28, 31), (60, 63)])
+def test_a_steady_budget_takes_the_size_that_holds_what_is_accepted(accepted, best):
+    chosen = steady(CostTable((1, 64), (1.0, 3.0)), accepted)
+    assert chosen[-20:-4].count(best) >= 14
+
+
+def test_a_steady_budget_does_not_draft_in_vain():
+    for cost, accepted in ((FREE, 0), (STEEP, 1)):
+        chosen = steady(cost, accepted)
+        assert chosen[-100:].count(0) >= 97  # and looks now and then whether that still holds
+        assert sum(size > 0 for size in chosen[-128:]) >= 1
+
+
+def test_rows_that_have_finished_say_nothing():
+    one, with_finished = SteadyBudget(FREE, (7,)), SteadyBudget(FREE, (7,), batch=2)
+    for _ in range(30):
+        one.observe(8, [[0, 1, 2]], 0.1, 1.0)
+        with_finished.observe(8, [[0, 1, 2], []], 0.1, 1.0)
+    assert one._accepted == with_finished._accepted
+    assert one._accepted[0] == pytest.approx(1.0, abs=0.3)
+    assert one._accepted[6] < 0.2
+
+
+def test_a_hiccup_is_not_the_price_of_a_size():
+    budget = SteadyBudget(FREE)
+    budget.observe(64, [[0, 1, 2, 3, 4, 5]], 5.0, 50.0)
+    assert budget.drafts()
+    assert budget.nodes >= 31
