@@ -177,7 +177,11 @@ def verification(place: Place, batch: int, nodes: int, vocab: int) -> list[dict[
     }
     rows = []
     for name, (run, least) in calls.items():
-        agree(run)
+        ours = run()
+        with plainly():
+            differing = float((ours != run()).float().mean())
+        # Another order of sums may decide a rejection that hangs on the last digit.
+        assert differing <= (0.005 if name == "choose_drawn" else 0.0), f"{name} differs from its plain form"
         row = place.row(run, least, operation=name, batch=batch, nodes=nodes, vocab=vocab)
         with plainly():
             row["plain_us"] = 1e6 * seconds(run, device)

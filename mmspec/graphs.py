@@ -37,7 +37,7 @@ class Graphed:
 
     def __init__(self, function: Function) -> None:
         self._function = function
-        self._seen: dict[Hashable, _Graph | None] = {}  # None where capturing is still to come, or has failed
+        self._seen: dict[Hashable, tuple[Tensor, ...] | _Graph] = {}  # buffers where capturing is still to come
         self._failed = False
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
@@ -55,12 +55,13 @@ class Graphed:
         if key not in self._seen:
             for old in [other for other in self._seen if other[0] != version]:  # type: ignore[index]
                 del self._seen[old]  # its addresses are no more
-            self._seen[key] = None
-            return self._function(*inputs, **settings)
+            # From the buffers already: kernels are compiled for how their arguments are laid out, and cannot be later.
+            buffers = self._seen[key] = tuple(x.clone() for x in inputs)
+            return self._function(*buffers, **settings)
         graph = self._seen[key]
-        if graph is None:
+        if isinstance(graph, tuple):
             try:
-                graph = self._seen[key] = _Graph(self._function, inputs, settings)
+                graph = self._seen[key] = _Graph(self._function, graph, settings)
             except RuntimeError as error:
                 self._failed = True
                 warnings.warn(f"steps are not captured: {error}", RuntimeWarning, stacklevel=2)
@@ -70,7 +71,7 @@ class Graphed:
     @property
     def captured(self) -> int:
         """Shapes that are replayed."""
-        return sum(graph is not None for graph in self._seen.values())
+        return sum(not isinstance(graph, tuple) for graph in self._seen.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphed:
         # A copy's tensors stand elsewhere.
@@ -78,10 +79,10 @@ class Graphed:
 
 
 class _Graph:
-    """One captured call."""
+    """One captured call, which reads its inputs from ``inputs``."""
 
     def __init__(self, function: Function, inputs: tuple[Tensor, ...], settings: dict[str, Any]) -> None:
-        self._inputs = tuple(x.clone() for x in inputs)
+        self._inputs = inputs
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile; that must not spoil the capture.
         with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):

@@ -133,7 +133,7 @@ class Replayed:
     replays = 0
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Any, settings: dict[str, Any]) -> None:
-        self._inputs = tuple(x.clone() for x in inputs)
+        self._inputs = inputs
         recorder = _Replayed(self._inputs)
         _Replayed.active.append(recorder)
         try:

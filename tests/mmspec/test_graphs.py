@@ -8,6 +8,7 @@ import torch
 from eval.tiny_models import text_inputs, vision_inputs
 from mmspec import graphs, kernels, plugins
 from mmspec.budget import Budget
+from mmspec.cache import TreeCache
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine import decode
 from mmspec.graphs import Graphed
@@ -144,6 +145,18 @@ def check_answers(name, kind, batch, device="cpu"):
 def test_replayed_passes_say_what_generate_says(name, kind, batch):
     check_answers(name, kind, batch)
     assert Replayed.replays > 20
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_numbers_of_the_host_are_found_out(monkeypatch):
+    """Where a pass is written to must be read on the device: a number would be that of the pass that was captured."""
+
+    def by_the_host(cache, nodes):
+        cache._at = torch.arange(cache.length + cache.offset, cache.length + cache.offset + nodes)
+
+    monkeypatch.setattr(TreeCache, "enter", by_the_host)
+    with pytest.raises(AssertionError):
+        check_answers("llava", "plain", 1)
 
 
 @pytest.mark.gpu
