@@ -37,7 +37,7 @@ def demo(model: str, device: str, dtype: str, host: str, port: int, auth: str | 
 
     models = Models(device=device, dtype=dtype)
     models.get(model)  # a model that is not there is told now, not to the first visitor
-    options: dict[str, Any] = {"server_name": host, "server_port": port or None, "auth": login, "share": share}
+    options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     try:
         with serving(models, page={"model": model}, **options) as page:
             click.echo(f"mmspec demo: {page.local_url} (Ctrl-C ends it)")

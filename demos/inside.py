@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from demos.plots import histogram, time_split
@@ -32,12 +31,12 @@ class Inside:
         return 1 + max(range(len(self.steps)), key=lambda i: len(self.steps[i].path), default=0)
 
 
-def inside_of(run: Run, decode: Callable[[list[int]], str]) -> Inside | None:
+def inside_of(run: Run) -> Inside | None:
     """What can be looked into of a run that has ended; None where nothing was drafted."""
     if run.stats is None or not run.steps:
         return None
     seen = {token for step in run.steps for token in (*step.tokens, step.bonus)}
-    return Inside(run.steps, {token: decode([token]) for token in seen}, run.stats)
+    return Inside(run.steps, {token: run.read([token]) for token in seen}, run.stats)
 
 
 def step_html(inside: Inside | None, number: int) -> str:

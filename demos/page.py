@@ -209,7 +209,7 @@ class _Panel:
             return
         html = views.conversation_html(talk.shown, prompt, run)
         talk = replace(talk, turns=[*talk.turns, (prompt, run.text.strip(), views.tokens_html(run.tokens))])
-        talk.inside = inside_of(run, self.service.models.get(run.model).target.tokenizer.decode)
+        talk.inside = inside_of(run)
         yield talk, html, gr.skip(), *_look_inside(talk.inside)
 
     def _race(self, talk: Talk, prompt: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
@@ -226,8 +226,7 @@ class _Panel:
             return
         if race is None or not race.finished:
             return
-        run = race.speculative
-        talk = replace(talk, inside=inside_of(run, self.service.models.get(run.model).target.tokenizer.decode))
+        talk = replace(talk, inside=inside_of(race.speculative))
         yield talk, views.race_html(race), gr.skip(), *_look_inside(talk.inside)
 
     @staticmethod

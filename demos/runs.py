@@ -41,6 +41,7 @@ class Run:
 
     Attributes:
         drafter: its registered name, or "none".
+        read: what single tokens read, special ones included.
         seconds: spent on it so far, the reading of images included.
         steps: the judged trees so far.
         stats, finish_reason: set when it has ended.
@@ -48,6 +49,7 @@ class Run:
 
     model: str
     drafter: str
+    read: Callable[[list[int]], str] = field(default=str, repr=False)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
@@ -90,7 +92,7 @@ def follow(pipe: Pipeline, drafter: str, request: Mapping[str, Any], keywords: M
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
-    run = Run(pipe.name, drafter)
+    run = Run(pipe.name, drafter, pipe.target.tokenizer.decode)
     pieces = pipe.stream(**request, **keywords)
     while True:
         start = clock()

@@ -29,7 +29,7 @@ def serving(models: Models, *, page: dict[str, Any] | None = None, **launch: Any
     Args:
         models: what answers.
         page: passed on to ``build``.
-        **launch: passed on to gradio's ``launch``.
+        **launch: passed on to gradio's ``launch``; a ``server_port`` of 0 takes a free one.
     """
     with TemporaryDirectory(prefix="mmspec-demo-") as folder, mock.patch.dict(os.environ, GRADIO_TEMP_DIR=folder):
         samples = Path(folder, "samples")
@@ -47,7 +47,7 @@ def serving(models: Models, *, page: dict[str, Any] | None = None, **launch: Any
             ssr_mode=False,
             state_session_capacity=200,
             show_error=False,
-            **{"share": False, **launch},
+            **{"share": False, **launch, "server_port": launch.get("server_port") or None},
         )
         try:
             yield demo

@@ -36,7 +36,7 @@ def test_nothing_is_shared_unless_asked(monkeypatch):
         ([], {"server_name": "127.0.0.1", "server_port": 7860, "auth": None, "share": False}),
         (
             ["--host", "0.0.0.0", "--port", "0", "--auth", "a:b:c", "--share"],
-            {"server_name": "0.0.0.0", "server_port": None, "auth": ("a", "b:c"), "share": True},
+            {"server_name": "0.0.0.0", "server_port": 0, "auth": ("a", "b:c"), "share": True},
         ),
     ):
         assert isinstance(CliRunner().invoke(demo, arguments).exception, StopError)

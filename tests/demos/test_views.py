@@ -32,7 +32,7 @@ def text(ids):
 
 
 def finished(drafter="msd", ids=(65, 66, 67, 68, 69, 70), seconds=2.0):
-    run = Run("tiny", drafter)
+    run = Run("tiny", drafter, text)
     stats = Stats(wall_seconds=seconds, time_to_first_token=0.5, prefill_seconds=0.5, verify_seconds=1.0)
     stats.num_generated_tokens = 1
     for drafted, depth, accepted, emitted in ((3, 2, 2, 3), (0, 0, 0, 1), (1, 1, 0, 1)):
@@ -106,7 +106,7 @@ def test_a_race_tells_who_won_and_whether_it_was_the_same_race(equal):
 
 def test_inside_a_run():
     run = finished()
-    inside = inside_of(run, text)
+    inside = inside_of(run)
     assert inside is not None
     assert inside.best == 1
     tree = ElementTree.fromstring(step_html(inside, 1))
@@ -114,7 +114,7 @@ def test_inside_a_run():
     assert kinds[:5] == ["root", "kept", "kept", "rejected", "bonus"]
     assert step_html(inside, 0) == step_html(inside, 4) == step_html(None, 1) == ""
     assert "Passes by accepted drafts" in plots_html(inside)
-    assert inside_of(finished("none"), text) is None
+    assert inside_of(finished("none")) is None
 
 
 def test_plots_show_the_figures():
