@@ -33,7 +33,7 @@ from rich.table import Table
 import mmspec
 from eval.command import Measurement, console, print_result
 from eval.prompts import held_out_requests
-from eval.speed import PLAIN, Way, measure
+from eval.rounds import PLAIN, Way, measure
 from mmspec.calibrate import cost_table, describe
 from mmspec.drafter import fork
 from mmspec.errors import UserError

@@ -20,7 +20,8 @@ import mmspec
 from eval.command import Measurement, console, print_result, whole_numbers
 from eval.drafters import chain, named_drafters
 from eval.prompts import held_out_texts
-from eval.speed import PLAIN, TRANSFORMERS, Way, measure, report
+from eval.rounds import PLAIN, TRANSFORMERS, Way, measure
+from eval.speed import report
 from eval.unrolled import Unrolled
 from mmspec.calibrate import cost_table, describe
 from mmspec.drafter import Drafter, fork

@@ -27,10 +27,11 @@ import mmspec
 from eval.command import Measurement, commit, console, print_result, write_result
 from eval.drafters import named_drafters, tree_sizes
 from eval.prompts import held_out_requests
+from eval.rounds import PLAIN, TRANSFORMERS, Way, measure
 from eval.scale_up import SHAPES
 from eval.scale_up_drafters import scale_up_drafter
 from eval.scale_up_models import scale_up
-from eval.speed import PLAIN, TRANSFORMERS, Way, measure, report
+from eval.speed import report
 from mmspec.calibrate import cost_table, describe
 from mmspec.compare import first_difference
 from mmspec.drafter import Drafter, fork

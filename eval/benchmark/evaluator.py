@@ -19,8 +19,8 @@ import transformers
 import mmspec
 from eval.benchmark.methods import BASELINE, PLAIN, ways_of
 from eval.prompts import held_out_requests, held_out_texts
+from eval.rounds import Asked, Run, Way, rounds_of
 from eval.sample import Sample
-from eval.speed import Asked, Run, Way, rounds_of
 from eval.tasks import TASKS
 from mmspec.calibrate import cost_table, describe
 from mmspec.compare import first_difference

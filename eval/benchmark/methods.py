@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.drafters import chain, named_drafters
-from eval.speed import Way
+from eval.rounds import Way
 from mmspec import checkpoint
 from mmspec.drafter import fork
 from mmspec.errors import UserError

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from eval.benchmark.methods import BASELINE
 from eval.benchmark.summary import ALL
-from eval.speed import PARTS
+from eval.rounds import PARTS
 from mmspec.training.curve import write_figure
 
 Row = dict[str, Any]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from eval.benchmark.methods import BASELINE, PLAIN
+from eval.rounds import PARTS
 from eval.sample import Sample, Scorer
-from eval.speed import PARTS
 from eval.tally import Tally
 from mmspec.errors import UserError
 from mmspec.stats import Stats

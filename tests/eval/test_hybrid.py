@@ -13,7 +13,7 @@ from eval import hybrid
 from eval.drafters import Watched
 from eval.hybrid import against_chains, best, chain, ways_of
 from eval.prompts import held_out_texts
-from eval.speed import PLAIN, TRANSFORMERS, Way, measure
+from eval.rounds import PLAIN, TRANSFORMERS, Way, measure
 from eval.tiny_models import mamba_network, msd_network
 from eval.unrolled import Unrolled
 from mmspec import TokenTree, UserError

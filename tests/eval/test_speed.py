@@ -9,7 +9,9 @@ from PIL import Image
 
 import mmspec
 from eval import speed
-from eval.speed import PARTS, PLAIN, TRANSFORMERS, Way, held_out_requests, measure, split
+from eval.prompts import held_out_requests
+from eval.rounds import PARTS, PLAIN, TRANSFORMERS, Way, measure
+from eval.speed import split
 from eval.tiny_models import msd_network
 from mmspec.drafters.recycle import Recycle
 from mmspec.tree import TokenTree
