@@ -74,6 +74,21 @@ def _tile(head_dim: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _program(head_dim, size, BLOCK_DIM: tl.constexpr, BLOCK_STATE: tl.constexpr):
+    """The row and the head that a program is for, its channels and the numbers of their states, and which there are."""
+    i_dim = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    i_state = tl.arange(0, BLOCK_STATE)
+    return tl.program_id(2).to(tl.int64), tl.program_id(1), i_dim, i_dim < head_dim, i_state, i_state < size
+
+
+@triton.jit
+def _load(pointer, i, m_i, i_stride, j, m_j, j_stride):
+    """(i, j) float32, zero where masked; which is the row and which the column is up to the strides."""
+    p_both = pointer + i[:, None] * i_stride + j[None, :] * j_stride
+    return tl.load(p_both, mask=m_i[:, None] & m_j[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _reach(a_head, dt, ancestors, tile, nodes, stride_dt, stride_i, stride_j, BLOCK_NODES: tl.constexpr):
     """Sums of ``dt a`` along the path of each of a tile's nodes, in float64: their differences are what counts."""
     i_end = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
@@ -135,11 +150,8 @@ def _tree_scan_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_STATE: tl.constexpr,
 ):
-    i_head, i_row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_row, i_head, i_dim, m_dim, i_state, m_state = _program(head_dim, size, BLOCK_DIM, BLOCK_STATE)
     i_group = i_head // per_group
-    i_dim = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    i_state = tl.arange(0, BLOCK_STATE)
-    m_dim, m_state = i_dim < head_dim, i_state < size
     x += i_row * x_row + i_head * x_head
     dt += i_row * dt_row + i_head * dt_head
     b += i_row * b_row + i_group * b_group
@@ -150,15 +162,13 @@ def _tree_scan_kernel(
 
     overlap_precision: tl.constexpr = _PRECISION if b.dtype.element_ty == tl.float32 else "tf32"
     a_head = tl.load(a + i_head)
-    m_tile = m_state[:, None] & m_dim[None, :]
     # (state, head_dim): transposed by how it is addressed.
-    b_before = tl.load(state + i_state[:, None] * s_state + i_dim[None, :] * s_dim, mask=m_tile, other=0.0)
+    b_before = _load(state, i_state, m_state, s_state, i_dim, m_dim, s_dim)
 
     for tile in range(TILES):
         i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
         m_to = i_to < nodes
-        m_c = m_to[:, None] & m_state[None, :]
-        b_c = tl.load(c + i_to[:, None] * c_node + i_state[None, :] * c_state, mask=m_c, other=0.0).to(tl.float32)
+        b_c = _load(c, i_to, m_to, c_node, i_state, m_state, c_state)
         b_reach = _reach(a_head, dt, ancestors, tile, nodes, dt_node, m_i, m_j, BLOCK_NODES)
         b_y = tl.dot(b_c, b_before, input_precision=_PRECISION) * tl.exp(b_reach.to(tl.float32))[:, None]
 
@@ -170,17 +180,15 @@ def _tree_scan_kernel(
             b_from = _reach(a_head, dt, ancestors, other, nodes, dt_node, m_i, m_j, BLOCK_NODES)
             # Mask before exp: between nodes of different paths it could overflow.
             b_decay = tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))
-            m_b = m_state[:, None] & m_on[None, :]
-            b_b = tl.load(b + i_on[None, :] * b_node + i_state[:, None] * b_state, mask=m_b, other=0.0).to(tl.float32)
+            b_b = _load(b, i_state, m_state, b_state, i_on, m_on, b_node)
             b_step = tl.load(dt + i_on * dt_node, mask=m_on, other=0.0)
             b_weight = tl.exp(b_decay) * tl.dot(b_c, b_b, input_precision=overlap_precision) * b_step[None, :]
-            m_x = m_on[:, None] & m_dim[None, :]
-            b_x = tl.load(x + i_on[:, None] * x_node + i_dim[None, :] * x_dim, mask=m_x, other=0.0).to(tl.float32)
+            b_x = _load(x, i_on, m_on, x_node, i_dim, m_dim, x_dim)
             b_y += tl.dot(b_weight, b_x, input_precision=_PRECISION)
 
         m_y = m_to[:, None] & m_dim[None, :]
         if HAS_D:
-            b_x = tl.load(x + i_to[:, None] * x_node + i_dim[None, :] * x_dim, mask=m_y, other=0.0).to(tl.float32)
+            b_x = _load(x, i_to, m_to, x_node, i_dim, m_dim, x_dim)
             b_y += tl.load(d + i_head).to(tl.float32) * b_x
         tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
 
@@ -219,11 +227,8 @@ def _commit_scan_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_STATE: tl.constexpr,
 ):
-    i_head, i_row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_row, i_head, i_dim, m_dim, i_state, m_state = _program(head_dim, size, BLOCK_DIM, BLOCK_STATE)
     i_group = i_head // per_group
-    i_dim = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    i_state = tl.arange(0, BLOCK_STATE)
-    m_dim, m_state = i_dim < head_dim, i_state < size
     x += i_row * x_row + i_head * x_head
     dt += i_row * dt_row + i_head * dt_head
     b += i_row * b_row + i_group * b_group
@@ -242,10 +247,8 @@ def _commit_scan_kernel(
         # What still decays a node's input are the steps behind it, within this tile; later tiles decay the whole.
         m_behind = tl.arange(0, BLOCK_DEPTH)[:, None] < tl.arange(0, BLOCK_DEPTH)[None, :]
         b_behind = tl.sum(tl.where(m_behind, b_step[None, :], 0.0), axis=1) * a_head
-        m_x = m_node[None, :] & m_dim[:, None]
-        b_x = tl.load(x + i_node[None, :] * x_node + i_dim[:, None] * x_dim, mask=m_x, other=0.0).to(tl.float32)
-        m_b = m_node[:, None] & m_state[None, :]
-        b_b = tl.load(b + i_node[:, None] * b_node + i_state[None, :] * b_state, mask=m_b, other=0.0).to(tl.float32)
+        b_x = _load(x, i_dim, m_dim, x_dim, i_node, m_node, x_node)
+        b_b = _load(b, i_node, m_node, b_node, i_state, m_state, b_state)
         b_tile *= tl.exp(tl.sum(b_step) * a_head)
         b_tile += tl.dot(b_x * (tl.exp(b_behind) * b_step)[None, :], b_b, input_precision=_PRECISION)
     tl.store(p_tile, b_tile, mask=m_tile)
