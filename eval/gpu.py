@@ -68,7 +68,7 @@ _VISION = {"msd": "msd", "flash": "flash"}
 FULL = Plan(
     {
         "7b": ("tiny-llava", _VISION),
-        "8b-hybrid": ("tiny-hybrid", {"ngram": "ngram"}),
+        "8b-hybrid": ("tiny-hybrid", {"auto": "auto", "ngram": "ngram"}),
         "13b": ("tiny-llava", _VISION),
     }
 )
