@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from itertools import pairwise
 
-import pytest
 import torch
 
-from mmspec import SamplingParams, plugins
-from mmspec.budget import Budget
-from mmspec.engine import decode
-from mmspec.sampling import Sampler
-from mmspec.stopping import Stopper
+from eval.tiny_models import msd_network
 from tests.targets import prompt_of, row_of
-from tests.tiny import root_path, valid_nodes
-from vision.drafters.network import MSDConfig, MSDNetwork
+from tests.watching import check_drafts
 
 
 def network_for(model, seed=0, **changes):
-    torch.manual_seed(seed)
-    network = MSDNetwork(MSDConfig.like(model.config.get_text_config(), **changes))
-    for parameter in network.parameters():
-        parameter.data.normal_(std=0.2)
-    return network
+    """Without norm and biases, whatever the model."""
+    return msd_network(model, seed, **{"input_norm": False, "qkv_bias": False, **changes})
 
 
 def plain_layer(network, x, positions=None):
@@ -165,56 +155,16 @@ def plain_gain(drafter, target, hidden, embeds, visual, path):
     return gain
 
 
-class Watched(Budget):
-    """Notes what it is shown; some steps are not drafted at all, others are shallow."""
-
-    def __init__(self, nodes, skip=()):
-        super().__init__(nodes, depth=4)
-        self.skip, self.step, self.shown = skip, 0, None
-
-    def drafts(self):
-        self.step += 1
-        return super().drafts() and self.step not in self.skip
-
-    def take(self, gains):
-        self.shown = gains
-        return super().take(gains)
-
-
-def check(model, inputs, drafter, *, nodes=7, skip=(), new=12, params=None):
+def check(model, inputs, drafter, **asked):
     """Decode; every tree's every node must have the probability of the plain loop, and every output token be right."""
-    target = plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    budget = Watched(nodes, skip)
-    trees = []
-    propose = drafter.propose
-    drafter.propose = lambda token, b: trees.append((propose(token, b), budget.shown)) or trees[-1][0]
-    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
-    prompt = prompt_of(inputs)
     rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
-    said: list[list[int]] = [[] for _ in rows]
-    lengths = Counter()
-    for state in decode(target, drafter, prompt, sampler, Stopper(new, eos_token_ids=[]), budget):
-        if trees:
-            tree, shown = trees.pop()
-            for b, row in enumerate(rows):
-                if len(said[b]) == new:
-                    continue  # finished: what is drafted for it is not looked at
-                hidden, embeds = states_of(model, row, said[b])
-                visual = torch.zeros(len(embeds), dtype=torch.bool)
-                marks = target._visual(prompt_of({**inputs, "input_ids": row["input_ids"]}))
-                if marks is not None:
-                    visual[: marks.shape[1]] = marks[0]
-                assert int(tree.tokens[b, 0]) == said[b][-1]
-                for node in valid_nodes(tree, b)[1:]:
-                    path = [int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]]
-                    expected = plain_gain(drafter, target, hidden, embeds, visual, path)
-                    assert shown[b][node - 1] == pytest.approx(expected, rel=2e-3, abs=1e-6)
-        for b, r in enumerate(state):
-            said[b] += r.emitted if said[b] != r.token_ids else []
-            lengths[len(r.emitted)] += 1
-    if params is None:
-        with torch.no_grad():
-            ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert said == ids[:, inputs["input_ids"].shape[1] :].tolist()
-    return lengths
+
+    def gains(target, b, said, paths):
+        hidden, embeds = states_of(model, rows[b], said)
+        visual = torch.zeros(len(embeds), dtype=torch.bool)
+        marks = target._visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
+        if marks is not None:
+            visual[: marks.shape[1]] = marks[0]
+        return [plain_gain(drafter, target, hidden, embeds, visual, path) for path in paths]
+
+    return check_drafts(model, inputs, drafter, gains, **asked)

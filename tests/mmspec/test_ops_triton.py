@@ -1,30 +1,13 @@
 """The Triton kernels of a step: through the interpreter, compiled without a GPU, and on one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.mmspec.ops_grid import CHECKS, name
+from tests.process import run
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
-
-
-def run(module: str, *arguments: str, **environment: str) -> str:
-    """A process of its own: Triton decides at its import whether kernels are interpreted, for all that follows."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "MMSPEC_KERNELS"))
-    }
-    path = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", module, *arguments]
-    environment = inherited | {"PYTHONPATH": path} | environment
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_interpreted_kernels_agree_with_loops():

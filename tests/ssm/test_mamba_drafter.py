@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from eval.tiny_models import VOCAB, mamba_network, text_inputs, vision_inputs
-from mmspec import SamplingParams, UserError, plugins
+from mmspec import SamplingParams, UserError
 from mmspec.budget import Budget
-from mmspec.engine import decode
 from mmspec.loading import make_drafter
-from mmspec.sampling import Sampler
-from mmspec.stopping import Stopper
 from mmspec.transformers_target import TransformersTarget
 from ssm.drafters import network as networks
 from ssm.drafters.mamba import Mamba
 from tests.targets import prompt_of
-from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny import shared_model
+from tests.watching import check_drafts
 
 
 @torch.no_grad()
@@ -60,57 +56,20 @@ def plain_next(drafter, tokens):
     return logits.softmax(-1)
 
 
-class Watched(Budget):
-    """Notes what it is shown; some steps are not drafted at all."""
-
-    def __init__(self, nodes, skip):
-        super().__init__(nodes, depth=4)
-        self.skip, self.step, self.shown = skip, 0, None
-
-    def drafts(self):
-        self.step += 1
-        return super().drafts() and self.step not in self.skip
-
-    def take(self, gains):
-        self.shown = gains
-        return super().take(gains)
-
-
-def check(model, inputs, drafter, *, nodes=7, skip=(), new=12, params=None):
+def check(model, inputs, drafter, **asked):
     """Decode; every node of every tree must have the probability of the plain loop, every output token be right."""
-    target = plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    budget, trees = Watched(nodes, skip), []
-    propose = drafter.propose
-    drafter.propose = lambda token, b: trees.append((propose(token, b), budget.shown)) or trees[-1][0]
-    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
-    prompt = prompt_of(inputs)
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-    said = [[] for _ in rows]
-    lengths = Counter()
-    for state in decode(target, drafter, prompt, sampler, Stopper(new, eos_token_ids=[]), budget):
-        if trees:
-            tree, shown = trees.pop()
-            for b, row in enumerate(rows):
-                if len(said[b]) == new:
-                    continue  # finished: what is drafted for it is not looked at
-                assert int(tree.tokens[b, 0]) == said[b][-1]
-                gains, ahead = {0: 1.0}, {}
-                for node in valid_nodes(tree, b)[1:]:
-                    *above, token = [int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]]
-                    parent = int(tree.parents[b, node])
-                    if parent not in ahead:
-                        ahead[parent] = plain_next(drafter, row + said[b] + above)
-                    gains[node] = gains[parent] * float(ahead[parent][token])
-                    assert shown[b][node - 1] == pytest.approx(gains[node], rel=2e-3, abs=1e-6)
-        for b, r in enumerate(state):
-            said[b] += r.emitted if said[b] != r.token_ids else []
-            lengths[len(r.emitted)] += 1
-    if params is None:
-        with torch.no_grad():
-            ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert said == ids[:, inputs["input_ids"].shape[1] :].tolist()
-    return lengths
+
+    def gains(target, b, said, paths):
+        ahead, found = {}, {(): 1.0}
+        for path in map(tuple, paths):  # a parent's comes before
+            *above, token = path
+            if path[:-1] not in ahead:
+                ahead[path[:-1]] = plain_next(drafter, rows[b] + said + above)
+            found[path] = found[path[:-1]] * float(ahead[path[:-1]][token])
+        return [found[tuple(path)] for path in paths]
+
+    return check_drafts(model, inputs, drafter, gains, **asked)
 
 
 # ---------------------------------------------------------------------- network

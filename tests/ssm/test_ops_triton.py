@@ -1,35 +1,13 @@
 """The Triton kernels of the scan and the convolution: through the interpreter, compiled without a GPU, and on one."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.process import run
 from tests.ssm.ops_grid import CASES, CHECKS
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
-
-
-def run(module: str, *arguments: str, **environment: str) -> str:
-    """A process of its own: Triton decides at its import whether kernels are interpreted, for all that follows."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "MMSPEC_KERNELS"))
-    }
-    path = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=inherited | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_interpreted_kernels_agree_with_the_reference():
