@@ -46,7 +46,8 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, str]:
             figure = Figure(figsize=(9, 1.6 + 0.3 * len(whole) if draw in (_speedup, _time) else 4.2))
             figure.set_layout_engine("constrained")
             axes = figure.subplots()
-            axes.set_prop_cycle(color=colormaps["tab20"].colors if len(whole) > 10 else colormaps["tab10"].colors)
+            palette = colormaps["tab20" if len(whole) > 10 else "tab10"]
+            axes.set_prop_cycle(color=[palette(k) for k in range(palette.N)])
             draw(axes, shown)
             write_figure(figure, folder / f"{name}.svg")
             drawn[title] = f"{name}.svg"

@@ -23,8 +23,10 @@ def objects(answered: Sequence[Answered]) -> dict[str, float]:
     right = total = signs = read = whole = 0
     for sample, answers in answered:
         scene: Scene = sample.about
-        mentions = Counter((found.colour, found.shape, found.cell) for found in read_objects(answers[-1]))
-        drawn = Counter((item.colour, item.shape, item.cell) for item in scene.items)
+        mentions: Counter[object] = Counter(
+            (found.colour, found.shape, found.cell) for found in read_objects(answers[-1])
+        )
+        drawn: Counter[object] = Counter((item.colour, item.shape, item.cell) for item in scene.items)
         good = (drawn & mentions).total()
         legible = scene.sign is None or read_sign(answers[-1]) == scene.sign.text
         right, total = right + good, total + len(scene.items)
