@@ -25,6 +25,7 @@ TITLE = (
 _LOOK = "<h2>Look inside <span>the latest speculative run, pass by pass; rest the pointer on a node</span></h2>"
 _KEPT = 1800  # seconds that an idle visitor's conversation stays in memory
 _TOGETHER: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
+_EXAMPLES: dict[str, Any] = {"label": "Examples", "api_visibility": "private"}
 _AT_ONCE: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -84,10 +85,10 @@ class _Panel:
         if kind == "image":
             sources: Any = ["upload", "clipboard"]
             self.media = Picture(label="Image", type="filepath", sources=sources, height=280, buttons=[])
-            gr.Examples([[path] for path in samples.pictures(folder)], [self.media], label="Examples")
+            gr.Examples([[path] for path in samples.pictures(folder)], [self.media], **_EXAMPLES)
         elif kind == "video":
             self.media = Film(label="Video", sources=["upload"], height=280, buttons=[])
-            gr.Examples([[path] for path in samples.films(folder)], [self.media], label="Examples")
+            gr.Examples([[path] for path in samples.films(folder)], [self.media], **_EXAMPLES)
         self.prompt = gr.Textbox(
             PROMPTS[kind],
             label="Prompt",
@@ -101,8 +102,8 @@ class _Panel:
             gr.Examples(
                 [[text] for text in samples.TEXTS.values()],
                 [self.prompt],
-                label="Examples",
                 example_labels=list(samples.TEXTS),
+                **_EXAMPLES,
             )
         with gr.Row(elem_classes="mm-buttons"):
             self.ask = gr.Button("Ask", variant="primary", size="md", elem_classes="mm-ask")

@@ -124,10 +124,11 @@ def test_too_large_an_upload_is_refused(address):
 def test_uploads_are_removed(address):
     (stored,) = httpx.post(f"{address}gradio_api/upload", files={"files": ("a.png", b"soon gone")}, timeout=60).json()
     assert Path(stored).read_bytes() == b"soon gone"
-    end = time.monotonic() + 20
-    while Path(stored).exists():
-        assert time.monotonic() < end, "an upload outlived its time"
+    for _ in range(100):  # turns and not seconds: the server may be held up as long as this test is
+        if not Path(stored).exists():
+            return
         time.sleep(0.2)
+    pytest.fail("an upload outlived its time")
 
 
 def test_cancelling_stops_the_work(client, monkeypatch):
