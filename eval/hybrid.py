@@ -1,6 +1,6 @@
 """What verifying a tree in one scan is worth on a hybrid model: ``python -m eval.hybrid``.
 
-One run, all ways in turn (``eval.speed``), greedy, on held-out texts: transformers' ``generate``, our plain decoding,
+One run, all ways in turn (``eval.speed``), on held-out texts: transformers' ``generate``, our plain decoding,
 and for each drafter chains of several lengths, trees verified by unrolling them, and trees verified by the tree scan. A
 chain is the same drafter with one child per node. All chains take part, so that the best of them is the best on these
 prompts; the one that adapts its length is among them.
@@ -102,14 +102,15 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 
 @click.command(cls=Measurement)
 @click.option("--model", default="tiny-hybrid", show_default=True)
-@click.option("--drafters", default="mamba,msd,recycle", show_default=True, help="Names or folders, see eval.speed.")
-@click.option("--chains", default="2,3,4,6,8", show_default=True, help="Lengths, beside the adaptive one.")
+@click.option("--drafters", default="flash,mamba,recycle", show_default=True, help="Names or folders, see eval.speed.")
+@click.option("--chains", default="2,4,6,8,12,16", show_default=True, help="Lengths, beside the adaptive one.")
 @click.option("--nodes", default="8,16,32", show_default=True, help="Fixed tree sizes, beside the adaptive one.")
 @click.option("--unrolled", default="16", show_default=True, help="Sizes of trees verified by unrolling, too.")
 @click.option("--prompts", default=16, show_default=True, help="Held-out texts.")
 @click.option("--warm-up", default=4, show_default=True, help="Other held-out texts that every way decodes first.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--max-new-tokens", default=160, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True, help="Above 0, transformers takes no part.")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
 def main(
@@ -122,6 +123,7 @@ def main(
     warm_up: int,
     rounds: int,
     max_new_tokens: int,
+    temperature: float,
     dtype: str,
     out: Path | None,
 ) -> None:
@@ -134,17 +136,25 @@ def main(
     plain = Way(PLAIN)
     named = named_drafters(drafters, pipe.model.config.name_or_path)
     found = {name: ways_of(name, drafter, pipe.target, *sizes) for name, drafter in named.items()}
-    ways = [Way(TRANSFORMERS), plain, *(way for kinds in found.values() for kind in kinds.values() for way in kind)]
-    measure(pipe, held_out_texts(warm_up, 4_000_000), ways, 1, max_new_tokens)
+    ways = [plain, *(way for kinds in found.values() for kind in kinds.values() for way in kind)]
+    if temperature == 0:
+        ways.insert(0, Way(TRANSFORMERS))  # by the same seed it would draw, and say, something else
+    measure(pipe, held_out_texts(warm_up, 4_000_000), ways, 1, max_new_tokens, temperature)
     for way in ways:
         way.clear()
-    measure(pipe, held_out_texts(prompts), ways, rounds, max_new_tokens)
+    measure(pipe, held_out_texts(prompts), ways, rounds, max_new_tokens, temperature)
     rows = report(ways, console())
     for way, row in zip(ways, rows, strict=True):
         row["tokens_per_second"] = tokens_per_second(way)
     compared = against_chains(found, plain)
     console().print(_table(compared))
-    figures = {"rounds": rounds, "calibrated_pass_seconds": calibrated(1), "ways": rows, "trees_and_chains": compared}
+    figures = {
+        "temperature": temperature,
+        "rounds": rounds,
+        "calibrated_pass_seconds": calibrated(1),
+        "ways": rows,
+        "trees_and_chains": compared,
+    }
     print_result({**describe(pipe.target), **figures}, out)
 
 

@@ -71,7 +71,7 @@ class Way:
         seconds: for each prompt, medians over the rounds, as ``Run`` names them.
         lengths: for each prompt, the mean acceptance length.
         answers: for each prompt, the tokens.
-        equal: prompts whose tokens were those of transformers.
+        equal: prompts whose tokens were those of the way that is compared with, see ``measure``.
     """
 
     name: str
@@ -104,13 +104,23 @@ class Way:
 
 
 def measure(
-    pipe: Pipeline, requests: Sequence[dict[str, Any]], ways: Sequence[Way], rounds: int, max_new_tokens: int
+    pipe: Pipeline,
+    requests: Sequence[dict[str, Any]],
+    ways: Sequence[Way],
+    rounds: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
 ) -> None:
-    """Decode every request in every way, in turn, and fill ``ways`` with medians over the rounds."""
-    asked = Asked(max_new_tokens)
+    """Decode every request in every way, in turn, and fill ``ways`` with medians over the rounds.
+
+    Answers are compared with those of the first way; sampled ones with the first of ours, as the same seed gives other
+    draws in transformers.
+    """
+    asked = Asked(max_new_tokens, temperature)
+    reference = ways[0] if temperature == 0 else next(way for way in ways if way.options is None)
     for request in requests:
         runs = rounds_of(pipe, [request], ways, rounds, asked)
-        expected = runs[ways[0].name][0].answers[0]
+        expected = runs[reference.name][0].answers[0]
         for way in ways:
             first = runs[way.name][0]
             way.equal += first.answers[0] == expected

@@ -32,8 +32,12 @@ from mmspec.drafter import fork
 
 
 def report(ways: Sequence[Way], wide: Console) -> list[dict[str, Any]]:
-    """Print the tables and return their rows. Ratios are per prompt, then their median and worst over the prompts."""
-    theirs, plain = ways[0], ways[1]
+    """Print the tables and return their rows. Ratios are per prompt, then their median and worst over the prompts.
+
+    Transformers' own way need not be among ``ways``, plain decoding must be.
+    """
+    named = {way.name: way for way in ways}
+    theirs, plain = named.get(TRANSFORMERS), named[PLAIN]
     table = Table("way", "acceptance", "vs HF", "vs plain", "worst", "decoding", "worst", "equal")
     rows = []
     for way in ways:
@@ -42,7 +46,7 @@ def report(ways: Sequence[Way], wide: Console) -> list[dict[str, Any]]:
         row = {
             "way": way.name,
             "mean_acceptance_length": statistics.mean(way.lengths),
-            "ratio_transformers": statistics.median(_ratios(theirs, way, "total")),
+            "ratio_transformers": statistics.median(_ratios(theirs, way, "total")) if theirs else None,
             "ratio_plain": statistics.median(against),
             "ratio_plain_worst": min(against),
             "decoding_ratio_plain": statistics.median(decoding),
@@ -50,7 +54,7 @@ def report(ways: Sequence[Way], wide: Console) -> list[dict[str, Any]]:
             "equal": way.equal,
             "prompts": len(way.seconds),
         }
-        figures = [f"{row[key]:.2f}" for key in list(row)[1:7]]
+        figures = ["" if row[key] is None else f"{row[key]:.2f}" for key in list(row)[1:7]]
         table.add_row(way.name, *figures, f"{row['equal']}/{row['prompts']}")
         rows.append(row | (split(way, plain) if way is not theirs else {}))
     wide.print(table)
