@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ def serving(models: Models, *, page: dict[str, Any] | None = None, **launch: Any
         page: passed on to ``build``.
         **launch: passed on to gradio's ``launch``; a ``server_port`` of 0 takes a free one.
     """
-    with TemporaryDirectory(prefix="mmspec-demo-") as folder, mock.patch.dict(os.environ, GRADIO_TEMP_DIR=folder):
+    with TemporaryDirectory(prefix="mmspec-demo-") as folder, mock.patch.dict(os.environ, _settings(folder)):
         samples = Path(folder, "samples")
         samples.mkdir()
         demo = build(Service(models), samples, **(page or {}))
@@ -47,9 +48,21 @@ def serving(models: Models, *, page: dict[str, Any] | None = None, **launch: Any
             ssr_mode=False,
             state_session_capacity=200,
             show_error=False,
-            **{"share": False, **launch, "server_port": launch.get("server_port") or None},
+            **{"share": False, **launch, "server_port": launch.get("server_port") or _free_port()},
         )
         try:
             yield demo
         finally:
             demo.close()
+
+
+def _settings(folder: str) -> dict[str, str]:
+    # Without the second, gradio sums up its own records anew after every request, for a page that is switched off here.
+    return {"GRADIO_TEMP_DIR": folder, "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9)}
+
+
+def _free_port() -> int:
+    """Asked of the system: gradio's own search leaves a socket open for every port that it finds taken."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -88,7 +88,7 @@ def test_the_page_loads_and_says_what_to_do(visit):
     page = visit()
     assert page.title() == "mmspec"
     assert page.get_by_role("tab", name="Video").is_visible()
-    assert "The answer appears here" in page.locator(".mm-answer:visible").inner_text()
+    assert "The answer appears here" in page.locator(".block.mm-answer:visible").inner_text()
     assert "Built with Gradio" not in page.inner_text("footer")
     keep(page, "start")
 
@@ -142,7 +142,7 @@ def test_the_race(visit, theme):
     assert lanes[0] == lanes[1] != ""
     verdict = page.locator(".mm-verdict").inner_text()
     assert re.match(r"\d+\.\d\dx the decoding speed, \d+\.\d\dx end to end\. The \d+ tokens are equal\.", verdict)
-    assert "each on its own clock" in page.locator(".mm-race").inner_text()
+    assert "each on its own clock" in page.locator(".block.mm-race:visible").inner_text()
     keep(page, f"race-{theme}")
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -12,17 +13,34 @@ from gradio_client.exceptions import AppError
 import mmspec
 from demos import service
 from demos.questions import LARGEST_UPLOAD
+from demos.runs import Run
 from tests.demos.serving import demo_server
 from vision.embedded import samples
 
 PICTURE, FILM = str(samples() / "scene.png"), str(samples() / "clip.mp4")
 SHORT = {"max_new_tokens": 12}
+PATIENCE = 120  # seconds; reached by what hangs alone
 
 
 @pytest.fixture(scope="module")
 def address():
-    with demo_server(page={"kept": (1, 4)}) as url:
+    with demo_server() as url:
         yield url
+
+
+@pytest.fixture
+def guarded():
+    """One that asks who you are, and keeps uploads for a second."""
+    with demo_server(auth=("ann", "secret"), page={"kept": (1, 1)}) as url:
+        yield url
+
+
+@contextmanager
+def visitor(guarded):
+    """One who has logged in."""
+    with httpx.Client(timeout=PATIENCE) as ann:
+        assert ann.post(f"{guarded}login", data={"username": "ann", "password": "secret"}).status_code == 200
+        yield ann
 
 
 @pytest.fixture(scope="module")
@@ -117,45 +135,44 @@ def test_a_failure_of_ours_shows_no_details(client, monkeypatch):
 
 def test_too_large_an_upload_is_refused(address):
     sent = {"files": ("big.png", b"\0" * (LARGEST_UPLOAD * 2**20 + 1))}
-    answer = httpx.post(f"{address}gradio_api/upload", files=sent, timeout=60)
+    answer = httpx.post(f"{address}gradio_api/upload", files=sent, timeout=PATIENCE)
     assert answer.status_code == 413
 
 
-def test_uploads_are_removed(address):
-    (stored,) = httpx.post(f"{address}gradio_api/upload", files={"files": ("a.png", b"soon gone")}, timeout=60).json()
-    assert Path(stored).read_bytes() == b"soon gone"
-    for _ in range(100):  # turns and not seconds: the server may be held up as long as this test is
-        if not Path(stored).exists():
-            return
-        time.sleep(0.2)
-    pytest.fail("an upload outlived its time")
+def test_uploads_are_removed(guarded):
+    with visitor(guarded) as ann:
+        sent = {"files": ("a.png", b"soon gone")}
+        (stored,) = ann.post(f"{guarded}gradio_api/upload", files=sent, timeout=PATIENCE).json()
+    end = time.monotonic() + PATIENCE
+    while Path(stored).exists():
+        assert time.monotonic() < end, "an upload outlived its time"
+        time.sleep(0.05)
 
 
 def test_cancelling_stops_the_work(client, monkeypatch):
     seen = []
-    follow = service.follow
+    end = time.monotonic() + PATIENCE
 
-    def watched(*arguments):
+    def endless(*_):
         try:
-            for run in follow(*arguments):
-                seen.append(len(run.token_ids))
-                yield run
-                time.sleep(0.05)
-        finally:
-            seen.append("ended")
+            while time.monotonic() < end:
+                seen.append("step")
+                yield Run("tiny", "none")
+                time.sleep(0.02)
+        except GeneratorExit:
+            seen.append("cancelled")
+            raise
 
-    monkeypatch.setattr(service, "follow", watched)
-    job = client.submit("Tell a story.", drafter="none", temperature=1.0, max_new_tokens=512, api_name="/generate")
-    end = time.monotonic() + 30
+    monkeypatch.setattr(service, "follow", endless)
+    job = client.submit("Tell a story.", api_name="/generate")
     while len(seen) < 3 and time.monotonic() < end:
         time.sleep(0.02)
     job.cancel()
-    while seen[-1] != "ended" and time.monotonic() < end:
+    while seen[-1] != "cancelled" and time.monotonic() < end:
         time.sleep(0.02)
-    assert seen[-1] == "ended"
-    assert max(count for count in seen if count != "ended") < 100
+    assert seen[-1] == "cancelled"
     monkeypatch.undo()
-    assert client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)["tokens"] == 12
+    assert client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)["text"].startswith("3 + 4")
 
 
 def test_two_at_once_both_get_their_answer(address, client):
@@ -164,15 +181,14 @@ def test_two_at_once_both_get_their_answer(address, client):
         client.submit(handle_file(PICTURE), api_name="/caption_image", **SHORT),
         other.submit("Work out: 3 + 4", api_name="/generate", **SHORT),
     ]
-    texts = [job.result(timeout=60)["text"] for job in jobs]
+    texts = [job.result(timeout=PATIENCE)["text"] for job in jobs]
     assert texts[0].startswith("There is")
     assert texts[1].startswith("3 + 4")
 
 
-def test_visitors_can_be_asked_who_they_are():
-    with demo_server(auth=("ann", "secret")) as url:
-        assert httpx.get(f"{url}config").status_code == 401
-        assert httpx.post(f"{url}login", data={"username": "ann", "password": "wrong"}).status_code == 400
-        with httpx.Client() as visitor:
-            assert visitor.post(f"{url}login", data={"username": "ann", "password": "secret"}).status_code == 200
-            assert visitor.get(f"{url}config").status_code == 200
+def test_visitors_can_be_asked_who_they_are(guarded):
+    assert httpx.get(f"{guarded}config", timeout=PATIENCE).status_code == 401
+    wrong = {"username": "ann", "password": "wrong"}
+    assert httpx.post(f"{guarded}login", data=wrong, timeout=PATIENCE).status_code == 400
+    with visitor(guarded) as ann:
+        assert ann.get(f"{guarded}config").status_code == 200
