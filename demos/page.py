@@ -173,7 +173,9 @@ class _Panel:
         cleared = [self.talk, self.answer, self.lanes, self.inside]
         self.clear.click(self._clear, None, cleared, cancels=[asked, raced], **_AT_ONCE)
         if self.media is not None:
-            self.media.change(self._clear, None, cleared, cancels=[asked, raced], **_AT_ONCE)
+            # On its own, cancelling happens at once; behind the clearing it would hit what is asked next.
+            self.media.change(None, cancels=[asked, raced], api_visibility="private")
+            self.media.change(self._clear, None, cleared, **_AT_ONCE)
         self.step.input(self._look, [self.talk, self.step], self.tree, trigger_mode="always_last", **_AT_ONCE)
 
     def _question(self, talk: Talk, prompt: str, settings: tuple[Any, ...]) -> Question:
