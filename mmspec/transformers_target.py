@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mmspec import attention, kernels
@@ -162,6 +163,7 @@ class TransformersTarget:
         handles = [
             self.decoder.register_forward_pre_hook(note, with_kwargs=True),
             self.decoder.register_forward_hook(note, with_kwargs=True),
+            self._output.register_forward_pre_hook(_compact),
         ]
         try:
             out = self.model(
@@ -220,7 +222,7 @@ class TransformersTarget:
         return self._embedding(token_ids)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self._scale_logits(self._output(hidden))
+        return self._scale_logits(_by_rows(self._output, hidden))
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         layer = self._output
@@ -230,7 +232,7 @@ class TransformersTarget:
         rows = slice(len(ids)) if first else ids
         weight = layer.weight.detach()[rows]
         bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
-        return lambda hidden: self._scale_logits(torch.nn.functional.linear(hidden, weight, bias))
+        return lambda hidden: self._scale_logits(_by_rows(lambda rows: F.linear(rows, weight, bias), hidden))
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         """Last hidden states of new nodes behind the committed prefix and the nodes already forwarded.
@@ -353,6 +355,18 @@ class TransformersTarget:
 def bucket(nodes: int) -> int:
     """The width that a pass of fixed shapes has: a power of two, beyond 64 a multiple of it."""
     return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
+
+
+def _compact(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a model gives its head, without the gaps of a slice; see ``_by_rows``."""
+    return inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]
+
+
+def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A linear layer of (..., features), seen as a matrix: for a slice of few nodes torch would make a product in
+    batches, and copy the whole weight for it."""
+    y = layer(x.reshape(-1, x.shape[-1]))
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _padded(tree: TokenTree, width: int) -> tuple[Tensor, Tensor, Tensor]:

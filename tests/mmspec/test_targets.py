@@ -1,5 +1,6 @@
 """Text models as targets, and what is refused."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -91,6 +92,19 @@ def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
     assert steps[0].logits.shape == steps[1].logits.shape
     torch.testing.assert_close(steps[0].logits, steps[1].logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(steps[0].hidden, steps[1].hidden, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_head_takes_no_product_in_batches():
+    # As for slices of one node it would by torch's choice, which copies the head each time.
+    inputs, model = text_inputs(1, 9), copy.deepcopy(shared_model("llama")).requires_grad_(False)
+    target = TransformersTarget(model)
+    target.cost = CostTable((1, 4), (2.0, 1.0))  # one node is padded to four, three are cut off again
+    with torch.profiler.profile(record_shapes=True) as profile:
+        target.prefill(prompt_of(inputs), 8)
+        target.forward_tree(TokenTree.root(inputs["input_ids"][:, -1]))
+    batched = [event.input_shapes for event in profile.events() if event.name == "aten::bmm"]
+    assert not any(model.config.vocab_size in shape for shapes in batched for shape in shapes)
 
 
 @torch.inference_mode()
