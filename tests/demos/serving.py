@@ -1,10 +1,14 @@
-"""A demo for tests: a real server in this process, on a free port."""
+"""A demo for tests: a real server in this process, on a free port; and a film that is too long for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import av
+import numpy as np
 
 from demos.models import Models
 from demos.server import serving
@@ -15,3 +19,17 @@ def demo_server(**options: Any) -> Iterator[str]:
     """Its address, while it listens."""
     with serving(Models(device="cpu"), server_port=0, **options) as page:
         yield page.local_url
+
+
+def ten_minutes(path: Path) -> str:
+    """Writes a video of 600 s and three frames; returns its path."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=1)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        for second in (0, 300, 599):
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+            frame.pts = second
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return str(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.demos.serving import demo_server
+from tests.demos.serving import demo_server, ten_minutes
 from vision.embedded import samples
 
 pytestmark = pytest.mark.browser
@@ -184,10 +184,22 @@ def test_a_broken_file_is_told_on_the_page(visit, tmp_path):
     page.locator(".mm-race .mm-note:visible").wait_for()
 
 
-def test_nothing_to_look_at_and_an_unknown_model(visit):
+def test_a_video_of_ten_minutes(visit, tmp_path):
+    page = visit()
+    page.get_by_role("tab", name="Video").click()
+    page.locator("input[type=file]:not([accept*=image])").last.set_input_files(ten_minutes(tmp_path / "long.mp4"))
+    page.locator("video:visible").first.wait_for()
+    page.locator(".mm-ask:visible").click()
+    page.locator(".mm-note:visible", has_text="long.mp4: expected a video of at most 300 s").wait_for()
+
+
+def test_nothing_to_look_at_nothing_asked_and_an_unknown_model(visit):
     page = visit()
     page.locator(".mm-ask:visible").click()
     page.locator(".mm-note:visible", has_text="there is nothing to look at yet").wait_for()
+    page.locator(".mm-prompt:visible textarea, .mm-prompt:visible input").first.fill("")
+    page.locator(".mm-ask:visible").click()
+    page.locator(".mm-note:visible", has_text="the prompt must not be empty").wait_for()
     page.get_by_role("tab", name="Text").click()
     page.locator(".mm-prompt:visible textarea").fill("Hello")
     page.get_by_text("Settings").locator("visible=true").click()

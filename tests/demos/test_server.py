@@ -14,7 +14,7 @@ import mmspec
 from demos import service
 from demos.questions import LARGEST_UPLOAD
 from demos.runs import Run
-from tests.demos.serving import demo_server
+from tests.demos.serving import demo_server, ten_minutes
 from vision.embedded import samples
 
 PICTURE, FILM = str(samples() / "scene.png"), str(samples() / "clip.mp4")
@@ -120,6 +120,12 @@ def test_mistakes_are_told_in_one_line(client, name, arguments, message):
     assert message in told
     assert "Traceback" not in told
     assert "/tmp" not in told
+
+
+def test_a_video_of_ten_minutes_is_refused(client, tmp_path):
+    film = handle_file(ten_minutes(tmp_path / "long.mp4"))
+    with pytest.raises(AppError, match=r"long\.mp4: expected a video of at most 300 s, received one of \d{3}\.\d s"):
+        client.predict(film, api_name="/caption_video")
 
 
 def test_a_failure_of_ours_shows_no_details(client, monkeypatch):
