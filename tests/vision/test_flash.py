@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 
+import mmspec
 from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.budget import Budget
+from mmspec.drafter import fork
 from mmspec.loading import make_drafter
 from mmspec.target import Prompt
 from tests.drafting import check, network_for
@@ -176,3 +178,14 @@ def test_checkpoints_from_before_latents_and_slots_load(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     again = make_drafter(str(tmp_path)).network.config
     assert (again.latents, again.slots) == (0, 1)
+
+
+def test_a_fork_shares_what_is_looked_up_and_not_what_is_absorbed():
+    pipe = mmspec.load("tiny-llava", dtype="float32")
+    pipe.generate("What is it?", max_new_tokens=4)
+    drafter = pipe.drafter
+    copied = fork(drafter, pipe.target)
+    assert copied.fuse is drafter.fuse
+    assert copied.into is drafter.into
+    assert copied.network is drafter.network
+    assert copied.cache is not drafter.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ class TokenLinear:
             # Laid out in memory as the layer's own.
             by_row = layer.weight.stride(1) == 1
             self._weight = weight.contiguous() if by_row else weight.t().contiguous().t()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
+        # A drafter that is forked shares what nothing learns.
+        return self
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
         """(...) int64, numbers of the draft vocabulary, and (..., hidden) -> (..., out)."""
