@@ -95,10 +95,11 @@ def _mapped(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
     import ray.data
 
     ray.data.DataContext.get_current().enable_progress_bars = False
+    actor: Any = _Actor  # whose type differs with Ray's version, and without it
     rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
     # A block per job: a worker that is lost takes one job's work with it, which Ray gives to another.
     return ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-        _Actor,  # type: ignore[arg-type]
+        actor,
         fn_constructor_args=(factory, settings),
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=1,
