@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mmspec import kernels
+from mmspec import kernels, ops
 from mmspec.budget import Budget
 from mmspec.tree import TokenTree
 
@@ -24,7 +24,12 @@ Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def best_first(
-    root: State, children: Callable[[State], Iterable[tuple[int, float, State]]], depth: int, nodes: int, floor: float
+    root: State,
+    children: Callable[[State], Iterable[tuple[int, float, State]]],
+    depth: int,
+    nodes: int,
+    floor: float,
+    width: int | None = None,
 ) -> Nodes:
     """The ``nodes`` likeliest nodes of a tree that is only looked at where it pays.
 
@@ -34,6 +39,7 @@ def best_first(
         depth: levels below the root at most.
         nodes: nodes at most.
         floor: path probability below which no node is wanted.
+        width: children of a node at most, the likeliest ones; None takes all.
 
     Returns:
         Tokens, parents (0 is the root, i the i-th node listed) and path probabilities, most probable first.
@@ -45,7 +51,10 @@ def best_first(
     pushed, node, gain, level, state = 0, 0, 1.0, 0, root
     while True:
         if level < depth:
-            for token, share, below in children(state):
+            found = children(state)
+            if width is not None:
+                found = heapq.nlargest(width, found, key=lambda child: child[1])
+            for token, share, below in found:
                 if gain * share >= floor:
                     # The running number makes ties come out in order, and keeps states from being compared.
                     pushed += 1
@@ -87,29 +96,31 @@ def grow_tree(
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
     ahead = budget.ahead() if kernels.fixed_shapes(token.device) else None
-    tokens, scores, parents = [first[0]], [first[1]], []
-    beam_score, beam = first[1].topk(min(top_k, first[1].shape[1]), dim=1)
-    beam_token, beam_node, origin, seen = first[0].gather(1, beam), beam + 1, torch.zeros_like(beam), first[0].shape[1]
-    levels = min(1, deepest)
-    for _ in range(1, deepest):
-        if ahead is None and not budget.deeper(float(beam_score.exp().sum()) / batch):
-            break
-        child, log_prob = extend(beam_token, origin)
-        levels += 1
-        score = (beam_score[:, :, None] + log_prob).flatten(1)
-        children = child.shape[2]
-        tokens.append(child.flatten(1))
-        scores.append(score)
-        parents.append(beam_node)
-        beam_score, best = score.topk(min(top_k, score.shape[1]), dim=1)
-        beam_token, origin = tokens[-1].gather(1, best), best // children
-        beam_node, seen = best + (1 + seen), seen + score.shape[1]
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
-    above = torch.zeros_like(first[0])
-    if parents:
-        above = torch.cat([above, torch.cat(parents, 1).repeat_interleave(child.shape[2], dim=1)], dim=1)
-    most = most if ahead is None else min(most, ahead)
-    tree = _keep_best(token, torch.cat(tokens, 1), above, torch.cat(scores, 1), budget if ahead is None else None, most)
+    tokens, scores, extended = [first[0]], [first[1]], []
+    seen, children = 0, first[0].shape[1]  # candidates above the last level, and how many of it share a parent
+    for _ in range(1, deepest):
+        score, beam, at = ops.next_beam(scores[-1], tokens[-1], top_k)
+        if ahead is None and not budget.deeper(float(score.exp().sum()) / batch):
+            break
+        child, log_prob = extend(beam, at // children)
+        children = child.shape[2]
+        extended.append(at + (1 + seen))
+        seen += tokens[-1].shape[1]
+        tokens.append(child.flatten(1))
+        scores.append((score[:, :, None] + log_prob).flatten(1))
+    levels = len(tokens) if deepest else 0
+    parents = [torch.zeros_like(first[0])]
+    if extended:
+        parents.append(torch.cat(extended, 1).repeat_interleave(children, dim=1))
+    candidates = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
+    kept, above, score = ops.keep_best(token, *candidates, most if ahead is None else min(most, ahead))
+    keep = score.shape[1]
+    if ahead is None:
+        keep = budget.take([[g for g in row if g > 0.0] for row in score.exp().tolist()])
+    if keep == 0:
+        return TokenTree.root(token)
+    tree = TokenTree(kept[:, : 1 + keep], above[:, : 1 + keep], check=False)
     if ahead is not None:
         tree.max_depth = min(levels, tree.nodes - 1)  # it may not reach as far, which is not worth asking
     return tree
@@ -152,27 +163,3 @@ class Reach:
                 above = above.repeat_interleave(self._stride, dim=1)
             self._reach = torch.cat([above, self._own], dim=2)
         return self._reach
-
-
-def _keep_best(
-    token: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: Budget | None, most: int
-) -> TokenTree:
-    """The tree of the likeliest candidates: ``most``, or as many as the budget takes of these."""
-    # Stable, so that a child never overtakes a parent of the same score.
-    score, order = scores.sort(dim=1, descending=True, stable=True)
-    keep = min(most, scores.shape[1])
-    if budget is not None:
-        gains = score[:, :most].exp().tolist()
-        keep = budget.take([[g for g in row if g > 0.0] for row in gains])
-    if keep == 0:
-        return TokenTree.root(token)
-    order = order[:, :keep]
-    # Node numbers change with the order: position of each old node (root 0) in the new listing.
-    place = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)
-    place.scatter_(1, order + 1, torch.arange(1, keep + 1, device=tokens.device).expand_as(order))
-    parent = place.gather(1, parents.gather(1, order))
-    return TokenTree(
-        torch.cat([token[:, None], tokens.gather(1, order)], dim=1),
-        torch.cat([torch.full_like(token[:, None], -1), parent], dim=1),
-        check=False,
-    )

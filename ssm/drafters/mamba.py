@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmspec import checkpoint
+from mmspec import checkpoint, ops
 from mmspec.budget import Budget
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
@@ -161,6 +161,5 @@ class Mamba:
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest tokens behind states, (rows, hidden), and their log probabilities: (rows, top_k) each."""
-        log_probs = torch.nn.functional.linear(hidden, self._head).log_softmax(-1)
-        best, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
+        tokens, best = ops.top_log_probs(torch.nn.functional.linear(hidden, self._head), self.top_k)
         return tokens if self.draft_ids is None else self.draft_ids[tokens], best

@@ -27,6 +27,7 @@ KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),
     "mmspec.ops.triton_verify": ("follow",),
     "mmspec.ops.triton_compact": ("compact_kv",),
+    "mmspec.ops.triton_growth": ("keep_best", "next_beam", "top_log_probs"),
     "ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
     "ssm.ops.triton_conv": ("tree_conv", "commit_conv"),
 }

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mmspec.ops import triton_attention, triton_compact, triton_verify
+from mmspec.ops import triton_attention, triton_compact, triton_growth, triton_verify
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 UNIT = dict.fromkeys(("q_dim", "k_dim", "v_dim", "m_slot", "d_node", "s_dim", "p_depth"), 1)
@@ -51,6 +51,7 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
     those that take most."""
     low, tree = torch.bfloat16, {"tokens": "*i64", "parents": "*i64", "valid": "*u8", "choices": "*i64"}
     drawn = {"scratch": "*fp32", "chances": "*fp32", "last": "*fp32", "choice": "*i64"}
+    grown = {"scores": "*fp32", "tokens": "*i64"}
     kept = {"storage": "*bf16", "path": "*i64", "ends": "*i32"}
     return [
         attention(shared, low, 60, 128),
@@ -85,6 +86,30 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
             triton_compact._compact_kernel,
             kept | {"start": "*i32"},
             {"HEAD_DIM": 80, "START": True, "BLOCK_DEPTH": 16, "BLOCK_DIM": 128},
+            {"num_warps": 4},
+        ),
+        (
+            triton_growth._rank_kernel,
+            {"logits": "*bf16", "keys": "*i64", "peaks": "*fp32", "sums": "*fp32"},
+            {"K": 10, "BLOCK_VOCAB": 2048},
+            {"num_warps": 8},
+        ),
+        (
+            triton_growth._top_kernel,
+            {"keys": "*i64", "peaks": "*fp32", "sums": "*fp32", "tokens": "*i64", "log_probs": "*fp32"},
+            {"K": 10, "BLOCK_PARTS": 128, "BLOCK_KEYS": 2048},
+            {"num_warps": 2},
+        ),
+        (
+            triton_growth._beam_kernel,
+            grown | {"best_score": "*fp32", "best_token": "*i64", "best_at": "*i64"},
+            {"BLOCK_ENTRIES": 128},
+            {"num_warps": 1},
+        ),
+        (
+            triton_growth._keep_kernel,
+            grown | {"root": "*i64", "parents": "*i64", "kept": "*i64", "above": "*i64", "score": "*fp32"},
+            {"BLOCK": 64},
             {"num_warps": 4},
         ),
     ]

@@ -291,6 +291,104 @@ def check_compact(case: Buffer, device: str = "cpu") -> None:
         assert torch.equal(moved[..., :-1, :].cpu(), expected[..., :-1, :])
 
 
+# ---------------------------------------------------------------------- growing a tree
+
+
+@dataclass(frozen=True)
+class Logits:
+    """One shape of logits; ``steps`` makes many of them equal."""
+
+    vocab: int
+    k: int
+    shape: tuple[int, ...] = (3,)
+    steps: int | None = None
+    masked: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+LOGITS = [
+    Logits(1, 1),
+    Logits(5, 8, (2, 3)),
+    Logits(2048, 10, (1,)),
+    Logits(2049, 10, (2, 2), dtype=torch.bfloat16),
+    Logits(6000, 4, steps=3),
+    Logits(4500, 3, masked=0.999),
+    Logits(300, 10, dtype=torch.float16, masked=0.5),
+]
+
+
+def check_top(case: Logits, device: str = "cpu") -> None:
+    """The greatest of all, by a sort of float64 log probabilities; equal ones may come in any order."""
+    g = torch.Generator().manual_seed(case.vocab)
+    logits = torch.randn(*case.shape, case.vocab, generator=g) * 4
+    if case.steps:
+        logits = (logits * case.steps / 12).round()
+    logits[torch.rand(logits.shape, generator=g) < case.masked] = -torch.inf
+    logits[..., -1] = 0.5
+    logits = logits.to(case.dtype)
+    tokens, log_probs = (t.cpu() for t in ops.top_log_probs(logits.to(device), case.k))
+    exact = logits.double().log_softmax(-1)
+    assert tokens.shape == log_probs.shape == (*case.shape, min(case.k, case.vocab))
+    assert all(len(set(row)) == len(row) for row in tokens.flatten(0, -2).tolist())
+    torch.testing.assert_close(exact.gather(-1, tokens), exact.sort(dim=-1, descending=True)[0][..., : case.k])
+    torch.testing.assert_close(log_probs.double(), exact.gather(-1, tokens), rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One shape of a grown tree; ``steps`` makes many scores equal."""
+
+    entries: int
+    kept: int
+    batch: int = 1
+    steps: int | None = None
+
+
+CANDIDATES = [
+    Candidates(1, 1),
+    Candidates(10, 4, batch=3),
+    Candidates(64, 64),
+    Candidates(65, 10, batch=2, steps=4),
+    Candidates(510, 59, steps=40),
+    Candidates(20, 50),
+    Candidates(300, 300, batch=2, steps=2),
+]
+
+
+def check_beam(case: Candidates, device: str = "cpu") -> None:
+    g = torch.Generator().manual_seed(case.entries)
+    scores = -torch.rand(case.batch, case.entries, generator=g) * (case.steps or 9)
+    scores = scores.round() if case.steps else scores
+    tokens = torch.randint(999, scores.shape, generator=g)
+    best, token, at = (t.cpu() for t in ops.next_beam(scores.to(device), tokens.to(device), case.kept))
+    assert torch.equal(best, scores.sort(dim=1, descending=True)[0][:, : case.kept])
+    assert torch.equal(best, scores.gather(1, at))
+    assert torch.equal(token, tokens.gather(1, at))
+    assert all(len(set(row)) == len(row) for row in at.tolist())
+
+
+def check_keep(case: Candidates, device: str = "cpu") -> None:
+    """Candidates in their order of preference, each behind its parent."""
+    g = torch.Generator().manual_seed(case.entries)
+    root = torch.arange(2 * case.batch)[1::2]  # a column, as a verdict's bonus is
+    tokens = torch.randint(999, (case.batch, case.entries), generator=g)
+    parents = [[int(torch.randint(i + 1, (), generator=g)) for i in range(case.entries)] for _ in range(case.batch)]
+    scores = torch.zeros(case.batch, 1 + case.entries)
+    for b, row in enumerate(parents):
+        for i, parent in enumerate(row):
+            step = torch.rand((), generator=g)
+            scores[b, i + 1] = scores[b, parent] - ((step * case.steps).floor() if case.steps else step)
+    kept, above, score = ops.keep_best(
+        *(t.to(device) for t in (root, tokens, torch.tensor(parents), scores[:, 1:].contiguous())), case.kept
+    )
+    for b, row in enumerate(parents):
+        order = sorted(range(case.entries), key=lambda i: (-float(scores[b, i + 1]), i))[: case.kept]
+        place = {0: 0} | {i + 1: at + 1 for at, i in enumerate(order)}
+        assert kept[b].tolist() == [int(root[b]), *(int(tokens[b, i]) for i in order)]
+        assert above[b].tolist() == [-1, *(place[row[i]] for i in order)]
+        assert score[b].tolist() == [float(scores[b, i + 1]) for i in order]
+
+
 # ---------------------------------------------------------------------- all of them
 
 CHECKS: list[Callable[..., None]] = [
@@ -298,6 +396,8 @@ CHECKS: list[Callable[..., None]] = [
     *(partial(check, case) for check in (check_follow, check_drawn) for case in TREES),
     *(partial(check_quantile, case) for case in (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
     *(partial(check_compact, case) for case in BUFFERS),
+    *(partial(check_top, case) for case in LOGITS),
+    *(partial(check, case) for check in (check_beam, check_keep) for case in CANDIDATES),
 ]
 
 

@@ -291,9 +291,7 @@ class MSD:
         """The likeliest tokens by guesses of states, (..., hidden), as numbers of the draft vocabulary, and their log
         probabilities, (..., top_k) each."""
         assert self._scores is not None, "attach comes first"
-        log_probs = self._scores(guess).float().log_softmax(-1)
-        best, tokens = log_probs.topk(min(self.top_k, log_probs.shape[-1]), dim=-1)
-        return tokens, best
+        return ops.top_log_probs(self._scores(guess), self.top_k)
 
     @property
     def target(self) -> Target:
