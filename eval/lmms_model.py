@@ -65,10 +65,7 @@ class Mmspec(lmms):
                     ):
                         results[place] = result
                     bar.update(len(chosen))
-        row = self.tally.row()
-        logger.info(
-            f"mmspec: {row['mean_acceptance_length']:.2f} tokens per verify step over {row['requests']} requests"
-        )
+        logger.info(self.tally.told())
         return [result for result in results if result is not None]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:

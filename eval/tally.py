@@ -84,6 +84,11 @@ class Tally:
         beyond = np.cumsum(self.histogram[::-1])[::-1]
         return [float(count) / sum(self.histogram) for count in beyond[1:]]
 
+    def told(self) -> str:
+        """One line for a log."""
+        length, requests = self.mean_acceptance_length, len(self.tokens)
+        return f"mmspec: {length:.2f} tokens per verify step over {requests} requests"
+
     def row(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
         return {

@@ -21,7 +21,7 @@ from mmspec.engine import Row
 from mmspec.engine import decode as run_engine
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
-from mmspec.pipeline import budget_for
+from mmspec.pipeline import Pipeline, budget_for
 from mmspec.sampling import Sampler
 from mmspec.stats import Stats
 from mmspec.stopping import Stopper
@@ -48,7 +48,8 @@ def decode(
     """The decoding method for ``generate(custom_generate=...)``.
 
     Args:
-        drafter: whatever ``mmspec.load`` takes as one. Pass a ``Drafter`` object to keep what it learns between calls.
+        drafter: whatever ``mmspec.load`` takes as one. Pass a ``Drafter`` object to keep what it learns between calls,
+            or the ``Pipeline`` that holds the model to keep all that calls prepare: tree sizes, captured graphs.
         nodes: drafted nodes per step; None takes as many as are expected to be fastest.
 
     Returns:
@@ -127,10 +128,7 @@ def _run(
     model_kwargs: dict[str, Any],
 ) -> SpeculativeOutput | Tensor:
     _refuse_unsupported(config, input_ids, model_kwargs)
-    target = plugins.target_class(model.config)(model)
-    speculator = make_drafter(drafter, model.config.name_or_path or "")
-    if speculator is not None:
-        speculator.attach(target)
+    pipe = _pipeline(model, drafter)
     mask = model_kwargs.get("attention_mask")
     skipped = ("attention_mask", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
     prompt = Prompt(
@@ -140,12 +138,12 @@ def _run(
         padding_in_history=True,
     )
     stopper = _stopper(criteria, input_ids.shape[1])
-    budget = budget_for(target, speculator, nodes, input_ids.shape[0])
+    budget = budget_for(pipe.target, pipe.drafter, nodes, input_ids.shape[0], pipe.budgets)
     sampler = Sampler(processors, do_sample=bool(config.do_sample))
     if streamer is not None:
         streamer.put(input_ids.cpu())
     rows: list[Row] = []
-    for rows in run_engine(target, speculator, prompt, sampler, stopper, budget):
+    for rows in run_engine(pipe.target, pipe.drafter, prompt, sampler, stopper, budget):
         if streamer is not None:
             for token in rows[0].emitted:
                 streamer.put(torch.tensor([token]))
@@ -155,6 +153,15 @@ def _run(
     if not config.return_dict_in_generate:
         return sequences
     return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
+
+
+def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
+    if not isinstance(drafter, Pipeline):
+        target = plugins.target_class(model.config)(model)
+        return Pipeline(target, make_drafter(drafter, model.config.name_or_path or ""))
+    if drafter.model is not model:
+        raise UserError(f"a pipeline as drafter must hold the model that generates: it holds {drafter.name}")
+    return drafter
 
 
 def _join(input_ids: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:

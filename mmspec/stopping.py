@@ -57,13 +57,14 @@ class Stopper:
         """
         for count, token in enumerate(tokens, start=1):
             history.append(token)
-            if token in self.eos_token_ids or self._stop_string(history, prompt_length) or self._criterion(history):
+            if token in self.eos_token_ids or self.at_stop_string(history, prompt_length) or self._criterion(history):
                 return tokens[:count], "stop"
             if len(history) - prompt_length >= self.max_new_tokens:
                 return tokens[:count], "length"
         return tokens, None
 
-    def _stop_string(self, history: list[int], prompt_length: int) -> bool:
+    def at_stop_string(self, history: list[int], prompt_length: int) -> bool:
+        """Whether what was generated contains a stop string near its end."""
         if not self.stop:
             return False
         tail = history[max(prompt_length, len(history) - self._window) :]

@@ -262,6 +262,19 @@ def test_a_drafter_object_keeps_what_it_learned():
     assert again.num_spec_steps < first.num_spec_steps
 
 
+def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    reference = model.generate(**inputs, **GREEDY)
+    pipe = mmspec.Pipeline(mmspec.plugins.target_class(model.config)(model), mmspec.loading.make_drafter("recycle"))
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **GREEDY, custom_generate=mmspec.decode, drafter=pipe), reference)
+    assert list(pipe.budgets) == [3]
+    assert pipe.target.length > 9  # it was this target that decoded
+    with pytest.raises(UserError, match="a pipeline as drafter must hold the model that generates: it holds Llama"):
+        mmspec.generate(text_model("llama"), drafter=pipe, **inputs, **GREEDY)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
