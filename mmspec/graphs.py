@@ -3,6 +3,9 @@ costs the host more than most cost the device.
 
 What is captured reads its inputs from fixed buffers and may change tensors in place; everything else it touches must
 stay where it is (``TreeCache(in_place=True)``). ``MMSPEC_GRAPHS=0`` turns capturing off.
+
+All graphs of a device take what they need in between from one pool: what is allocated under capture is overwritten by
+the next replay of any of them, and nobody else may read it. Inputs and results therefore stand outside of the pool.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +26,20 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 def captures(device: torch.device) -> bool:
-    """Whether calls are captured on a device."""
-    return device.type == "cuda" and os.environ.get("MMSPEC_GRAPHS") != "0"
+    """Whether calls are captured on a device: if it is CUDA's current one."""
+    return (
+        device.type == "cuda"
+        and os.environ.get("MMSPEC_GRAPHS") != "0"
+        and device.index in (None, torch.cuda.current_device())
+    )
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Where a captured call finds its inputs and leaves its results."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 class Graphed:
@@ -37,7 +54,7 @@ class Graphed:
 
     def __init__(self, function: Function) -> None:
         self._function = function
-        self._seen: dict[Hashable, tuple[Tensor, ...] | _Graph] = {}  # buffers where capturing is still to come
+        self._seen: dict[Hashable, _Buffers | _Graph] = {}  # buffers where capturing is still to come
         self._failed = False
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
@@ -56,10 +73,12 @@ class Graphed:
             for old in [other for other in self._seen if other[0] != version]:  # type: ignore[index]
                 del self._seen[old]  # its addresses are no more
             # From the buffers already: kernels are compiled for how their arguments are laid out, and cannot be later.
-            buffers = self._seen[key] = tuple(x.clone() for x in inputs)
-            return self._function(*buffers, **settings)
+            buffers = tuple(x.clone() for x in inputs)
+            results = self._function(*buffers, **settings)
+            self._seen[key] = _Buffers(buffers, tuple(torch.empty_like(x) for x in results))
+            return results
         graph = self._seen[key]
-        if isinstance(graph, tuple):
+        if isinstance(graph, _Buffers):
             try:
                 graph = self._seen[key] = _Graph(self._function, graph, settings)
             except RuntimeError as error:
@@ -71,7 +90,7 @@ class Graphed:
     @property
     def captured(self) -> int:
         """Shapes that are replayed."""
-        return sum(not isinstance(graph, tuple) for graph in self._seen.values())
+        return sum(not isinstance(graph, _Buffers) for graph in self._seen.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphed:
         # A copy's tensors stand elsewhere.
@@ -79,23 +98,43 @@ class Graphed:
 
 
 class _Graph:
-    """One captured call, which reads its inputs from ``inputs``."""
+    """One captured call."""
 
-    def __init__(self, function: Function, inputs: tuple[Tensor, ...], settings: dict[str, Any]) -> None:
-        self._inputs = inputs
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile; that must not spoil the capture.
-        with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
-            self._outputs = function(*self._inputs, **settings)
+    def __init__(self, function: Function, buffers: _Buffers, settings: dict[str, Any]) -> None:
+        def run() -> None:
+            for mine, new in zip(buffers.outputs, function(*buffers.inputs, **settings), strict=True):
+                mine.copy_(new)
+
+        self._buffers = buffers
+        self._graph = _captured(run, buffers.inputs[0].device)
 
     def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for mine, given in zip(self._inputs, inputs, strict=True):
+        for mine, given in zip(self._buffers.inputs, inputs, strict=True):
             mine.copy_(given, non_blocking=True)
         self._graph.replay()
-        return self._outputs
+        return self._buffers.outputs
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Of captures: a pool serves no two of them at once."""
+
+
+def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with _ONE_AT_A_TIME:
+        pool, stream, _ = _shared(device)
+        # Other threads may allocate meanwhile; that must not spoil the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+    return graph
 
 
 @functools.cache
-def _pool() -> Any:
-    """Memory that all graphs share: they run one after the other."""
-    return torch.cuda.graph_pool_handle()
+def _shared(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """The memory that a device's graphs share, as they run one after the other; the stream that they are captured on;
+    and a graph that is never dropped: torch gives a pool up for good when the last graph of it goes."""
+    pool, stream, keeper = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    something = torch.zeros(1, device=device).add_(1)
+    with torch.cuda.graph(keeper, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        something.add_(1)
+    return pool, stream, keeper

@@ -1,6 +1,6 @@
 """Which implementation of the kernels runs: what the device has, or what ``MMSPEC_KERNELS`` says.
 
-auto       Triton on a CUDA device that it compiles for, else plain torch
+auto       Triton on the current CUDA device if it compiles for that, else plain torch
 reference  plain torch, everywhere
 triton     Triton; on a CPU only through its interpreter (``TRITON_INTERPRET=1``), which is for tests
 """
@@ -33,6 +33,8 @@ def in_use(device: torch.device) -> str:
     if wanted == "reference" or (wanted == "auto" and device.type != "cuda"):
         return "reference"
     problem = _problem(device.type, device.index, os.environ.get("TRITON_INTERPRET") == "1")
+    if not problem and device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        problem = "expected CUDA's current device, on which alone Triton launches (torch.cuda.set_device)"
     if problem and wanted == "triton":
         raise UserError(f"MMSPEC_KERNELS=triton cannot run on {device}: {problem}")
     return "reference" if problem else "triton"

@@ -28,8 +28,8 @@ _NOTED = 64
 """Nodes that are provided for from the beginning where what a pass notes must not move."""
 
 _AT_ONCE = 1 << 17
-"""Numbers per convolution along a path, times layers, that a commit works on at once: small layers are taken together,
-which means fewer calls; big ones one by one, which means less memory."""
+"""Numbers per convolution along a path, times layers, that a commit works on at once on a CPU: small layers are taken
+together, which means fewer calls; big ones one by one, which means less memory. In place, all are taken together."""
 
 
 @dataclass
@@ -38,7 +38,6 @@ class _Tree:
 
     ancestors: Tensor  # (batch, nodes, nodes) bool
     window: Tensor  # (batch, nodes, width), see conv_window
-    calls: int = 0  # of convolution and scan so far
 
 
 @dataclass
@@ -47,16 +46,23 @@ class _Mixers:
 
     weight: list[Tensor]  # (channels, width)
     bias: list[Tensor | None]  # (channels,)
-    a: list[Tensor]  # (heads,)
+    a: list[Tensor]  # (heads,), which a mixer computes anew in every pass, and which is gone after it
+    kept: Tensor | None = None  # (layers, heads), the same for the commit
     activation: str | None = None
     groups: int = 1
 
+    def keep(self) -> None:
+        """All mixers have run."""
+        self.kept = torch.stack(self.a) if self.kept is None else torch.stack(self.a, out=self.kept)
+
     def side_by_side(self, part: slice) -> tuple[Tensor, Tensor | None, Tensor]:
         """Of some layers, as of one layer of many heads: (channels, width), (channels,) or None, (heads,)."""
+        assert self.kept is not None
+        a = self.kept[part].flatten()
         if part.stop - part.start == 1:
-            return self.weight[part.start], self.bias[part.start], self.a[part.start]
+            return self.weight[part.start], self.bias[part.start], a
         bias = [b for b in self.bias[part] if b is not None]
-        return torch.cat(self.weight[part]), torch.cat(bias) if bias else None, torch.cat(self.a[part])
+        return torch.cat(self.weight[part]), torch.cat(bias) if bias else None, a
 
 
 class StateCache(TreeCache):
@@ -88,6 +94,7 @@ class StateCache(TreeCache):
         self._inputs: Tensor | None = None  # (layers, batch, nodes, channels)
         self._dt: Tensor | None = None  # (layers, batch, nodes, heads) float32
         self._tree: _Tree | None = None
+        self._calls = 0  # of convolution and scan in the last pass over a tree
         self._current = 0  # the layer whose mixer is running: its convolution and scan are not told
 
     # ------------------------------------------------------------------ what transformers' mixers ask
@@ -111,7 +118,7 @@ class StateCache(TreeCache):
             width = conv_kernel_size - 1
             if self._conv is None:
                 batch, channels, _ = conv_states.shape
-                self._conv = conv_states.new_zeros(len(self._place), batch, channels, width)
+                self._conv = self._zeros(conv_states, batch, channels, width)
             last = conv_states[:, :, -width:]
             self._conv[place, :, :, width - last.shape[2] :] = last
         return conv_states
@@ -124,9 +131,14 @@ class StateCache(TreeCache):
             return
         assert recurrent_states is not None
         if self._state is None:
-            shape = (len(self._place), *recurrent_states.shape)
-            self._state = recurrent_states.new_zeros(shape, dtype=torch.float32)
+            self._state = self._zeros(recurrent_states.float(), *recurrent_states.shape)
         self._state[self._place[layer_idx]] = recurrent_states
+
+    def _zeros(self, like: Tensor, batch: int, *shape: int) -> Tensor:
+        """(layers, batch, ...), in place so that all layers of a row stand side by side."""
+        if self.in_place:
+            return like.new_zeros(batch, len(self._place), *shape).transpose(0, 1)
+        return like.new_zeros(len(self._place), batch, *shape)
 
     # ------------------------------------------------------------------ a pass over a tree
 
@@ -144,7 +156,7 @@ class StateCache(TreeCache):
         else:
             # The parent is the last ancestor but the node itself, as parents stand before their children.
             window = conv_window(torch.where(reach.tril(-1), index, -1).amax(-1), width)
-        self._tree = _Tree(reach, window)
+        self._tree, self._calls = _Tree(reach, window), 0
         return {STATES: self}
 
     def conv(
@@ -154,7 +166,7 @@ class StateCache(TreeCache):
         assert self._tree is not None
         assert self._conv is not None
         place, x = self._current, hidden_states.transpose(1, 2)
-        self._tree.calls += 1
+        self._calls += 1
         self._mixers.weight[place], self._mixers.bias[place] = weight, bias
         self._mixers.activation = activation
         self._inputs, inputs = self._noted(self._inputs, x)
@@ -180,8 +192,10 @@ class StateCache(TreeCache):
         assert self._tree is not None
         assert self._state is not None
         place = self._current
-        self._tree.calls += 1
-        self._mixers.a[place], self._mixers.groups = A, B.shape[2]
+        self._calls += 1
+        self._mixers.a[place], self._mixers.groups = A.detach(), B.shape[2]
+        if self._calls == 2 * len(self._place):
+            self._mixers.keep()
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias
         self._dt, dt = self._noted(self._dt, torch.nn.functional.softplus(dt) if dt_softplus else dt)
         y = tree_scan(hidden_states, dt, A, B, C, D, self._state[place], self._tree.ancestors)
@@ -215,16 +229,15 @@ class StateCache(TreeCache):
         if not self.in_place:
             if longest:
                 self._absorb(path[:, :longest])
-            self._tree = None
+            self._tree, self._calls = None, 0
 
     def _absorb(self, path: Tensor) -> None:
         """Take the nodes of each row's path, (batch, depth) padded with -1, into the states."""
-        assert self._tree is not None, "a pass over the tree comes first"
-        if self._tree.calls != 2 * len(self._place):
+        if self._calls != 2 * len(self._place):
             # A mixer that computes by other functions saw a sequence, and gave wrong logits.
             raise RuntimeError(
                 f"each Mamba-2 layer must call its convolution and its scan once per pass: expected "
-                f"{2 * len(self._place)} calls under a tree, received {self._tree.calls}"
+                f"{2 * len(self._place)} calls under a tree, received {self._calls}"
             )
         assert self._conv is not None
         assert self._state is not None
@@ -241,7 +254,7 @@ class StateCache(TreeCache):
             layers = part.stop - part.start
             weight, bias, a = self._mixers.side_by_side(part)
             inputs = _folded(self._inputs[part][:, *at])
-            conv = self._conv[part].view(batch, layers * channels, -1)
+            conv = self._conv[part].transpose(0, 1).view(batch, layers * channels, -1)
             y = tree_conv(inputs, conv, weight, bias, window, self._mixers.activation)
             x, b, _ = y.view(batch, depth, layers, channels).split(shares, dim=-1)
             commit_scan(
@@ -249,15 +262,16 @@ class StateCache(TreeCache):
                 _folded(self._dt[part][:, *at]),
                 a,
                 b.reshape(batch, depth, layers * groups, size),
-                self._state[part].view(batch, layers * heads, head_dim, size),
+                self._state[part].transpose(0, 1).view(batch, layers * heads, head_dim, size),
                 chain,
             )
             commit_conv(inputs, conv, chain)
 
     def _parts(self, batch: int, entries: int) -> Iterator[slice]:
-        """Layers to work on together, ``entries`` each: side by side like so many heads, which needs a single row."""
+        """Layers to work on together, ``entries`` each: side by side like so many heads, as they stand in place or if
+        there is a single row."""
         layers = len(self._place)
-        together = max(1, _AT_ONCE // entries) if batch == 1 else 1
+        together = layers if self.in_place else max(1, _AT_ONCE // entries) if batch == 1 else 1
         for start in range(0, layers, together):
             yield slice(start, min(start + together, layers))
 

@@ -21,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 LAUNCHES = {
-    "mmspec.ops": ("follow", "choose_drawn", "quantile", "tree_attention"),
+    "mmspec.ops": (
+        *("follow", "choose_drawn", "quantile", "tree_attention"),
+        *("top_log_probs", "next_beam", "keep_best"),
+    ),
     "mmspec.cache": ("compact_kv",),
     "mmspec.sampling": ("quantile",),
     "ssm.cache": ("commit_conv", "commit_scan", "tree_conv", "tree_scan"),
@@ -90,19 +93,19 @@ class Waits(TorchDispatchMode):
 class _Calls(TorchFunctionMode):
     """What does not reach the dispatcher: whole tensors read, lists given as indices."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: Waits, captured: bool) -> None:
         super().__init__()
-        self._waits = waits
+        self._waits, self._allowed = waits, None if captured else "mmspec.transfer"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if not self._waits.paused:
-            if name in ("tolist", "numpy", "__array__"):
+            if name in ("tolist", "numpy", "__array__", "cpu", "pin_memory"):
                 self._waits.counts[name] += 1
             if name in ("__getitem__", "__setitem__") and any(isinstance(index, list) for index in _listed(args[1])):
                 self._waits.counts["list as index"] += 1
             caller = sys._getframe(1).f_globals.get("__name__")
-            if name in ("tensor", "as_tensor", "new_tensor") and caller != "mmspec.transfer":
+            if name in ("tensor", "as_tensor", "new_tensor") and caller != self._allowed:
                 self._waits.counts[f"torch.{name} in {caller}"] += 1
         return func(*args, **(kwargs or {}))
 
@@ -112,12 +115,13 @@ def _listed(index: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def waiting() -> Iterator[Counter[str]]:
-    """What the host waits for inside of the block."""
+def waiting(captured: bool = False) -> Iterator[Counter[str]]:
+    """What the host waits for inside of the block; if it is ``captured``, what is illegal there: any number of the
+    host's too."""
     waits = Waits()
     Waits.active.append(waits)
     try:
-        with waits, _Calls(waits):
+        with waits, _Calls(waits, captured):
             yield waits.counts
     finally:
         Waits.active.remove(waits)
@@ -128,51 +132,67 @@ def waiting() -> Iterator[Counter[str]]:
 
 class Replayed:
     """Stands in for a captured call: what the function did to tensors is written down, undone, and done again at every
-    replay, with the numbers of the host as they were."""
+    replay, with the numbers of the host as they were. What it allocated is spoilt behind each replay, as that of other
+    graphs would take the same memory.
+
+    Raises:
+        AssertionError: it does what cannot be captured.
+    """
 
     replays = 0
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Any, settings: dict[str, Any]) -> None:
-        self._inputs = inputs
-        recorder = _Replayed(self._inputs)
+    def __init__(self, run: Callable[[], None], device: torch.device) -> None:
+        recorder = _Replayed()
         _Replayed.active.append(recorder)
         try:
-            with recorder:
-                self._outputs = function(*self._inputs, **settings)
+            with waiting(captured=True) as waits, recorder:
+                run()
         finally:
             _Replayed.active.remove(recorder)
+        assert not waits, f"cannot be captured: {dict(waits)}"
         self._calls = recorder.calls
+        self._passing = recorder.allocated()
         for tensor, before in recorder.saved.values():
             tensor.copy_(before)
+        self._spoil()
 
-    def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def replay(self) -> None:
         type(self).replays += 1
-        for mine, given in zip(self._inputs, inputs, strict=True):
-            mine.copy_(given)
         for function, args, kwargs, out in self._calls:
             again = function(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and _address(old) != _address(new):
                     old.copy_(new)
-        return self._outputs
+        self._spoil()
+
+    def _spoil(self) -> None:
+        for whole in self._passing:
+            whole.view(torch.uint8).fill_(1 if whole.dtype == torch.bool else 0x7F)  # no index is as great
+            if whole.is_floating_point():
+                whole.fill_(torch.nan)
 
 
 class _Replayed(TorchDispatchMode):
     active: list[_Replayed] = []  # noqa: RUF012
 
-    def __init__(self, inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.saved: dict[int, tuple[Tensor, Tensor]] = {}
         self.paused = False
-        self._own = {_address(x) for x in inputs}
+        self._own: set[int] = set()
 
     def save(self, leaves: list[Any]) -> None:
         """Note what tensors hold that may be written to, if they were there before."""
         for leaf in leaves:
             if isinstance(leaf, Tensor) and _address(leaf) not in self._own | self.saved.keys():
-                whole = torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage())
+                whole = _whole(leaf)
                 self.saved[_address(leaf)] = whole, whole.clone()
+
+    def allocated(self) -> list[Tensor]:
+        """What the calls made, all of it."""
+        made = [leaf for _, _, _, out in self.calls for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        return [*{_address(leaf): _whole(leaf) for leaf in made if _address(leaf) in self._own}.values()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -191,6 +211,10 @@ class _Replayed(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
 def on_a_gpu(rows: Any, device: str = "cuda") -> Any:

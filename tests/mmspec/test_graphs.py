@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.tiny_models import text_inputs, vision_inputs
-from mmspec import graphs, kernels, plugins
+from mmspec import TokenTree, graphs, kernels, plugins, verify_greedy
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
 from mmspec.drafters.ngram import Ngram
@@ -14,6 +14,8 @@ from mmspec.engine import decode
 from mmspec.graphs import Graphed
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
+from mmspec.transfer import on_device
+from mmspec.transformers_target import TransformersTarget
 from tests.device import Replayed, as_launches, on_a_gpu
 from tests.drafting import network_for
 from tests.targets import prompt_of
@@ -25,7 +27,7 @@ from vision.drafters.msd import MSD, Flash
 def _recorded(monkeypatch):
     monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
     monkeypatch.setattr(graphs, "captures", lambda device: True)
-    monkeypatch.setattr(graphs, "_Graph", Replayed)
+    monkeypatch.setattr(graphs, "_captured", Replayed)
     monkeypatch.setattr(Replayed, "replays", 0)
     as_launches(monkeypatch)
 
@@ -86,11 +88,46 @@ def test_what_cannot_be_captured_is_called(monkeypatch):
     def refuse(*_):
         raise RuntimeError("operation not permitted")
 
-    monkeypatch.setattr(graphs, "_Graph", refuse)
+    monkeypatch.setattr(graphs, "_captured", refuse)
     counter = Counter()
     with pytest.warns(RuntimeWarning, match="steps are not captured: operation not permitted"):
         check_calls(counter)
     assert counter.run == 12
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: (x * float(x[0]),),
+        lambda x: (x[x > 1],),
+        lambda x: (x[[1, 0]],),
+        lambda x: (x + torch.tensor([1.0, 2.0]),),
+        lambda x: (x + on_device([1.0, 2.0], x.device),),
+    ],
+    ids=["value", "mask", "list", "numbers", "transfer"],
+)
+def test_what_may_not_be_captured_is_found_out(wrong):
+    step = Graphed(wrong)
+    step(torch.tensor([2.0, 3.0]))
+    with pytest.raises(AssertionError, match="cannot be captured"):
+        step(torch.tensor([2.0, 3.0]))
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_readers_of_what_passes_are_found_out():
+    """Memory taken under capture holds what it should until any graph is replayed, and no longer."""
+    held = {}
+
+    def twice(x):
+        held["twice"] = 2 * x
+        return (held["twice"] + 1,)
+
+    step = Graphed(twice)
+    for _ in range(3):
+        (out,) = step(torch.ones(2))
+        assert torch.equal(out, torch.full((2,), 3.0))
+    assert held["twice"].isnan().all()
 
 
 # ---------------------------------------------------------------------- whole answers
@@ -145,6 +182,25 @@ def check_answers(name, kind, batch, device="cpu"):
 def test_replayed_passes_say_what_generate_says(name, kind, batch):
     check_answers(name, kind, batch)
     assert Replayed.replays > 20
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_new_prompt_may_keep_longer_paths(batch):
+    """Its passes are replayed from the start, while keeping a path of that length is still to be captured."""
+    target, fresh = (TransformersTarget(shared_model("bamba")) for _ in range(2))
+    tokens = torch.arange(8).expand(batch, -1)
+    star = TokenTree(tokens, torch.tensor([-1] + 7 * [0]).expand(batch, -1))
+    chain = TokenTree(tokens, torch.arange(-1, 7).expand(batch, -1))
+    for seed, tree in enumerate((star, star, chain)):
+        prompt = prompt_of(text_inputs(batch, 9, seed=seed))
+        for side in (target, fresh) if tree is chain else (target,):
+            side.prefill(prompt, 60)
+            for _ in range(4):
+                side.forward_tree(tree)
+                side.commit(verify_greedy(tree, tokens.roll(-1, 1)))
+    root = TokenTree.root(tokens[:, 0])
+    torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
 
 
 @pytest.mark.usefixtures("_recorded")

@@ -15,6 +15,7 @@ def _machine(monkeypatch):
     monkeypatch.delenv("MMSPEC_KERNELS", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name)
     kernels._problem.cache_clear()
     yield
@@ -36,6 +37,15 @@ def test_an_old_gpu_or_no_triton(monkeypatch):
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="expected the package triton, found none"):
         kernels.in_use(GPU)
+
+
+def test_on_another_gpu_than_the_current_one(monkeypatch):
+    assert kernels.in_use(torch.device("cuda", 1)) == "reference"
+    assert kernels.in_use(torch.device("cuda")) == "triton"
+    assert kernels.fixed_shapes(torch.device("cuda", 1))
+    monkeypatch.setenv("MMSPEC_KERNELS", "triton")
+    with pytest.raises(UserError, match="cannot run on cuda:1: expected CUDA's current device"):
+        kernels.in_use(torch.device("cuda", 1))
 
 
 def test_by_the_user(monkeypatch):
