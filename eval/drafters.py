@@ -13,7 +13,6 @@ from mmspec.budget import Budget
 from mmspec.drafter import Drafter, fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.target import Prompt, Step, Target
@@ -74,28 +73,22 @@ def learns(drafter: Drafter) -> bool:
     return isinstance(drafter, Recycle) or (isinstance(drafter, Ngram) and drafter.memory > 0)
 
 
-class _RecycleChain(Recycle):
-    """Drafts the likeliest successor alone; the table is learnt as usual."""
-
-    def _successors(self, context: Any) -> list[Any]:
-        return sorted(super()._successors(context), key=lambda successor: -successor[1])[:1]
-
-
 def chain(drafter: Drafter, length: int, target: Target) -> Drafter:
-    """A copy that drafts one child per node, ``length`` tokens at most (``small``: as many as the budget allows).
+    """A copy that drafts one child per node, ``length`` tokens at most if it has a network of its own kind; else as
+    many as the budget allows.
 
     Raises:
         UserError: it is not known how to make it draft chains.
     """
     copied: Any = fork(drafter, target)
-    if isinstance(copied, Recycle):
-        copied.__class__ = _RecycleChain
-    elif isinstance(copied, Small):
+    if hasattr(copied, "width"):
+        copied.width = 1
+    elif hasattr(copied, "top_k"):
         copied.top_k = 1
-    elif hasattr(copied, "total_tokens"):
-        copied.top_k, copied.depth, copied.total_tokens = 1, length, length
     else:
-        raise UserError(f"chains need recycle or a drafter with a network: got {type(drafter).__name__}")
+        raise UserError(f"chains need a drafter with a width or top_k: {type(drafter).__name__} has neither")
+    if hasattr(copied, "total_tokens"):
+        copied.depth = copied.total_tokens = length
     return copied
 
 

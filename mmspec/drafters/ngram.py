@@ -29,16 +29,17 @@ class Ngram:
     Args:
         longest, shortest: lengths of the suffixes to look up, in tokens.
         memory: tokens of earlier requests to keep as a source of drafts; 0 forgets each request.
+        width: children of a node at most; 1 drafts chains, None trees.
 
     Raises:
         UserError: ``shortest`` is below 1 or above ``longest``.
     """
 
-    def __init__(self, longest: int = 4, shortest: int = 1, memory: int = 0) -> None:
+    def __init__(self, longest: int = 4, shortest: int = 1, memory: int = 0, width: int | None = None) -> None:
         if not 1 <= shortest <= longest:
             raise UserError(f"suffix lengths must satisfy 1 <= shortest <= longest: got {shortest} and {longest}")
         self.lengths = range(longest, shortest - 1, -1)
-        self.memory = memory
+        self.memory, self.width = memory, width
         self._past: list[int] = []
         self._history: list[list[int]] = []
         self._texts: list[_Text] = []
@@ -55,7 +56,7 @@ class Ngram:
         self._texts = [_Text(self._past, row, self.lengths) for row in history]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        tries = [text.continuations(budget) for text in self._texts]
+        tries = [text.continuations(budget, self.width) for text in self._texts]
         keep = budget.take([gains for _, _, gains in tries])
         return build_tree(token, [(tokens[:keep], parents[:keep]) for tokens, parents, _ in tries])
 
@@ -74,7 +75,7 @@ class _Text:
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.indexed = 0
 
-    def continuations(self, budget: Budget) -> Nodes:
+    def continuations(self, budget: Budget, width: int | None) -> Nodes:
         """The likeliest continuations, see ``best_first``."""
         text = self.past + self.history if self.past else self.history
         self._index(text)
@@ -89,7 +90,12 @@ class _Text:
         if not starts:
             return [], [], []
         return best_first(
-            starts, lambda occurrences: _children(text, occurrences), budget.max_depth, budget.nodes, budget.floor
+            starts,
+            lambda occurrences: _children(text, occurrences),
+            budget.max_depth,
+            budget.nodes,
+            budget.floor,
+            width,
         )
 
     def _index(self, text: list[int]) -> None:

@@ -41,15 +41,16 @@ class Recycle:
     Args:
         top_k: successors kept per context.
         pairs: keep entries for the last two tokens too; False keeps the paper's one per token.
+        width: children of a node at most; 1 drafts chains, None trees.
 
     Raises:
         UserError: ``top_k`` is below 1.
     """
 
-    def __init__(self, top_k: int = 8, pairs: bool = True) -> None:
+    def __init__(self, top_k: int = 8, pairs: bool = True, width: int | None = None) -> None:
         if top_k < 1:
             raise UserError(f"top_k must be at least 1: got {top_k}")
-        self.top_k = top_k
+        self.top_k, self.width = top_k, width
         self.pairs = pairs
         self._table: dict[Context, Ranking] = {}
         self._vocab: int | None = None
@@ -114,9 +115,8 @@ class Recycle:
         self._learn(ends, step.logits.flatten(0, 1))
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        grown = [
-            best_first(last, self._successors, budget.max_depth, budget.nodes, budget.floor) for last in self._last
-        ]
+        limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
+        grown = [best_first(last, self._successors, *limits) for last in self._last]
         keep = budget.take([gains for _, _, gains in grown])
         return build_tree(token, [(tokens[:keep], parents[:keep]) for tokens, parents, _ in grown])
 

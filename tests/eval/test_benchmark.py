@@ -235,9 +235,9 @@ def test_jobs_cover_every_sample_once(folder):
 
 def test_methods_are_named(folder):
     target = mmspec.load(folder, drafter=None).target
-    ways = {way.name: way for way in ways_of("msd,msd@7,recycle@chain,c=msd@chain4,none,lookup", target)}
-    assert list(ways) == ["generate", "none", "msd", "msd@7", "recycle@chain", "c", "lookup"]
-    assert [way.nodes for way in ways.values()] == [0, 0, None, 7, None, 4, 0]
+    ways = {way.name: way for way in ways_of("msd,msd@7,recycle@chain,c=msd@chain4,none,lookup,ngram@chain", target)}
+    assert list(ways) == ["generate", "none", "msd", "msd@7", "recycle@chain", "c", "lookup", "ngram@chain"]
+    assert [way.nodes for way in ways.values()] == [0, 0, None, 7, None, 4, 0, None]
     assert (ways["c"].drafter.top_k, ways["c"].drafter.depth) == (1, 4)
     assert ways["lookup"].options == {"prompt_lookup_num_tokens": 10}
     from pathlib import Path
@@ -252,7 +252,6 @@ def test_methods_are_named(folder):
         ("msd@0", "shape must be"),
         ("nope", "unknown drafter"),
         ("a=none,a=lookup", r"label of its own \(LABEL=METHOD\): 'a' stands twice"),
-        ("ngram@chain", "chains need recycle or a drafter with a network"),
         ("assisted:/nowhere", "cannot load the assistant '/nowhere'"),
     ],
 )

@@ -90,12 +90,14 @@ def test_a_chain_takes_the_likeliest_successor_and_learns_them_all(folder):
     tree = chained.propose(torch.tensor([5]), Budget(3))
     assert tree.tokens.tolist() == [[5, 8, 9]]
     assert chained.top_k == drafter.top_k
-    assert type(drafter) is Recycle
+    assert drafter.width is None
 
 
 def test_what_cannot_draft_chains_is_refused(folder):
-    with pytest.raises(UserError, match="chains need recycle or a drafter with a network: got Ngram"):
-        chain(Ngram(), 3, mmspec.load(folder, drafter=None).target)
+    target = mmspec.load(folder, drafter=None).target
+    assert chain(Ngram(), 3, target).width == 1
+    with pytest.raises(UserError, match="chains need a drafter with a width or top_k: Watched has neither"):
+        chain(Watched(Ngram()), 3, target)
 
 
 def test_all_ways_give_the_same_tokens(folder):

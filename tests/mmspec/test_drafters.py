@@ -56,7 +56,8 @@ def test_rows_without_drafts_are_plain_decoding():
 
 @pytest.mark.parametrize("nodes", [0, 1, 5, 60])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_best_first_lists_the_likeliest_nodes(nodes, depth):
+@pytest.mark.parametrize("width", [1, 2, None])
+def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
     """Against all paths of a small language, sorted."""
     p = torch.rand(3, 3, generator=torch.Generator().manual_seed(nodes)).double()
     p /= p.sum(-1, keepdim=True) * 1.2
@@ -66,7 +67,7 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth):
     def extend(last, chance, path):
         if len(path) == depth:
             return
-        for token in range(3):
+        for token in p[last].argsort(descending=True).tolist()[:width]:
             below = chance * float(p[last, token])
             every.append((below, (*path, token)))
             extend(token, below, (*path, token))
@@ -74,7 +75,7 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth):
     extend(0, 1.0, ())
     expected = sorted((c for c, _ in every if c >= floor), reverse=True)[:nodes]
     tokens, parents, gains = best_first(
-        0, lambda last: [(t, float(p[last, t]), t) for t in range(3)], depth, nodes, floor
+        0, lambda last: [(t, float(p[last, t]), t) for t in range(3)], depth, nodes, floor, width
     )
     assert gains == pytest.approx(expected)
     tree = build_tree(torch.tensor([0]), [(tokens, parents)])
@@ -171,6 +172,9 @@ def test_ngram_continues_the_longest_known_suffix():
     assert [4, 9, 8] in paths(tree)
     assert [7] in paths(tree)
     assert tree.max_depth <= 3
+    chained = Ngram(width=1)
+    begun(chained, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
+    assert chained.propose(torch.tensor([3]), Budget(8, 3)).tokens.tolist() == [[3, 4, 9, 8]]
 
 
 def test_ngram_without_a_match_decodes_plainly():
