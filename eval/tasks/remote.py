@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from eval.tasks.local import Row
 from mmspec.errors import UserError
@@ -39,10 +40,9 @@ def hub_rows(name: str, hub: Hub, limit: int | None) -> Iterator[Row]:
         ) from None
     try:
         # A benchmark read in part should not be downloaded whole.
-        rows = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=limit is not None)
-        for number, values in enumerate(rows):
+        for number, values in enumerate(_table(datasets, hub, hub.config, streaming=limit is not None)):
             if hub.pictures is not None and number == 0:
-                table = datasets.load_dataset(hub.path, hub.pictures[0], split=hub.split)
+                table = _table(datasets, hub, hub.pictures[0])
                 pictures = {row["id"]: place for place, row in enumerate(table.select_columns("id"))}
             if hub.pictures is not None:
                 values = {**values, "image": table[pictures[values[hub.pictures[1]]]]["image"]}
@@ -54,3 +54,12 @@ def hub_rows(name: str, hub: Hub, limit: int | None) -> Iterator[Row]:
         raise UserError(
             f"{name}: expected to read {hub.path} through datasets, or --data FOLDER ({first_line})"
         ) from error
+
+
+def _table(datasets: Any, hub: Hub, config: str | None, streaming: bool = False) -> Any:
+    """A table whose images stay as they are stored: all samples of a task are held at once."""
+    table = datasets.load_dataset(hub.path, config, split=hub.split, streaming=streaming)
+    for name, feature in (table.features or {}).items():
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(name, datasets.Image(decode=False))
+    return table
