@@ -8,7 +8,8 @@
                         checkpoint that the target's folder holds; SHAPE is ``tree`` (the default: as many nodes per
                         step as pay), a number of nodes, ``chain`` (as long as pays) or ``chainN``
 
-``LABEL=`` may stand before any of them. ``auto`` stands for all that need nothing but the target's folder.
+``LABEL=`` may stand before any of them; without, a folder is called by its last part. ``auto`` stands for all that need
+nothing but the target's folder.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def ways_of(specs: str, target: TransformersTarget) -> list[Way]:
 
 def _way(spec: str, home: str, target: TransformersTarget) -> Way:
     named = re.fullmatch(r"([^=/]+)=(.+)", spec)
-    label, method = named.groups() if named else (spec, spec)
+    label, method = named.groups() if named else (re.sub(r"[^:@]*/(?=[^/@])|/(?=@|$)", "", spec), spec)
     if method == BASELINE:
         return Way(label, options={})
     if method == "lookup":

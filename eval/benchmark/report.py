@@ -40,7 +40,8 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
     lines += _differences(rows)
     if summary["refused"]:
         lines += ["## What transformers does not decode here", ""]
-        lines += [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
+        told = [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
+        lines += dict.fromkeys(told)  # the same at every temperature
     path = folder / "report.md"
     write(path, "\n".join(lines).rstrip() + "\n")
     return path
@@ -96,7 +97,9 @@ def _pictures(rows: Sequence[Row], folder: Path) -> list[str]:
     except ImportError:
         return ["No pictures: they need the package matplotlib (pip install 'mmspec[eval]').", ""]
     drawn = draw_all(rows, folder / "plots")
-    return [line for title, name in drawn.items() for line in (f"![{title}](plots/{name})", "")]
+    cells = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
+    which = [f"The pictures show temperature {cells[0][0]:g}, batch {cells[0][1]}.", ""] if len(cells) > 1 else []
+    return which + [line for title, name in drawn.items() for line in (f"![{title}](plots/{name})", "")]
 
 
 def _differences(rows: Sequence[Row]) -> list[str]:
@@ -106,11 +109,15 @@ def _differences(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## Answers that differ",
         "",
-        "| method | batch | sample | token | logit margin |",
-        "|---|---|---|---|---|",
+        "The logit margin is the target's highest logit at the first difference less the lower one of the two tokens':",
+        "near nothing where rounding decides. Sampled answers have none: a draw close to a border falls to its other side.",
+        "",
+        "| method | temperature | batch | sample | token | logit margin |",
+        "|---|---|---|---|---|---|",
     ]
     for row, one in found:
         margin = "" if one["margin"] is None else f"{one['margin']:.3g}"
         where = f"{one['task']} {one['id']}, turn {one['turn']}"
-        lines.append(f"| `{row['method']}` | {row['batch']} | {where} | {one['position']} | {margin} |")
+        cell = f"{row['temperature']:g} | {row['batch']}"
+        lines.append(f"| `{row['method']}` | {cell} | {where} | {one['position']} | {margin} |")
     return [*lines, ""]

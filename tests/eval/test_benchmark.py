@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from eval.benchmark.command import evaluate
 from eval.benchmark.evaluator import Evaluator, Settings
 from eval.benchmark.methods import automatic, ways_of
 from eval.benchmark.records import Journal, jobs_of
+from eval.benchmark.report import write_report
 from eval.benchmark.run import run
 from eval.benchmark.spec_bench import lines_of
 from eval.benchmark.summary import interval, summarise
@@ -161,15 +164,14 @@ def test_a_batchs_time_is_shared_by_its_rows(whole):
 def test_the_report_shows_figures_and_pictures(whole):
     text = (whole[0] / "report.md").read_text()
     assert "## scenes-turns, temperature 1, batch 2" in text
-    assert "- `lookup`, batch 2: ValueError" in text
+    assert text.count("- `lookup`, batch 2: ValueError") == 1  # once for both temperatures
+    assert "The pictures show temperature 0, batch 2." in text
     for name in ("speedup", "tasks", "accepted", "positions", "time", "tree-size"):
         assert f"(plots/{name}.svg)" in text
         assert (whole[0] / "plots" / f"{name}.svg").read_text().startswith("<?xml")
 
 
 def test_a_report_needs_no_matplotlib(whole, tmp_path, monkeypatch):
-    from eval.benchmark.report import write_report
-
     monkeypatch.setitem(__import__("sys").modules, "eval.benchmark.plots", None)
     assert "they need the package matplotlib" in write_report(whole[1], tmp_path).read_text()
 
@@ -207,7 +209,7 @@ def test_an_interval_holds_the_median_and_narrows():
     assert few["high"] - few["low"] > 3 * (many["high"] - many["low"])
 
 
-def test_a_difference_is_told_with_its_margin(folder, monkeypatch):
+def test_a_difference_is_told_with_its_margin(folder, tmp_path, monkeypatch):
     wrong = Evaluator(vars(settings(folder, methods="none", temperatures=(0.0,), batch_sizes=(1,), rounds=1)))
     decode = evaluator.rounds_of
 
@@ -225,6 +227,10 @@ def test_a_difference_is_told_with_its_margin(folder, monkeypatch):
     rows = summarise([record], {"scenes-captions": wrong._samples["scenes-captions"]}, {"scenes-captions": None})
     assert [(row["equal"], row["compared"]) for row in rows] == [(1, 1), (0, 1)]
     assert rows[1]["differences"][0]["id"] == "4000000"
+    about = {**record["about"], "device": "cpu"}
+    summary = {"about": about, "settings": {"rounds": 1}, "rows": rows, "refused": []}
+    told = write_report(summary, tmp_path).read_text().split("## Answers that differ")[1]
+    assert re.search(r"\| `none` \| 0 \| 1 \| scenes-captions 4000000, turn 0 \| 4 \| [\d.e-]+ \|", told)
 
 
 def test_jobs_cover_every_sample_once(folder):
@@ -240,7 +246,9 @@ def test_methods_are_named(folder):
     assert [way.nodes for way in ways.values()] == [0, 0, None, 7, None, 4, 0, None]
     assert (ways["c"].drafter.top_k, ways["c"].drafter.depth) == (1, 4)
     assert ways["lookup"].options == {"prompt_lookup_num_tokens": 10}
-    from pathlib import Path
+    small = save_text_model(Path(folder).parent / "small")
+    named = ways_of(f"small:{small}@chain,assisted:{small}/,{folder}/drafter-msd@3,x=small:{small}", target)
+    assert [way.name for way in named][2:] == ["small:small@chain", "assisted:small", "drafter-msd@3", "x"]
 
     assert automatic(Path(folder))[-4:] == ["recycle", "recycle@chain", "msd", "msd@chain"]
 
