@@ -110,7 +110,7 @@ def _differences(rows: Sequence[Row]) -> list[str]:
         "## Answers that differ",
         "",
         "The logit margin is the target's highest logit at the first difference less the lower one of the two tokens':",
-        "near nothing where rounding decides. Sampled answers have none: a draw close to a border falls to its other side.",
+        "near nothing where rounding decides. Sampled answers have none: a draw near a border falls to its other side.",
         "",
         "| method | temperature | batch | sample | token | logit margin |",
         "|---|---|---|---|---|---|",
