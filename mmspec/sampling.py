@@ -16,29 +16,13 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from mmspec.errors import UserError
+from mmspec.histories import Histories
 from mmspec.ops import quantile
+from mmspec.processors import OnTrees, known, on_trees
 from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict, verify, verify_greedy
 
-# These look at the scores alone, so that one call serves all nodes; every other processor is shown each node's history.
-_HISTORY_FREE = tuple(
-    getattr(hf, name)
-    for name in [
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "TopHLogitsWarper",
-        "SuppressTokensLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-    ]
-    if hasattr(hf, name)
-)
 # These keep state between calls or pair rows of scores with other rows; neither survives being asked about many nodes
 # at once.
 _UNSUPPORTED = tuple(
@@ -126,7 +110,9 @@ class Sampler:
     latter.)
 
     Args:
-        processors: applied in order to float32 logits, each row with its own history.
+        processors: applied in order to float32 logits, each row with its own history. Those that ``mmspec.processors``
+            does not know are shown rows of equal length, for which the host reads the tree: a step then waits for the
+            device once more. So it does for transformers' eta and top-h, which check their own probabilities there.
         do_sample: draw from the processed distribution; False takes its argmax.
         generator: the source of randomness, on the device of the logits.
 
@@ -150,16 +136,17 @@ class Sampler:
         self.processors = list(processors)
         self.do_sample = do_sample
         self.generator = generator
-        # A subclass may look at the history although its base does not.
         self._uniforms = torch.empty(0)  # (batch, new tokens), drawn in blocks as the rows grow
         self._prompt_lengths: list[int] = []
-        self._needs_history = any(type(p) not in _HISTORY_FREE for p in self.processors)
+        self._histories = Histories()
+        self._on_trees: list[OnTrees] = []  # the processors for this vocabulary and device, once asked for
+        self._known = all(map(known, self.processors))
 
     def first(self, history: list[list[int]], logits: Tensor) -> Tensor:
         """The token after the prompt. ``history``: token ids per row; ``logits``: (batch, 1, vocab) -> (batch,)."""
         batch = logits.shape[0]
         root_only = TokenTree.root(torch.zeros(batch, dtype=torch.long, device=logits.device))
-        self._prompt_lengths = []
+        self._prompt_lengths, self._histories, self._on_trees = [], Histories(), []
         return self._choose(history, root_only, self._process(history, root_only, logits))[:, 0]
 
     def verify(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Verdict:
@@ -187,13 +174,16 @@ class Sampler:
     def _process(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:
         if not self.processors:
             return logits.float() if self.do_sample else logits
-        batch, nodes, vocab = logits.shape
+        if not self._known:
+            return self._by_length(history, tree, logits)
+        scores, seen = logits.to(torch.float32, copy=True), self._histories.at(history, tree)
+        self._on_trees = self._on_trees or [on_trees(processor, scores) for processor in self.processors]
+        for process in self._on_trees:
+            scores = process(seen, scores)
+        return scores
+
+    def _by_length(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:
         scores = logits.to(torch.float32, copy=True)
-        if not self._needs_history:
-            flat = scores.view(-1, vocab)
-            for processor in self.processors:
-                flat = processor(tree.tokens.reshape(-1, 1), flat)
-            return flat.view(batch, nodes, vocab)
         for ids, row, node in _histories_by_length(history, tree):
             group = scores[row, node]
             for processor in self.processors:

@@ -92,6 +92,12 @@ PROCESSORS = {
     "top-p": lambda: [hf.TopPLogitsWarper(0.7)],
     "min-p": lambda: [hf.MinPLogitsWarper(0.2)],
     "typical": lambda: [hf.TypicalLogitsWarper(0.5)],
+    "epsilon": lambda: [hf.EpsilonLogitsWarper(0.03)],
+    "eta": lambda: [hf.EtaLogitsWarper(0.03)],
+    "top-h": lambda: [hf.TopHLogitsWarper(0.5)],
+    "suppressed": lambda: [hf.SuppressTokensLogitsProcessor([4, 9])],
+    "without infinities": lambda: [hf.InfNanRemoveLogitsProcessor()],
+    "normalised": lambda: [hf.LogitNormalization()],
     "several": lambda: [
         hf.RepetitionPenaltyLogitsProcessor(1.3),
         hf.NoRepeatNGramLogitsProcessor(3),

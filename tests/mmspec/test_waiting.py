@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers.generation import logits_process as hf
 
 from eval.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, kernels, plugins
@@ -14,23 +15,35 @@ from mmspec.stopping import Stopper
 from mmspec.verify import Verdict
 from tests.device import as_launches, on_a_gpu, waiting
 from tests.mmspec.test_graphs import DRAFTERS
+from tests.mmspec.test_sampling import PROCESSORS, VOCAB, histories_and_tree
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
 CASES = [("llava", kind) for kind in DRAFTERS] + [("bamba", "plain"), ("bamba", "ngram"), ("qwen2-window", "ngram")]
-SAMPLING = [None, SamplingParams(temperature=0.8, top_k=20), SamplingParams(temperature=1.0, top_p=0.9)]
+SAMPLING = {
+    "greedy": lambda: Sampler(),
+    "top-k": lambda: Sampler(SamplingParams(temperature=0.8, top_k=20).processors(), do_sample=True),
+    "top-p": lambda: Sampler(SamplingParams(temperature=1.0, top_p=0.9).processors(), do_sample=True),
+    "what was said": lambda: Sampler(
+        [
+            hf.RepetitionPenaltyLogitsProcessor(1.1),
+            hf.NoRepeatNGramLogitsProcessor(3),
+            hf.NoBadWordsLogitsProcessor([[3], [4, 5]]),
+            hf.MinNewTokensLengthLogitsProcessor(9, 20, 7),
+        ]
+    ),
+}
 
 
-def steps(name, kind, batch, params, budget, device="cpu"):
+def steps(name, kind, batch, sampling, budget, device="cpu"):
     """An answer step by step; the first of the rows ends early."""
     model = shared_model(name) if device == "cpu" else copy.deepcopy(shared_model(name)).to(device)
     target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
     if drafter is not None:
         drafter.attach(target)
     inputs = on_a_gpu(vision_inputs(name, batch) if "llava" in name else text_inputs(batch), device)
-    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
     stopper = Stopper(60, criteria=[])
-    for rows in decode(target, drafter, prompt_of(inputs), sampler, stopper, budget):
+    for rows in decode(target, drafter, prompt_of(inputs), SAMPLING[sampling](), stopper, budget):
         if batch > 1 and len(rows[0].token_ids) > 8:
             rows[0].finish_reason = "stop"
         yield rows
@@ -43,13 +56,13 @@ def budget_for(kind, steady):
 
 
 @pytest.mark.parametrize("steady", [False, True])
-@pytest.mark.parametrize("params", SAMPLING, ids=["greedy", "top-k", "top-p"])
+@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_the_host_waits_once_per_step(name, kind, batch, params, steady, monkeypatch):
+def test_the_host_waits_once_per_step(name, kind, batch, sampling, steady, monkeypatch):
     monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
     as_launches(monkeypatch)
-    running = steps(name, kind, batch, params, budget_for(kind, steady))
+    running = steps(name, kind, batch, sampling, budget_for(kind, steady))
     next(running), next(running)  # the prompt; the drafter's part of it, and the first step
     counted = 0
     while counted < 8:
@@ -60,6 +73,21 @@ def test_the_host_waits_once_per_step(name, kind, batch, params, steady, monkeyp
         if all(row.finish_reason for row in rows):
             break
     assert counted > 3
+
+
+WAITING = {"eta", "top-h", "length decay", "forced end", "prefix", "subclass"}
+"""Of transformers' own, those that look at values on the host, and those that are shown rows of equal length."""
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_which_processors_wait(name, monkeypatch):
+    as_launches(monkeypatch)
+    history, tree = histories_and_tree(0)
+    sampler, logits = Sampler(PROCESSORS[name]()), torch.randn(3, tree.nodes, VOCAB)
+    sampler.verify(history, tree, logits)
+    with waiting() as counts:
+        sampler.verify(history, tree, logits)
+    assert bool(counts) == (name in WAITING)
 
 
 def test_waiting_is_noticed():
@@ -79,10 +107,10 @@ def test_waiting_is_noticed():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("params", SAMPLING, ids=["greedy", "top-k", "top-p"])
+@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_torch_finds_no_other_waiting(name, kind, batch, params, monkeypatch):
+def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
     """From the fourth step on, when all is compiled and captured."""
     copies, host = [], Verdict.host.func
 
@@ -96,7 +124,9 @@ def test_torch_finds_no_other_waiting(name, kind, batch, params, monkeypatch):
     found.__set_name__(Verdict, "host")
     monkeypatch.setattr(Verdict, "host", found)
     try:
-        for _, rows in zip(range(12), steps(name, kind, batch, params, budget_for(kind, False), "cuda"), strict=False):
+        for _, rows in zip(
+            range(12), steps(name, kind, batch, sampling, budget_for(kind, False), "cuda"), strict=False
+        ):
             assert len(rows) == batch
     finally:
         torch.cuda.set_sync_debug_mode("default")
