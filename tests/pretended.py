@@ -1,0 +1,237 @@
+"""A CUDA device that is not there: tensors have its name and no contents, kernels are launched into nothing.
+
+What a step does with devices is checked without one: an operation that mixes two of them fails, what the host reads is
+counted, and what may not be captured fails while a pass is "captured". Every number that is read is a one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import JITFunction
+
+from mmspec import graphs, kernels
+from mmspec.ops import triton_attention
+
+CUDA = torch.device("cuda:0")
+_aten = torch.ops.aten
+# Methods that ask for the device's own code before they reach an operation.
+_OPERATIONS = {"__invert__": _aten.bitwise_not.default, "copy_": _aten.copy_.default}
+
+
+def pretended(tensor: Tensor) -> Tensor:
+    """The same as if it were there."""
+    if not isinstance(tensor, Tensor) or tensor.device == CUDA:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
+
+
+def to_cuda(module: nn.Module, *like: Any, **options: Any) -> nn.Module:
+    """In place of ``Module.to``."""
+    dtype = next((x if isinstance(x, torch.dtype) else x.dtype for x in like if not isinstance(x, torch.device)), None)
+    for part in module.modules():
+        held: dict[str, Any] = part._parameters
+        for name, value in held.items():
+            held[name] = value if value is None else nn.Parameter(_moved(value, dtype), requires_grad=False)
+        held = part._buffers
+        for name, value in held.items():
+            held[name] = value if value is None else _moved(value, dtype)
+    return module
+
+
+class _Graph:
+    """In place of a graph that was captured."""
+
+    def replay(self) -> None:
+        """What it would give, is there already."""
+
+
+class PretendedCuda(TorchFunctionMode):
+    """Runs what Python hands to torch on tensors that are not there.
+
+    Attributes:
+        reads: of the device by the host, by name.
+        copies: of numbers of the host to the device from memory that is not pinned.
+        captured: passes, and ``capturing`` while one is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+        self.copies = 0
+        self.captured = 0
+        self.capturing = False
+
+    def capture(self, run: Callable[[], None], device: torch.device) -> _Graph:
+        """In place of ``mmspec.graphs._captured``."""
+        self.capturing = True
+        try:
+            run()
+        finally:
+            self.capturing = False
+        self.captured += 1
+        return _Graph()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        known: Callable[..., Any] | None = getattr(self, f"_{name.strip('_')}", None)
+        if known is not None and (
+            name in ("tensor", "as_tensor") or args[0].device == CUDA or name in ("to", "pin_memory")
+        ):
+            return known(func, *args, **kwargs)
+        if name in ("__int__", "__index__", "__float__", "item") and args[0].device == CUDA:
+            self.read("a number")
+            return args[0].dtype == torch.bool or 1
+        if name in _OPERATIONS and args[0].device == CUDA:
+            return _OPERATIONS[name](*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            raise RuntimeError(f"torch.Tensor.{name}: {error}") from error
+
+    def read(self, name: str) -> None:
+        """The host waits for a number of the device."""
+        assert not self.capturing, f"{name} while a pass is captured"
+        self.reads[name] += 1
+
+    def copied(self) -> None:
+        assert not self.capturing, "numbers of the host are copied while a pass is captured"
+
+    def _to(self, func: Any, x: Tensor, *like: Any, **options: Any) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        device, dtype = options.get("device"), options.get("dtype")
+        for other in like:
+            if isinstance(other, Tensor):
+                device, dtype = other.device, other.dtype
+            elif isinstance(other, torch.dtype):
+                dtype = other
+            elif isinstance(other, str | torch.device):
+                device = other
+        device = x.device if device is None else torch.device(device)
+        device = CUDA if device.type == "cuda" else device
+        if x.device != device:
+            if device != CUDA:
+                self.read("to")
+            else:
+                self.copied()
+                self.copies += not getattr(x, "pinned", False)
+        elif x.dtype == (dtype or x.dtype) and not options.get("copy"):
+            return x
+        return _aten._to_copy.default(x, device=device, dtype=dtype)
+
+    def _pin_memory(self, func: Any, x: Tensor) -> Tensor:
+        x.pinned = True  # type: ignore[attr-defined]
+        return x
+
+    def _tensor(self, func: Any, data: Any, **options: Any) -> Tensor:
+        device = options.pop("device", None)
+        made = func(data, **options)
+        if device is None or torch.device(device).type != "cuda":
+            return made
+        self.copied()
+        self.copies += 1
+        return _aten._to_copy.default(made, device=CUDA)
+
+    _as_tensor = _tensor
+
+    def _allclose(self, func: Any, *args: Any, **options: Any) -> bool:
+        self.read("allclose")
+        return True
+
+    _equal = _allclose
+
+    def _nonzero(self, func: Any, x: Tensor) -> Tensor:
+        self.read("nonzero")
+        return torch.empty(0, x.ndim, dtype=torch.long, device=CUDA)  # nothing is found
+
+    def _getitem(self, func: Any, x: Tensor, index: Any) -> Tensor:
+        view, at = self._indexed(x, index)
+        return _aten.index.Tensor(view, at) if at else _aten.alias.default(view)
+
+    def _setitem(self, func: Any, x: Tensor, index: Any, value: Any) -> None:
+        view, at = self._indexed(x, index)
+        if not isinstance(value, Tensor):
+            value = torch.full((), value, dtype=x.dtype, device=CUDA)
+        if at:
+            _aten.index_put_.default(view, at, value)
+        else:
+            _aten.copy_.default(view, value)
+
+    def _indexed(self, x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """The view that numbers and slices make, and tensors by its axes."""
+        index = list(index) if isinstance(index, tuple) else [index]
+        taken = sum(i.ndim if _is_mask(i) else i is not None and i is not Ellipsis for i in index)
+        rest = [at for at, i in enumerate(index) if i is Ellipsis]
+        for at in rest:
+            index[at : at + 1] = [slice(None)] * (x.ndim - taken)
+        axis, tensors = 0, {}
+        for i in index:
+            if i is None:
+                x, axis = _aten.unsqueeze.default(x, axis), axis + 1
+            elif isinstance(i, int):
+                x = _aten.select.int(x, axis, i)
+            elif isinstance(i, slice):
+                start, stop, step = i.indices(x.shape[axis])
+                x, axis = _aten.slice.Tensor(x, axis, start, max(stop, start), step), axis + 1
+            else:
+                if _is_mask(i):
+                    self.read("index by a mask")
+                tensors[axis] = i if isinstance(i, Tensor) else torch.tensor(i, device=CUDA)
+                axis += i.ndim if _is_mask(i) else 1
+        return x, [tensors.get(axis) for axis in range(max(tensors) + 1)] if tensors else []
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def _moved(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    there = pretended(tensor)
+    if dtype in (None, there.dtype) or not there.is_floating_point():
+        return there
+    return _aten._to_copy.default(there, dtype=dtype)
+
+
+def _contiguous(x: Tensor, memory_format: Any = torch.contiguous_format) -> Tensor:
+    return x if x.is_contiguous() else _aten.clone.default(x, memory_format=memory_format)
+
+
+def _ones(shape: Any) -> Any:
+    return [_ones(shape[1:]) for _ in range(shape[0])] if shape else 1
+
+
+@contextmanager
+def pretended_cuda(patch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
+    """Run on such a device."""
+    device = PretendedCuda()
+
+    def scalar(mode: Any, func: Any, x: Tensor) -> Any:
+        device.read("a number")
+        return x.dtype == torch.bool or 1
+
+    def tolist(x: Tensor) -> Any:
+        device.read("tolist")
+        return _ones(x.shape)
+
+    patch.setitem(fake_impls.op_implementations_dict, _aten._local_scalar_dense.default, scalar)
+    patch.setattr(FakeTensor, "tolist", tolist)
+    patch.setattr(FakeTensor, "contiguous", _contiguous, raising=False)
+    patch.setattr(nn.Module, "to", to_cuda)
+    patch.setattr(kernels, "_problem", lambda *_: None)
+    patch.setattr(JITFunction, "run", lambda *_, **__: None)
+    patch.setattr(graphs, "_captured", device.capture)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(triton_attention, "_device", lambda *_: triton_attention._Device(132, 232448))
+    patch.delenv("MMSPEC_KERNELS", raising=False)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=False), device:
+        yield device
