@@ -15,7 +15,7 @@ from mmspec import plugins
 from mmspec.budget import AdaptiveBudget
 from mmspec.calibrate import cost_table
 from mmspec.cli.session import TINY, drafter_name, open_pipeline
-from mmspec.drafter import Drafter, fork
+from mmspec.drafter import Drafter, lend
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
@@ -30,8 +30,8 @@ _DRAFTERS = 4  # per model, kept beside it
 class Loaded:
     """One model with the drafters that were asked for.
 
-    Every request drafts with a copy of its own: a drafter that learns from answers would otherwise show one visitor's
-    words in another's trees, and would know a repeated request by heart.
+    Every request drafts with a copy of a drafter that learns: it would otherwise show one visitor's words in another's
+    trees, and would know a repeated request by heart.
 
     Attributes:
         target: the model.
@@ -43,7 +43,7 @@ class Loaded:
         self._drafters: OrderedDict[str, tuple[Drafter | None, dict[int, AdaptiveBudget]]] = OrderedDict()
 
     def pipeline(self, drafter: str) -> Pipeline:
-        """The model with a traced copy of a drafter, and with what is known of the tree sizes that pay.
+        """The model with a traced drafter, and with what is known of the tree sizes that pay.
 
         Args:
             drafter: as for ``mmspec.load``.
@@ -51,9 +51,9 @@ class Loaded:
         Raises:
             UserError: no such drafter, or one of another model.
         """
-        pristine, budgets = self._drafter(drafter)
-        copied = fork(pristine, self.target)
-        pipe = Pipeline(self.target, None if copied is None else Traced(copied), self.name)
+        kept, budgets = self._drafter(drafter)
+        lent = lend(kept, self.target)
+        pipe = Pipeline(self.target, None if lent is None else Traced(lent), self.name)
         pipe.budgets = budgets
         return pipe
 

@@ -24,13 +24,13 @@ from rich.table import Table
 
 import mmspec
 from eval.command import Measurement, console, print_result
-from eval.drafters import learns, named_drafters
+from eval.drafters import named_drafters
 from eval.prompts import FIRST, SUITES, suite
 from eval.study import Key, Study
 from eval.tally import Tally, difference
 from mmspec.calibrate import describe
 from mmspec.cli.options import Number
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, learns
 from mmspec.errors import UserError
 from mmspec.sampling import SamplingParams
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from mmspec.budget import Budget
 from mmspec.drafter import Drafter, fork
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.target import Prompt, Step, Target
@@ -66,11 +64,6 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
     if not sizes:
         raise UserError(f"expected at least one tree size, received {nodes!r}")
     return sizes
-
-
-def learns(drafter: Drafter) -> bool:
-    """Whether it drafts later prompts from what it saw in earlier ones."""
-    return isinstance(drafter, Recycle) or (isinstance(drafter, Ngram) and drafter.memory > 0)
 
 
 def chain(drafter: Drafter, length: int, target: Target) -> Drafter:

@@ -14,7 +14,7 @@ import torch
 from eval.drafters import Watched
 from eval.memory import peak, start_watching
 from mmspec.budget import AdaptiveBudget
-from mmspec.drafter import Drafter, fork
+from mmspec.drafter import Drafter, lend
 from mmspec.pipeline import Pipeline
 from mmspec.stats import Stats
 from mmspec.transformers_target import TransformersTarget
@@ -91,7 +91,7 @@ class Way:
 
     def fork(self, target: TransformersTarget) -> Way:
         """The same way, unmeasured, that learns on its own from what this one has learnt."""
-        drafter, budgets = fork(self.drafter, target), copy.deepcopy(self.budgets)
+        drafter, budgets = lend(self.drafter, target), copy.deepcopy(self.budgets)
         return Way(self.name, drafter, self.nodes, self.target, self.options, budgets)
 
     def clear(self) -> None:
@@ -152,7 +152,7 @@ def _decode(pipe: Pipeline, way: Way, requests: Sequence[dict[str, Any]], asked:
     if way.options is not None:
         return _generate(pipe, way.options, requests, asked)
     target = pipe.target if way.target is None else way.target
-    drafter = way.drafter if last else fork(way.drafter, target)
+    drafter = way.drafter if last else lend(way.drafter, target)
     watched = None if drafter is None else Watched(drafter)
     mine = Pipeline(target, watched)
     mine.budgets = way.budgets if last else copy.deepcopy(way.budgets)

@@ -16,10 +16,14 @@ from mmspec.verify import Verdict
 
 
 class Drafter(Protocol):
-    """What the engine needs of a drafter. It may propose anything: the output stays the target's own."""
+    """What the engine needs of a drafter. It may propose anything: the output stays the target's own.
+
+    One that drafts the same whatever it saw before sets ``learns`` to False.
+    """
 
     def attach(self, target: Target) -> None:
-        """Meet the target, once; raises ``UserError`` when this drafter was made for another one."""
+        """Meet the target; raises ``UserError`` when this drafter was made for another one. To meet the
+        same target again changes nothing."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         """A new prompt was absorbed. ``history`` lists each row's tokens, the prompt's and the emitted ones (now: the
@@ -73,3 +77,14 @@ def fork(drafter: Drafter | None, target: Target) -> Any:
     for value in vars(drafter).values() if drafter is not None else ():
         shared += value.modules() if isinstance(value, nn.Module) else []
     return copy.deepcopy(drafter, {id(value): value for value in shared})
+
+
+def learns(drafter: Drafter | None) -> bool:
+    """Whether it may draft from what it saw in earlier answers."""
+    return drafter is not None and getattr(drafter, "learns", True)
+
+
+def lend(drafter: Drafter | None, target: Target) -> Any:
+    """What drafts one answer and leaves no trace of it: the drafter itself, which keeps what was captured of it, or a
+    copy of one that learns."""
+    return fork(drafter, target) if learns(drafter) else drafter

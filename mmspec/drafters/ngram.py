@@ -44,6 +44,11 @@ class Ngram:
         self._history: list[list[int]] = []
         self._texts: list[_Text] = []
 
+    @property
+    def learns(self) -> bool:
+        """Whether earlier requests are a source of drafts."""
+        return self.memory > 0
+
     def attach(self, target: Target) -> None:
         """Any target will do."""
 

@@ -5,7 +5,7 @@ It reads text only: visual positions of the prompt are left out of what it sees.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Small:
         UserError: no model given, one with layers other than attention, or (at ``attach``) one of another vocabulary
             size.
     """
+
+    learns: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel | str | None = None, top_k: int = 8) -> None:
         if model is None:

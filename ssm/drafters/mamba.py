@@ -37,6 +37,7 @@ class Mamba:
     """
 
     name: ClassVar[str] = "mamba"  # as registered
+    learns: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Mamba:
         self.draft_ids = draft_ids
         self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
         self.verifier = verifier
+        self._target: Target | None = None
         self._head = torch.empty(0)  # (draft tokens, hidden)
         self._history: list[list[int]] = []
         self._absorbed: list[int] = []  # tokens of each row's history that the state has absorbed
@@ -83,6 +85,8 @@ class Mamba:
         checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     def attach(self, target: Target) -> None:
+        if target is self._target:
+            return
         if self.verifier is not None:
             checkpoint.check_verifier(self.verifier, target)
         config: Any = getattr(target, "config", None)
@@ -97,6 +101,7 @@ class Mamba:
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(target.device)
         self._head = self.network.head_rows(self.draft_ids)
+        self._target = target
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import mmspec
-from eval.drafters import USUAL_NODES, Watched, learns, named_drafters, tree_sizes
+from eval.drafters import USUAL_NODES, Watched, named_drafters, tree_sizes
 from eval.tiny_models import msd_network, vision_model
 from mmspec import UserError
-from mmspec.drafter import fork
+from mmspec.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
@@ -72,7 +72,20 @@ def test_a_copy_learns_alone_and_shares_the_weights(pipe, tmp_path):
         part = "network" if isinstance(drafter, MSD) else "model"
         assert copied is not drafter
         assert getattr(copied, part) is getattr(drafter, part)
-    assert fork(None, pipe.target) is None
+        assert lend(drafter, pipe.target) is drafter
+    assert lend(table, pipe.target) is not table
+    assert fork(None, pipe.target) is lend(None, pipe.target) is None
+
+
+def test_a_drafter_that_meets_its_target_again_stays_as_it_is(pipe):
+    """What was captured reads its weights where they were."""
+    drafter = MSD(msd_network(pipe.model), torch.arange(90))
+    drafter.attach(pipe.target)
+    held = drafter.fuse, drafter._scores, drafter._captured, drafter.cache
+    drafter.attach(pipe.target)
+    assert held == (drafter.fuse, drafter._scores, drafter._captured, drafter.cache)
+    drafter.attach(type(pipe.target)(pipe.model))
+    assert not set(map(id, held)) & {*map(id, (drafter.fuse, drafter._scores, drafter._captured, drafter.cache))}
 
 
 def test_watching_counts_trees_and_passes(pipe):

@@ -53,6 +53,7 @@ class MSD:
     layouts: ClassVar[tuple[str, ...]] = ("msd", "vispec", "eagle3")  # of published checkpoints
     decoupled: ClassVar[bool] = True  # how those are read
     name: ClassVar[str] = "msd"  # as registered
+    learns: ClassVar[bool] = False
     published: dict[str, Any] | None = None  # the sizes of the target of a published checkpoint
 
     def __init__(
@@ -112,6 +113,8 @@ class MSD:
         checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     def attach(self, target: Target) -> None:
+        if target is self._target:
+            return  # what was captured looks for weights where they are
         if self.verifier is not None:
             checkpoint.check_verifier(self.verifier, target)
         if self.published is not None:
@@ -127,6 +130,7 @@ class MSD:
             self.draft_ids = torch.arange(self.published["vocab_size"])
         lay_out_for_few_rows(self.network)
         self._target = target
+        self.cache, self._captured = TreeCache(1), Captured(self)
         self._scores = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
