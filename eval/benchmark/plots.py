@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -29,7 +30,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, str]:
     whole = [row for row in alike if row["task"] == head["task"]]
     ours = [row for row in whole if row["shares"]]
     drafting = [row for row in ours if row["acceptance"] and row["acceptance"]["draft_acceptance_rate"] > 0]
-    sized = [row for row in drafting if row["method"].partition("@")[2].isdecimal()]
+    sized = drafting if any(row["method"].partition("@")[2].isdecimal() for row in drafting) else []
     tasks = [row for row in alike if row["task"] != ALL]
     pictures = {
         "speedup": ("Speed against transformers' generate", _speedup, whole),
@@ -43,12 +44,10 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, str]:
     drawn = {}
     for name, (title, draw, shown) in pictures.items():
         if shown:
-            figure = Figure(figsize=(9, 1.6 + 0.3 * len(whole) if draw in (_speedup, _time) else 4.2))
+            tall = draw in (_speedup, _by_task, _histogram, _time)
+            figure = Figure(figsize=(9, 1.6 + 0.3 * len(whole) if tall else 4.2))
             figure.set_layout_engine("constrained")
-            axes = figure.subplots()
-            palette = colormaps["tab20" if len(whole) > 10 else "tab10"]
-            axes.set_prop_cycle(color=[palette(k) for k in range(palette.N)])
-            draw(axes, shown)
+            draw(figure.subplots(), shown)
             write_figure(figure, folder / f"{name}.svg")
             drawn[title] = f"{name}.svg"
     return drawn
@@ -73,30 +72,48 @@ def _speedup(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _by_task(axes: Axes, rows: Sequence[Row]) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    for row_method in dict.fromkeys(row["method"] for row in rows if row["method"] != BASELINE):
-        found = {row["task"]: row["end_to_end"] for row in rows if row["method"] == row_method}
-        values = [found[task]["median"] if found.get(task) else float("nan") for task in tasks]
-        axes.plot(tasks, values, marker="o", label=row_method)
-    axes.axhline(1.0, color="0.4", linewidth=0.8)
-    axes.set_xticks(range(len(tasks)), tasks, rotation=20, ha="right")
-    axes.set_ylabel("whole request, times generate")
-    axes.legend(fontsize=7, ncols=2)
+    found = {(row["method"], row["task"]): row["end_to_end"] for row in rows if row["method"] != BASELINE}
+    methods = list(dict.fromkeys(method for method, _ in found))
+    ratios = [[found.get((method, task)) for task in tasks] for method in methods]
+    _grid(axes, methods, tasks, [[ratio["median"] if ratio else nan for ratio in row] for row in ratios], "{:.2f}x")
+    axes.set_xlabel("whole request, times as fast as transformers' generate")
 
 
 def _histogram(axes: Axes, rows: Sequence[Row]) -> None:
-    for row in rows:
-        counts = row["acceptance"]["histogram"]
-        axes.plot(range(len(counts)), [count / sum(counts) for count in counts], marker="o", label=row["method"])
-    axes.set(xlabel="accepted drafts in a step", ylabel="share of steps")
-    axes.legend(fontsize=8)
+    counts = [row["acceptance"]["histogram"] for row in rows]
+    most = max(map(len, counts))
+    shares = [[100 * count / sum(row) for count in row] + [nan] * (most - len(row)) for row in counts]
+    _grid(axes, [row["method"] for row in rows], list(map(str, range(most))), shares, "{:.0f} %")
+    axes.set_xlabel("accepted drafts: share of steps")
+
+
+def _grid(axes: Axes, rows: Sequence[str], columns: Sequence[str], values: list[list[float]], form: str) -> None:
+    """Numbers on a ground that is the darker, the greater they are; nothing where there is none (NaN)."""
+    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0)
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            if value == value:
+                color = "white" if image.norm(value) > 0.6 else "black"
+                axes.text(j, i, form.format(value), ha="center", va="center", fontsize=7, color=color)
+    slanted: Row = {"rotation": 20, "ha": "right"} if max(map(len, columns)) > 8 else {}
+    axes.set_xticks(range(len(columns)), columns, **slanted)
+    axes.set_yticks(range(len(rows)), rows)
 
 
 def _positions(axes: Axes, rows: Sequence[Row]) -> None:
+    colors = _colors(rows)
     for row in rows:
-        shares = row["acceptance"]["acceptance_by_position"]
-        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=row["method"])
+        shares, (drafter, _, shape) = row["acceptance"]["acceptance_by_position"], row["method"].partition("@")
+        dash = {"": "-", "tree": "-"}.get(shape, ":" if shape.isdecimal() else "--")
+        style: Row = {"color": colors[drafter], "linestyle": dash, "marker": "o", "markersize": 3}
+        axes.plot(range(1, len(shares) + 1), shares, label=row["method"], **style)
     axes.set(xlabel="position in the draft", ylabel="share of steps that got so far", ylim=(0, 1))
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=2)
+
+
+def _colors(rows: Sequence[Row]) -> dict[str, str]:
+    """One color for all shapes of a drafter."""
+    return {name: f"C{k}" for k, name in enumerate(dict.fromkeys(row["method"].partition("@")[0] for row in rows))}
 
 
 def _time(axes: Axes, rows: Sequence[Row]) -> None:
@@ -112,15 +129,17 @@ def _time(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _tree_size(axes: Axes, rows: Sequence[Row]) -> None:
-    for drafter in dict.fromkeys(row["method"].partition("@")[0] for row in rows):
-        points = sorted(
-            (int(row["method"].partition("@")[2]), row["decoding"]["median"])
-            for row in rows
-            if row["method"].partition("@")[0] == drafter and row["decoding"]
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=drafter)
-    sizes = sorted({int(row["method"].partition("@")[2]) for row in rows})
-    axes.set(xlabel="drafted nodes per step", ylabel="decoding, times generate", xscale="log")
-    axes.set_xticks(sizes, list(map(str, sizes)))
+    sizes: set[int] = set()
+    for drafter, color in _colors(rows).items():
+        parts = [(*row["method"].partition("@")[::2], row["decoding"]) for row in rows if row["decoding"]]
+        mine = {shape: ratio for name, shape, ratio in parts if name == drafter}
+        fixed = sorted((int(shape), ratio["median"]) for shape, ratio in mine.items() if shape.isdecimal())
+        if fixed:
+            sizes |= {size for size, _ in fixed}
+            axes.plot(*zip(*fixed, strict=True), marker="o", color=color, label=drafter)
+            if "" in mine:
+                axes.axhline(mine[""]["median"], linestyle="--", color=color, label=f"{drafter}, adaptive")
+    axes.set(xlabel="drafted nodes per step", ylabel="decoding, times generate", xscale="log", ylim=(0, None))
+    axes.set_xticks(sorted(sizes), list(map(str, sorted(sizes))))
     axes.minorticks_off()
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
