@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import nan
 from pathlib import Path
@@ -89,11 +88,12 @@ def _histogram(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _grid(axes: Axes, rows: Sequence[str], columns: Sequence[str], values: list[list[float]], form: str) -> None:
     """Numbers on a ground that is the darker, the greater they are; nothing where there is none (NaN)."""
-    image = axes.imshow(values, aspect="auto", cmap="Blues", vmin=0)
+    most = max(value for row in values for value in row if value == value)
+    axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=most)
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             if value == value:
-                color = "white" if image.norm(value) > 0.6 else "black"
+                color = "white" if value > 0.6 * most else "black"
                 axes.text(j, i, form.format(value), ha="center", va="center", fontsize=7, color=color)
     slanted: Row = {"rotation": 20, "ha": "right"} if max(map(len, columns)) > 8 else {}
     axes.set_xticks(range(len(columns)), columns, **slanted)
