@@ -91,7 +91,9 @@ def evaluate(
 
     wide = console()
     for title, rows in by_cell(summary["rows"]):
-        table = Table(*COLUMNS, title=title)
+        score = next(iter(rows[0].get("score", {})), COLUMNS[-1])
+        table = Table(*COLUMNS[:-1], score, title=title)
+        table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
         for row in rows:
             table.add_row(*cells(row, brief=True))
         wide.print(table)

@@ -48,8 +48,8 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
 
 
 def cells(row: Row, brief: bool = False) -> list[str]:
-    """A row of figures as ``COLUMNS`` name them; where it must be ``brief``, without intervals and lesser scores."""
-    scores = list(row.get("score", {}).items())[: 1 if brief else None]
+    """A row of figures as ``COLUMNS`` name them; if ``brief``, without intervals, lesser scores and names."""
+    scores = [f"{value:.3g}" if brief else f"{name} {value:.3g}" for name, value in row.get("score", {}).items()]
     return [
         row["method"],
         f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
@@ -60,7 +60,7 @@ def cells(row: Row, brief: bool = False) -> list[str]:
         f"{1000 * row['time_to_first_token']:.1f} ms",
         "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f} MiB",
         f"{row['equal']}/{row['compared']}" if row["compared"] else "",
-        ", ".join(f"{name} {value:.3g}" for name, value in scores),
+        ", ".join(scores[: 1 if brief else None]),
     ]
 
 

@@ -285,14 +285,16 @@ def test_the_command(folder, tmp_path):
     assert "pope" in call("--list").output
     with pytest.raises(UserError, match="expected --out FOLDER"):
         CliRunner().invoke(evaluate, [], catch_exceptions=False)
-    common = ["--model", folder, "--tasks", "scenes-counting", "--limit", "1", "--methods", "ngram", "--rounds", "1"]
-    common += ["--warm-up", "0", "--max-new-tokens", "5", "--out", str(tmp_path)]
+    common = ["--model", folder, "--tasks", "scenes-counting", "--limit", "1", "--methods", "ngram@chain,ngram@3"]
+    common += ["--rounds", "1", "--warm-up", "0", "--max-new-tokens", "5", "--out", str(tmp_path)]
     result = call(*common)
     assert result.exception is None, result.output
     assert "scenes-counting, temperature 0, batch 1" in result.output
+    assert " accuracy " in result.output  # the score's name is said once, and the methods' whole
+    assert "ngram@chain" in result.output
     content = json.loads(call(*common, "--json").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())
-    assert [row["method"] for row in content["rows"]] == ["generate", "none", "ngram"]
+    assert [row["method"] for row in content["rows"]] == ["generate", "none", "ngram@chain", "ngram@3"]
 
 
 def test_only_embedded_tasks_are_drawn():
