@@ -166,6 +166,7 @@ def test_the_report_shows_figures_and_pictures(whole):
     assert "## scenes-turns, temperature 1, batch 2" in text
     assert text.count("- `lookup`, batch 2: ValueError") == 1  # once for both temperatures
     assert "The pictures show temperature 0, batch 2." in text
+    assert ", 1 round after a warm-up" in text
     for name in ("speedup", "tasks", "accepted", "positions", "time", "tree-size"):
         assert f"(plots/{name}.svg)" in text
         assert (whole[0] / "plots" / f"{name}.svg").read_text().startswith("<?xml")
