@@ -82,12 +82,13 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
     return (
         f"{about['architecture']}, {about['dtype']}, on {about['device']}{threads}; torch {about['torch']}, "
         f"transformers {about['transformers']}. Every method answers every conversation in turn in one process, "
-        f"{_count(settings['rounds'], 'round')} after a warm-up; times are medians over the rounds. Ratios are of seconds per "
-        "token, by conversation, then their median over the conversations with its 95 % bootstrap interval: `whole "
-        "request` (preprocessing and prefill included) and `decoding` (behind the first token) against transformers' "
-        "`generate`, `vs none` decoding against our own plain decoding. `equal` counts answers whose tokens are those "
-        "of `generate` at temperature 0 and of `none` with the same seed above it. Memory is the peak of the process "
-        "on a CPU, of torch's tensors on a GPU."
+        f"{_count(settings['rounds'], 'round')} "
+        "after a warm-up; times are medians over the rounds. Ratios are of seconds per token, by conversation, then "
+        "their median over the conversations with its 95 % bootstrap interval: `whole request` (preprocessing and "
+        "prefill included) and `decoding` (behind the first token) against transformers' `generate`, `vs none` "
+        "decoding against our own plain decoding. `equal` counts answers whose tokens are those of `generate` at "
+        "temperature 0 and of `none` with the same seed above it. Memory is the peak of the process on a CPU, of "
+        "torch's tensors on a GPU."
     )
 
 
