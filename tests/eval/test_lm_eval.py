@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -77,6 +78,11 @@ def test_answers_are_those_of_plain_decoding_up_to_the_stop(folder, monkeypatch)
     assert len(model.tokenizer(longest[0])["input_ids"]) > 5
     assert model.tally.told().endswith("over 6 requests")
     assert model.tally.mean_acceptance_length > 1
+
+
+def test_the_harness_finds_the_adapter_by_its_entry_point():
+    (entry,) = entry_points(group="lm_eval.models", name="mmspec")
+    assert entry.value == "eval.lm_eval_model:Mmspec"
 
 
 needs_lm_eval = pytest.mark.skipif(
