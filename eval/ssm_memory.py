@@ -72,7 +72,7 @@ class _Snapshots(StateCache):
             torch.mul(before, (dt[:, node] * a).exp()[..., None, None], out=state)
             state += (dt[:, node, :, None] * x[:, node])[..., None] * b[:, node, :, None]
             y[:, node] = (state @ c[:, node, :, :, None])[..., 0] + D[:, None] * x[:, node]
-        self._tree.calls += 1
+        self._calls += 1
         return y, None
 
     def _absorb(self, path: Tensor) -> None:
