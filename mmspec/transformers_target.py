@@ -62,7 +62,7 @@ class TransformersTarget:
         self._last_position: Tensor | None = None  # () the greatest position that a kept token can have
         self._tail_depth: Tensor | None = None  # (batch, offset) depths of nodes behind the committed prefix
         self._check = Graphed(self._pass)
-        self._keep = Graphed(self._kept)
+        self._keep = Graphed(self.absorb)
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -136,6 +136,12 @@ class TransformersTarget:
     def context_limit(self) -> int | None:
         """Tokens of prompt and output that the model was made for; None where its config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def cache(self) -> TreeCache:
+        """Of the latest prompt."""
+        assert self._cache is not None, "prefill comes first"
+        return self._cache
 
     @property
     def length(self) -> int:
@@ -276,6 +282,10 @@ class TransformersTarget:
         self._tail_depth = depth if self._tail_depth is None else torch.cat([self._tail_depth, depth], dim=1)
         self._cache.offset = self._tail_depth.shape[1]
 
+    def forget_nodes(self) -> None:
+        """Forget all nodes since the last commit."""
+        self.cache.offset, self._tail_depth = 0, None
+
     def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
         """Absorb one path of nodes per row, (batch, depth) padded with -1 and as lists; forget all other nodes."""
         assert self._cache is not None
@@ -289,8 +299,8 @@ class TransformersTarget:
         self._cache.commit(path, rows)
         self._position += grown[0] if len(set(grown)) == 1 else on_device(grown, self._position.device)
 
-    def _kept(self, path: Tensor) -> tuple[Tensor, ...]:
-        """Absorb one path of nodes per row, (batch, depth) padded with -1, as far as the device is concerned."""
+    def absorb(self, path: Tensor) -> tuple[Tensor, ...]:
+        """``commit_nodes`` as far as the device is concerned, where the cache stays in place."""
         assert self._cache is not None
         assert self._position is not None
         self._cache.keep(path)

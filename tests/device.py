@@ -60,6 +60,13 @@ def _launched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---------------------------------------------------------------------- waiting
 
+WAITING = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"),
+    *("nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+}
+"""Operations; under inference mode, some are seen that are made of others else."""
+
 
 class Waits(TorchDispatchMode):
     """Counts, by name, what makes the host wait for a CUDA device: reading a tensor's values, results whose shape
@@ -78,14 +85,7 @@ class Waits(TorchDispatchMode):
             by_mask = name in ("index", "index_put", "index_put_") and any(
                 isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1] or ()
             )
-            if by_mask or name in (
-                "_local_scalar_dense",
-                "nonzero",
-                "masked_select",
-                "equal",
-                "_unique2",
-                "is_nonzero",
-            ):
+            if by_mask or name in WAITING or (func._overloadname == "Tensor" and name == "repeat_interleave"):
                 self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 

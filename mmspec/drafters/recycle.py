@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec import checkpoint
+from mmspec import checkpoint, kernels
 from mmspec.budget import Budget
 from mmspec.drafter import build_tree
 from mmspec.drafters.growth import best_first
+from mmspec.drafters.recycled import NEWEST, UNLIKELY, Recycled
 from mmspec.errors import UserError
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
@@ -28,15 +29,14 @@ Context = tuple[int, int]  # the last two tokens; a first one of -1 stands for a
 Ranking = dict[int, float]  # successor -> probability
 
 _ANY = -1
-_NEWEST = 0.3  # weight of the latest ranking in the running average
-_UNLIKELY = 0.005  # successors below this probability are not worth their place
 _ENTRIES = 200_000  # contexts kept, the oldest given up first
 
 
 class Recycle:
     """Successor-table drafter.
 
-    The table outlives requests: what the target ranked for one answer drafts the next one. ``reset`` forgets it.
+    The table outlives requests: what the target ranked for one answer drafts the next one. ``reset`` forgets it. Where
+    shapes are fixed it stands on the device (``mmspec.drafters.recycled``).
 
     Args:
         top_k: successors kept per context.
@@ -56,6 +56,7 @@ class Recycle:
         self._vocab: int | None = None
         self._verifier: Mapping[str, Any] | None = None
         self._last: list[Context] = []  # per row, the token before the root, and the root
+        self._recycled: Recycled | None = None  # what takes the place of these on a device
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Recycle:
@@ -82,7 +83,7 @@ class Recycle:
         """
         kept = {
             context: sorted(((p, t) for t, p in ranking.items() if p >= smallest), reverse=True)[: self.top_k]
-            for context, ranking in self._table.items()
+            for context, ranking in self._rankings().items()
         }
         tokens = torch.zeros(len(kept), self.top_k, dtype=torch.int32)
         probs = torch.zeros(len(kept), self.top_k, dtype=torch.float16)
@@ -96,7 +97,7 @@ class Recycle:
     @property
     def entries(self) -> int:
         """Contexts in the table."""
-        return len(self._table)
+        return len(self._rankings())
 
     def attach(self, target: Target) -> None:
         if self._verifier is not None:
@@ -104,23 +105,42 @@ class Recycle:
 
     def reset(self) -> None:
         """Forget all successors."""
-        self._table.clear()
+        self._table, self._recycled = {}, None
+
+    def _rankings(self) -> dict[Context, Ranking]:
+        return self._table if self._recycled is None else dict(self._recycled.entries())
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         if self._vocab != step.logits.shape[-1]:
             self.reset()  # the table of another vocabulary
         self._vocab = step.logits.shape[-1]
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
+        device = step.logits.device
+        fixed = kernels.fixed_shapes(device)
+        if self._recycled is not None and (not fixed or self._recycled.last.device != device):
+            self._table, self._recycled = self._rankings(), None
+        if fixed:
+            if self._recycled is None:
+                self._recycled = Recycled(self, self._vocab, device)
+                self._recycled.fill(self._table)
+            first = torch.tensor([row[-1] for row in history], device=device)
+            self._recycled.begin(torch.tensor(ends, device=device), step, first)
+            return
         self._last = [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
         self._learn(ends, step.logits.flatten(0, 1))
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        if self._recycled is not None:
+            return self._recycled.propose(token, budget)
         limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
         grown = [best_first(last, self._successors, *limits) for last in self._last]
         keep = budget.take([gains for _, _, gains in grown])
         return build_tree(token, [(tokens[:keep], parents[:keep]) for tokens, parents, _ in grown])
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        if self._recycled is not None:
+            self._recycled.observe(tree, verdict, step)
+            return
         contexts: list[Context] = []
         nodes: list[int] = []
         drafted = zip(self._last, tree.tokens.tolist(), tree.parents.tolist(), verdict.host, strict=True)
@@ -147,7 +167,7 @@ class Recycle:
         best, ranked = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
         probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
         for context, tokens, chances in zip(contexts, ranked.tolist(), probs.tolist(), strict=True):
-            latest = [(token, p) for token, p in zip(tokens, chances, strict=True) if p >= _UNLIKELY]
+            latest = [(token, p) for token, p in zip(tokens, chances, strict=True) if p >= UNLIKELY]
             self._average((_ANY, context[1]), latest)
             if self.pairs:
                 self._average(context, latest)
@@ -160,9 +180,9 @@ class Recycle:
             self._table[context] = dict(latest)
             return
         for token in ranking:
-            ranking[token] *= 1.0 - _NEWEST
+            ranking[token] *= 1.0 - NEWEST
         for token, p in latest:
-            ranking[token] = ranking.get(token, 0.0) + _NEWEST * p
+            ranking[token] = ranking.get(token, 0.0) + NEWEST * p
         if len(ranking) > 2 * self.top_k:
             for token in sorted(ranking, key=ranking.__getitem__)[: -self.top_k]:
                 del ranking[token]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmspec import checkpoint, ops
+from mmspec import checkpoint, kernels, ops
 from mmspec.budget import Budget
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
@@ -21,6 +21,7 @@ from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
+from ssm.drafters.captured import Captured
 from ssm.drafters.network import MambaConfig, MambaNetwork, State
 
 
@@ -60,6 +61,7 @@ class Mamba:
         self._state: State = ()  # of each row, behind them
         self._root = torch.empty(0)  # (batch, hidden) what they say of the next token
         self._rooms: list[list[Tensor]] = []  # where the states of a tree's even and odd levels are written
+        self._captured = Captured(self)  # what takes the place of these where shapes are fixed
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
@@ -110,19 +112,30 @@ class Mamba:
             keep = prompt.attention_mask.tolist()
             rows = [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
         self._state = self.network.begin(len(rows))
-        # Blocks of this size are fresh memory each time they are asked for, which costs more than what is done in them.
-        most = len(rows) * self.top_k
-        self._rooms = [[s.new_empty(most, *s.shape[1:]) for _, s in self._state] for _ in range(2)]
         self._root = self._state[0][0].new_zeros(len(rows), self.network.config.hidden_size)
         self._absorb(rows)
         self._history = history
         self._absorbed = [len(row) - 1 for row in history]
+        self._rooms = []
+        if kernels.fixed_shapes(self._root.device):
+            first = torch.tensor([[row[-1]] for row in history], device=self._root.device)
+            self._captured.begin(self._state, self._root, first)
+            return
+        # Blocks of this size are fresh memory each time they are asked for, which costs more than what is done in them.
+        most = len(rows) * self.top_k
+        self._rooms = [[s.new_empty(most, *s.shape[1:]) for _, s in self._state] for _ in range(2)]
 
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        if kernels.fixed_shapes(token.device):
+            return self._captured.propose(token, budget)
         self._absorb([row[done:] for row, done in zip(self._history, self._absorbed, strict=True)])
         self._absorbed = [len(row) for row in self._history]
-        state, width, levels = self._state, 1, 0
+        return self.grow(token, self._state, self._root, budget)
+
+    def grow(self, token: Tensor, state: State, root: Tensor, budget: Budget) -> TokenTree:
+        """The tree behind the state of each row and what it says of the next token, ``root`` (batch, hidden)."""
+        width, levels = 1, 0
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal state, width, levels
@@ -130,9 +143,9 @@ class Mamba:
             if len(beam) > 1:
                 above = origin + width * torch.arange(len(beam), device=beam.device)[:, None]
             above = above.flatten()
-            rooms = [room[: len(above)] for room in self._rooms[levels % 2]]
+            rooms = self._rooms[levels % 2] if self._rooms else [None] * len(state)
             taken = tuple(
-                (window.index_select(0, above), torch.index_select(s, 0, above, out=room))
+                (window.index_select(0, above), _select(s, above, room))
                 for (window, s), room in zip(state, rooms, strict=True)
             )
             hidden, state = self.network.step(beam.flatten(), taken)
@@ -141,10 +154,12 @@ class Mamba:
             return tokens.view(*beam.shape, -1), scores.view(*beam.shape, -1)
 
         size = {"depth": self.depth, "nodes": self.total_tokens}
-        return grow_tree(token, self._children(self._root), extend, budget, self.top_k, **size)
+        return grow_tree(token, self._children(root), extend, budget, self.top_k, **size)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """Accepted tokens are absorbed when the next tree is asked for."""
+        if kernels.fixed_shapes(step.logits.device):
+            self._captured.observe(verdict)
 
     def _absorb(self, rows: list[list[int]]) -> None:
         """Take in new tokens of each row; ``_root`` becomes what they say of the next one."""
@@ -168,3 +183,10 @@ class Mamba:
         """The likeliest tokens behind states, (rows, hidden), and their log probabilities: (rows, top_k) each."""
         tokens, best = ops.top_log_probs(torch.nn.functional.linear(hidden, self._head), self.top_k)
         return tokens if self.draft_ids is None else self.draft_ids[tokens], best
+
+
+def _select(states: Tensor, rows: Tensor, room: Tensor | None) -> Tensor:
+    """A copy of some rows, written to ``room`` if there is one."""
+    if room is None:
+        return states.index_select(0, rows)
+    return torch.index_select(states, 0, rows, out=room[: len(rows)])

@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from eval.tiny_models import text_inputs, vision_inputs
+from eval.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, kernels, plugins, verify_greedy
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
 from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
 from mmspec.engine import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.transformers_target import TransformersTarget, bucket
+from ssm.drafters.mamba import Mamba
 from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, root_path, shared_model
@@ -153,7 +156,7 @@ def answers(target, drafter, inputs, new, budget, sampler=None):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["plain", "ngram", "msd", "flash", "flash-small"])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "msd", "flash", "flash-small", "small", "mamba", "recycle"])
 def test_tokens_are_those_of_generate(kind, batch, monkeypatch):
     """Two answers in a row, the second from the same buffers."""
     model = shared_model("llava")
@@ -164,6 +167,9 @@ def test_tokens_are_those_of_generate(kind, batch, monkeypatch):
         "msd": lambda: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
         "flash": lambda: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4, total_tokens=12),
         "flash-small": lambda: Flash(network_for(model, slots=3), torch.arange(40), top_k=4, depth=5, total_tokens=9),
+        "small": lambda: Small(shared_model("llama"), top_k=3),
+        "mamba": lambda: Mamba(mamba_network(), top_k=3, depth=4, total_tokens=9),
+        "recycle": Recycle,
     }[kind]()
     if drafter is not None:
         drafter.attach(target)
@@ -175,12 +181,17 @@ def test_tokens_are_those_of_generate(kind, batch, monkeypatch):
         assert got == ids[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["msd", "flash"])
+@pytest.mark.parametrize("kind", ["msd", "flash", "small", "mamba"])
 def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     """The same trees, rows of different length, some steps without a draft; so the same number of steps, too."""
     model = shared_model("llava")
     inputs = vision_inputs("llava", 3)
-    changes = {"latents": 3, "span": 16, "slots": 2} if kind == "flash" else {}
+    make = {
+        "msd": lambda: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
+        "flash": lambda: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4, total_tokens=12),
+        "small": lambda: Small(shared_model("llama"), top_k=3),
+        "mamba": lambda: Mamba(mamba_network(seed=1), top_k=3, depth=4, total_tokens=12),
+    }[kind]
     drafted = []
 
     class Now(Budget):
@@ -193,7 +204,7 @@ def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     for fixed in (True, False):
         monkeypatch.setattr(kernels, "fixed_shapes", lambda device, fixed=fixed: fixed)
         target = plugins.target_class(model.config)(model)
-        drafter = Flash(network_for(model, **changes), top_k=3, depth=4, total_tokens=12)
+        drafter = make()
         drafter.attach(target)
         trees = []
         propose = drafter.propose

@@ -5,17 +5,20 @@ import copy
 import pytest
 import torch
 
-from eval.tiny_models import text_inputs, vision_inputs
+from eval.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, graphs, kernels, plugins, verify_greedy
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
 from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
 from mmspec.engine import decode
 from mmspec.graphs import Graphed
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.transfer import on_device
 from mmspec.transformers_target import TransformersTarget
+from ssm.drafters.mamba import Mamba
 from tests.device import Replayed, as_launches, on_a_gpu
 from tests.drafting import network_for
 from tests.targets import prompt_of
@@ -139,8 +142,12 @@ DRAFTERS = {
     "flash": lambda model: Flash(
         network_for(model, latents=3, span=16, slots=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
     ),
+    "small": lambda model: Small(copy.deepcopy(shared_model("llama")), top_k=3),
+    "mamba": lambda model: Mamba(mamba_network(), torch.arange(60), top_k=3, depth=4, total_tokens=12),
+    "recycle": lambda model: Recycle(),
 }
-CASES = [("llava", kind) for kind in DRAFTERS] + [("bamba", "plain"), ("bamba", "ngram"), ("llava_bamba", "msd")]
+CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd")]
+CASES += [("bamba", kind) for kind in ("plain", "ngram", "small", "mamba", "recycle")]
 
 
 class Some(Budget):
@@ -171,9 +178,11 @@ def check_answers(name, kind, batch, device="cpu"):
         assert [row.token_ids for row in rows] == ids[:, inputs["input_ids"].shape[1] :].tolist()
     assert target._check.captured > 0
     assert target._keep.captured > 0
-    if kind in ("msd", "flash"):
-        assert drafter._captured._grow.captured > 0
-        assert drafter._captured._absorb.captured > 0
+    if kind not in ("plain", "ngram"):
+        steps = drafter._recycled if kind == "recycle" else drafter._captured
+        grown, absorbed = steps.captured
+        assert grown > 0
+        assert absorbed > 0
 
 
 @pytest.mark.usefixtures("_recorded")
@@ -201,6 +210,33 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
                 side.commit(verify_greedy(tree, tokens.roll(-1, 1)))
     root = TokenTree.root(tokens[:, 0])
     torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] not in ("plain", "ngram")])
+def test_replayed_drafts_are_those_of_calls(name, kind, batch, monkeypatch):
+    """Whatever was drafted, an answer is the same; so trees are compared."""
+    model, drafted = shared_model(name), []
+    for captures in (True, False):
+        monkeypatch.setattr(graphs, "captures", lambda device, captures=captures: captures)
+        target, drafter, trees = plugins.target_class(model.config)(model), DRAFTERS[kind](model), []
+        drafter.attach(target)
+        propose = drafter.propose
+
+        def noted(token, budget, propose=propose, trees=trees):
+            tree = propose(token, budget)
+            trees.append([tree.tokens.tolist(), tree.parents.tolist()])
+            return tree
+
+        drafter.propose = noted
+        for seed in range(2):
+            inputs = vision_inputs(name, batch, seed=seed) if "llava" in name else text_inputs(batch, 9, seed=seed)
+            for _ in decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(16), Some(12, 4)):
+                pass
+        drafted.append(trees)
+    assert Replayed.replays > 20
+    assert drafted[0] == drafted[1]
 
 
 @pytest.mark.usefixtures("_recorded")
