@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
 from eval.scale_up import Axis, Heads, MambaShape, Shape, Weights, axis, grow_heads, grown, joined
 from mmspec.errors import UserError
@@ -76,7 +78,7 @@ def scale_up(
         if parameter.is_meta:
             _assign(big, name, wide.tensor(weights, name, given.get(wide.name_in_small(name)), parameter.shape))
     for module in decoder.modules():
-        if (norm := getattr(module, "norm", None)) is not None and hasattr(norm, "group_size"):
+        if isinstance(norm := getattr(module, "norm", None), BambaRMSNormGated):
             norm.variance_epsilon = small.rms_norm_eps * wide.gated_scale**2
     left = [name for name, tensor in chain(big.named_parameters(), big.named_buffers()) if tensor.is_meta]
     assert not left, f"without values: {left}"
@@ -187,7 +189,10 @@ class Wide:
         x, b = axis(source, inner), axis(shared.flatten(), shares)
         c = axis(shared.flatten(), shares, (groups >= 0)[:, None].expand(-1, big.state).flatten())
         step = axis(heads.flatten(), small.heads)
-        self.gated_scale = ((inner / small.groups) / (len(source) / big.groups)) ** 0.5
+        ratio = inner / len(source)
+        if "group_size" in signature(BambaRMSNormGated).parameters:  # older releases take the mean over all groups
+            ratio *= big.groups / small.groups
+        self.gated_scale = ratio**0.5
         self._linear["in_proj"] = (joined(self._gate, x, b, c, step), self.stream, 1.0)
         self._linear["out_proj"] = (self.stream, self._gate, 1.0)
         self._vectors = {"conv1d": joined(x, b, c), "dt_bias": step, "A_log": step, "D": step}

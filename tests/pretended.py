@@ -90,7 +90,7 @@ class PretendedCuda(TorchFunctionMode):
             return known(func, *args, **kwargs)
         if name in ("__int__", "__index__", "__float__", "item") and args[0].device == CUDA:
             self.read("a number")
-            return args[0].dtype == torch.bool or 1
+            return {"item": _one(args[0]), "__float__": 1.0}.get(name, 1)
         if name in _OPERATIONS and args[0].device == CUDA:
             return _OPERATIONS[name](*args, **kwargs)
         try:
@@ -127,7 +127,8 @@ class PretendedCuda(TorchFunctionMode):
                 self.copies += not getattr(x, "pinned", False)
         elif x.dtype == (dtype or x.dtype) and not options.get("copy"):
             return x
-        return _aten._to_copy.default(x, device=device, dtype=dtype)
+        # In the layout of a copy, and made anew: what torch.tensor gives may be there although nothing else is.
+        return torch.empty_strided(x.shape, x.stride(), device=device, dtype=dtype or x.dtype)
 
     def _pin_memory(self, func: Any, x: Tensor) -> Tensor:
         x.pinned = True  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ class PretendedCuda(TorchFunctionMode):
             return made
         self.copied()
         self.copies += 1
-        return _aten._to_copy.default(made, device=CUDA)
+        return torch.empty(made.shape, dtype=made.dtype, device=CUDA)
 
     _as_tensor = _tensor
 
@@ -206,6 +207,10 @@ def _contiguous(x: Tensor, memory_format: Any = torch.contiguous_format) -> Tens
     return x if x.is_contiguous() else _aten.clone.default(x, memory_format=memory_format)
 
 
+def _one(x: Tensor) -> Any:
+    return x.dtype == torch.bool or (1.0 if x.is_floating_point() else 1)
+
+
 def _ones(shape: Any) -> Any:
     return [_ones(shape[1:]) for _ in range(shape[0])] if shape else 1
 
@@ -217,7 +222,7 @@ def pretended_cuda(patch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
 
     def scalar(mode: Any, func: Any, x: Tensor) -> Any:
         device.read("a number")
-        return x.dtype == torch.bool or 1
+        return _one(x)
 
     def tolist(x: Tensor) -> Any:
         device.read("tolist")

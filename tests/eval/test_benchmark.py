@@ -279,7 +279,8 @@ def test_a_text_model_answers_texts_with_transformers_assistant(tmp_path):
     assert methods.BASELINE in rows
 
 
-def test_the_command(folder, tmp_path):
+def test_the_command(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     def call(*options):
         return CliRunner().invoke(evaluate, options)
 

@@ -100,7 +100,7 @@ def test_the_head_takes_no_product_in_batches():
     inputs, model = text_inputs(1, 9), copy.deepcopy(shared_model("llama")).requires_grad_(False)
     target = TransformersTarget(model)
     target.cost = CostTable((1, 4), (2.0, 1.0))  # one node is padded to four, three are cut off again
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         target.prefill(prompt_of(inputs), 8)
         target.forward_tree(TokenTree.root(inputs["input_ids"][:, -1]))
     batched = [event.input_shapes for event in profile.events() if event.name == "aten::bmm"]

@@ -36,7 +36,7 @@ def decoded(model, ids, tokens):
 
 def states(cache, row=0):
     """Per recurrent layer of transformers' cache: the last inputs of the convolution, and the state."""
-    layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    layers = [layer for layer in cache.layers if getattr(layer, "recurrent_states", {0: None})[0] is not None]
     return [(layer.conv_states[0][row], layer.recurrent_states[0][row]) for layer in layers]
 
 
