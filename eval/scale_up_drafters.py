@@ -1,4 +1,4 @@
-"""Drafters of scaled-up targets: MSD and FLASH in the big shape, their guesses unchanged. See `eval.scale_up`."""
+"""Drafters of scaled-up targets: those with weights in the big shape, their guesses unchanged. See `eval.scale_up`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,39 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.scale_up import Axis, Shape, Weights, axis, grow_heads, grown, joined
+from eval.scale_up_mamba import scale_up_mamba
 from eval.scale_up_models import shape_of
+from mmspec.drafter import Drafter
+from ssm.drafters.mamba import Mamba
 from vision.drafters.msd import MSD
 from vision.drafters.network import MSDConfig, MSDNetwork
 
 LEAST_VOCABULARY = 0.25
 """Share of the big vocabulary that may be drafted at least, if the drafter has a reduced one."""
 
+WHOLE_VOCABULARY = 65536
+"""Tokens that a vocabulary may have for all of it to be drafted from. Published drafters of greater ones reduce it."""
+
+
+def scaled(drafter: Drafter, small: PreTrainedModel, big: PreTrainedModel) -> Drafter:
+    """A drafter for a scaled-up target: one with weights is scaled, too, others serve as they are."""
+    if isinstance(drafter, MSD):
+        return scale_up_drafter(drafter, small, big)
+    if isinstance(drafter, Mamba):
+        was, now = (shape_of(model.config.get_text_config()) for model in (small, big))
+        return scale_up_mamba(drafter, small, big, draft_vocabulary(drafter.draft_ids, was, now))
+    return drafter
+
 
 @torch.no_grad()
 def scale_up_drafter(drafter: MSD, small: PreTrainedModel, big: PreTrainedModel) -> MSD:
-    """The drafter of a small model for the same model in a bigger shape.
+    """MSD or FLASH of a small model for the same model in a bigger shape.
 
     Its layer becomes one of the big model's, as in published drafters, or the same share of one where it had fewer
     heads or a narrower MLP than a layer of its target.
 
     Args:
-        drafter: MSD or FLASH.
+        drafter: made for ``small``.
         small, big: the targets, as `eval.scale_up_models.scale_up` takes and gives them.
 
     Raises:
@@ -48,13 +64,19 @@ def scale_up_drafter(drafter: MSD, small: PreTrainedModel, big: PreTrainedModel)
         network = MSDNetwork(wanted)
     tensors = dict(_tensors(weights, dict(drafter.network.state_dict()), have, wanted))
     network.load_state_dict(tensors, assign=True)
-    ids = drafter.draft_ids
-    if ids is not None:
-        most = max(len(ids), int(now.vocab * LEAST_VOCABULARY))
-        added = torch.arange(was.vocab, now.vocab, device=ids.device)[: most - len(ids)]
-        ids = torch.cat([ids, added])
     settings = {name: getattr(drafter, name) for name in ("top_k", "depth", "total_tokens")}
-    return type(drafter)(network, ids, **settings)
+    return type(drafter)(network, draft_vocabulary(drafter.draft_ids, was, now), **settings)
+
+
+def draft_vocabulary(ids: Tensor | None, was: Shape, now: Shape) -> Tensor | None:
+    """The tokens that may be drafted in the big vocabulary: the small drafter's, and added ones up to the least share.
+    None, which allows all, becomes that share of a vocabulary that is greater than what anybody drafts from."""
+    if ids is None and now.vocab <= WHOLE_VOCABULARY:
+        return None
+    ids = torch.arange(was.vocab) if ids is None else ids
+    most = max(len(ids), int(now.vocab * LEAST_VOCABULARY))
+    added = torch.arange(was.vocab, now.vocab, device=ids.device)[: most - len(ids)]
+    return torch.cat([ids, added])
 
 
 def _attention_shape(config: MSDConfig) -> Shape:

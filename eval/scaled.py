@@ -29,7 +29,7 @@ from eval.drafters import named_drafters, tree_sizes
 from eval.prompts import held_out_requests
 from eval.rounds import PLAIN, TRANSFORMERS, Way, measure
 from eval.scale_up import SHAPES
-from eval.scale_up_drafters import scale_up_drafter
+from eval.scale_up_drafters import scaled
 from eval.scale_up_models import scale_up
 from eval.speed import report
 from mmspec.calibrate import cost_table, describe
@@ -78,7 +78,7 @@ def scaled_pipeline(
     target = LongPrompts(big, small.processor)
     target.image_tokens = image_tokens
     found = {
-        name: scale_up_drafter(drafter, small.model, big) if isinstance(drafter, MSD) else drafter
+        name: scaled(drafter, small.model, big)
         for name, drafter in named_drafters(drafters, small.model.config.name_or_path).items()
     }
     gc.collect()  # the small model

@@ -8,10 +8,10 @@ import torch
 from click.testing import CliRunner
 
 import mmspec
-from eval import scaled
-from eval.prompts import held_out_requests
+from eval import scaled as command
+from eval.prompts import held_out_requests, held_out_texts
 from eval.scale_up import SHAPES, MambaShape, Shape, axis, grow_heads, grown, joined
-from eval.scale_up_drafters import scale_up_drafter
+from eval.scale_up_drafters import draft_vocabulary, scale_up_drafter, scaled
 from eval.scale_up_models import scale_up, shape_of
 from eval.scaled import LongPrompts
 from eval.tiny_models import msd_network, text_model
@@ -118,6 +118,30 @@ def test_every_network_grows_the_same_trees(small, big, request_, settings):
     assert decoded(small, small.model, drafter, request_, 8) == decoded(small, big[GROUPED], wide, request_, 8)
 
 
+def test_a_mamba_drafter_grows_the_same_trees():
+    small = mmspec.load("tiny-hybrid", drafter=None, dtype="float32")
+    drafter = make_drafter("mamba", small.model.config.name_or_path)
+    prompt = held_out_texts(1)[0]
+    shape = Shape(384, 800, 9, 6, 2, 64, 1500, MambaShape(12, 64, 128, 1, (2, 6)))
+    model = scale_up(small.model, shape, dtype=torch.float32)
+    wide = scaled(drafter, small.model, model)
+    was, now = drafter.network.config, wide.network.config
+    assert (now.hidden_size, now.inner, now.state) == (2 * was.hidden_size, 2 * was.inner, 2 * was.state)
+    mine = decoded(small, small.model, drafter, prompt)
+    assert decoded(small, model, wide, prompt) == mine
+    assert len(mine[1]) < 12  # it drafts well
+    for name, parameter in wide.network.named_parameters():
+        assert (parameter == 0).float().mean() < 0.6, name  # norms, and what would write to the stream
+
+
+def test_a_great_vocabulary_is_drafted_from_in_part():
+    small = Shape(8, 8, 1, 1, 1, 8, 100)
+    assert draft_vocabulary(None, small, replace(small, vocab=40_000)) is None
+    assert draft_vocabulary(None, small, replace(small, vocab=80_000)).tolist() == list(range(20_000))
+    some = draft_vocabulary(torch.tensor([7, 3]), small, replace(small, vocab=120))
+    assert some.tolist() == [7, 3, *range(100, 120)][:30]
+
+
 def test_nothing_is_shared_or_left_out(big):
     model = big[WIDE]
     seen = set()
@@ -198,15 +222,15 @@ def test_the_command_measures_in_pieces(monkeypatch, tmp_path):
     line = f"--preset test --nodes 6 --drafters msd --image-tokens 50 --max-new-tokens 8 --dtype float32 --out {out}"
     for images in (1, 2):
         run = CliRunner().invoke(
-            scaled.main, [*line.split(), "--images", "2", *(["--seconds", "1"] if images == 1 else [])]
+            command.main, [*line.split(), "--images", "2", *(["--seconds", "1"] if images == 1 else [])]
         )
         assert run.exit_code == 0, run.output
         found = json.loads(out.read_text())
         assert len(found["prompts"]) == images
-        assert scaled.CAVEAT in " ".join(run.output.split())
+        assert command.CAVEAT in " ".join(run.output.split())
     assert [way["way"] for way in found["ways"]][2:] == ["msd, 6 nodes", "msd, adaptive"]
     assert all(way["equal"] == 2 and way["decoding_ratio_plain"] > 0 for way in found["ways"])
     assert found["drafters"]["msd"]["draft_vocabulary"] == 256
-    bad = CliRunner().invoke(scaled.main, ["--preset", "2b"])
+    bad = CliRunner().invoke(command.main, ["--preset", "2b"])
     assert bad.exit_code == 2
     assert "preset must be one of 1b, 7b" in bad.output
