@@ -256,7 +256,10 @@ VISION_CONFIGS: dict[str, Any] = {
 
 def vision_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return _widen(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
+    model = _widen(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
+    head: Any = model.get_output_embeddings()
+    head.weight.data[[IMAGE, VIDEO]] = 0  # the likeliest tokens have logits above: no image is spoken of where is none
+    return model
 
 
 def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNetwork:
