@@ -114,6 +114,7 @@ class Bench:
             "tests": self.tests,
             "attention": self.attention,
             "verification": self.verification,
+            "growing": self.growing,
             "compaction": self.compaction,
             "scans": self.scans,
         }
@@ -146,6 +147,10 @@ class Bench:
     def verification(self) -> Rows:
         for batch in (self.plan.batches[0], self.plan.batches[-1]):
             yield from gpu_kernels.verification(self.place, batch, self.plan.nodes[-1], self.plan.vocab)
+
+    def growing(self) -> Rows:
+        for batch in (self.plan.batches[0], self.plan.batches[-1]):
+            yield from gpu_kernels.growing(self.place, batch, self.plan.vocab)
 
     def compaction(self) -> Rows:
         shape = self.shape("7b")

@@ -60,7 +60,7 @@ def test_a_quick_run_gives_everything(quick):
     assert content["quick"] is True
     assert parts["memory"]["rows"][0]["copy_gb_per_second"] > 0
     assert parts["tests"]["rows"][0]["status"] == 0
-    for name in ("attention", "verification", "scans"):
+    for name in ("attention", "verification", "growing", "scans"):
         rows = parts[name]["rows"]
         assert rows
         assert all(row["us"] > 0 and row["over_floor"] == pytest.approx(row["us"] / row["floor_us"]) for row in rows)
