@@ -1,46 +1,49 @@
 """All that is to be known of a GPU, in one command and eight minutes: ``python -m eval.gpu --out FILE.json``.
 
-Nothing is downloaded. In turn: what the machine is and the bandwidth of its memory; the tests that need a GPU; every
-kernel against its floor and against what transformers uses (`eval.gpu_kernels`); models of 7, 13 and 8 billion
-parameters made on the device, single passes and whole answers (`eval.gpu_models`). A part that fails is recorded, and
-the others still run. The file is written whole after every part.
+Nothing is downloaded. What matters most comes first: the bandwidth of the memory; models of 7 and 8 billion parameters
+made on the device, single passes and whole answers of one row (`eval.gpu_models`); every kernel against its floor and
+against what transformers uses (`eval.gpu_kernels`); 13 billion parameters; the tests that need a GPU; larger batches;
+and flex attention, which takes long to compile.
+
+The file is written whole after every row, and a later call with the same file goes on behind it. A part that fails is
+recorded, and the others still run, in a new process if it has left the device unusable.
 
 ``--quick --device cpu`` runs the same on tiny shapes, to try the flow; its times mean nothing.
 """
 
 from __future__ import annotations
 
-import platform
+import os
+import signal
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
 
 import click
 import torch
-import transformers
-from rich.table import Table
 
 from eval import gpu_kernels, gpu_models
-from eval.command import Measurement, commit, console, print_result, write_result
+from eval.command import Measurement, print_result
 from eval.gpu_kernels import Place
+from eval.gpu_run import Rows, attempt, earlier, machine, run
 from eval.scale_up import SHAPES, Shape
 from eval.scale_up_models import shape_of
-from mmspec import kernels, plugins
+from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.loading import load_target
 
 ROOT = Path(__file__).parent.parent
 CAVEAT = "models are small trained ones in these shapes: acceptance is the small model's, time is the big shape's"
-_TESTS_SECONDS = 180.0
-_LAST_MODEL = 60.0  # a model is not begun with less time left
-
-Rows = Iterator[dict[str, Any]]
+_TESTS_SECONDS = 120.0
+_TEST_PROCESSES = 8
+_LAST_MODEL = 40.0  # a model is not begun with less time left
+_MOST_MEMORY = 0.95  # of the device's, that a prompt may take
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Plan:
     Attributes:
         shapes: by preset, the model's name and its drafters by label.
         batches, prefixes, nodes: of passes and kernels; ``nodes`` of whole answers are one less, the root left out.
-        new, rounds: tokens of an answer, and how often it is decoded.
+            Batches beyond the first are measured with the first of the others.
+        new, rounds: tokens of an answer, and how often one row's is decoded in every way.
         tests: arguments of pytest.
     """
 
@@ -60,7 +64,7 @@ class Plan:
     nodes: tuple[int, ...] = (16, 32, 64)
     vocab: int = 32064
     new: int = 128
-    rounds: int = 3
+    rounds: int = 2
     tests: tuple[str, ...] = ("-m", "gpu", "tests")
 
 
@@ -68,7 +72,7 @@ _VISION = {"msd": "msd", "flash": "flash"}
 FULL = Plan(
     {
         "7b": ("tiny-llava", _VISION),
-        "8b-hybrid": ("tiny-hybrid", {"auto": "auto", "ngram": "ngram"}),
+        "8b-hybrid": ("tiny-hybrid", {"flash": "flash", "mamba": "mamba", "ngram": "ngram"}),
         "13b": ("tiny-llava", _VISION),
     }
 )
@@ -109,40 +113,57 @@ class Bench:
 
     def parts(self) -> dict[str, Callable[[], Rows]]:
         """What is run, in order."""
-        found: dict[str, Callable[[], Rows]] = {
-            "memory": self.memory,
-            "tests": self.tests,
+        one, *more = self.plan.batches
+        *sooner, later = [(f"model {preset}", partial(self.model, preset, (one,))) for preset in self.plan.shapes]
+        kernels = {
             "attention": self.attention,
             "verification": self.verification,
             "growing": self.growing,
             "compaction": self.compaction,
             "scans": self.scans,
         }
-        return found | {f"model {preset}": partial(self.model, preset) for preset in self.plan.shapes}
+        batches = {f"batches {preset}": partial(self.model, preset, tuple(more)) for preset in self.plan.shapes}
+        first: dict[str, Callable[[], Rows]] = {"memory": self.memory, **dict(sooner), **kernels}
+        return first | dict([later]) | {"tests": self.tests} | batches | {"flex": self.flex}
 
     def memory(self) -> Rows:
         self.bandwidth = gpu_kernels.bandwidth(self.device)
         yield {"copy_gb_per_second": self.bandwidth / 1e9}
 
     def tests(self) -> Rows:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *self.plan.tests]
-        limit = min(_TESTS_SECONDS, self.left)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
-        lines = done.stdout.strip().splitlines()
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short", *self.plan.tests]
+        if self.device.type == "cuda" and find_spec("xdist") is not None:
+            command += ["-n", str(_TEST_PROCESSES)]  # most of the time goes to compiling
+        limit = max(1.0, min(_TESTS_SECONDS, self.left))
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            said, told = child.communicate(timeout=limit)
+            status: int | str = child.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # those that it has started, too
+            said, told = child.communicate()
+            status = f"stopped after {limit:.0f} s"
+        lines = said.strip().splitlines()
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        yield {"status": done.returncode, "summary": lines[-1] if lines else done.stderr[-300:], "failed": failed}
+        passed = sum("PASSED" in line for line in lines)
+        row = {"status": status, "passed": passed, "summary": lines[-1] if lines else told[-300:], "failed": failed}
+        yield row if status == 0 else row | {"error": row["summary"]}
 
-    def attention(self) -> Rows:
+    def attention(self, flex: bool = False) -> Rows:
         plan = self.plan
-        for preset in dict.fromkeys(["7b", *plan.shapes]):
+        for preset in ("7b",) if flex else plan.shapes:
             shape = self.shape(preset)
-            for batch in (plan.batches[0], plan.batches[-1]) if preset == "7b" else plan.batches[:1]:
+            for batch in (plan.batches[0], plan.batches[-1]) if preset == "7b" and not flex else plan.batches[:1]:
                 for prefix in plan.prefixes:
-                    for nodes in (1, plan.nodes[-1]) if batch == 1 else plan.nodes[:1]:
-                        if batch * prefix <= 20_000:
-                            flex = preset == "7b" and nodes > 1 and self.left > 300
+                    for nodes in (1, plan.nodes[-1]) if batch == 1 and not flex else plan.nodes[-1:]:
+                        if batch * prefix <= 20_000 and not (flex and self.left < 0):
                             row = gpu_kernels.attention(self.place, shape, batch, prefix, nodes, flex)
                             yield {"shape": preset, **row}
+
+    def flex(self) -> Rows:
+        return self.attention(flex=True)
 
     def verification(self) -> Rows:
         for batch in (self.plan.batches[0], self.plan.batches[-1]):
@@ -162,109 +183,55 @@ class Bench:
             for nodes in (1, *self.plan.nodes):
                 yield from gpu_kernels.scans(self.place, name, 1, nodes)
 
-    def model(self, preset: str) -> Rows:
+    def model(self, preset: str, batches: tuple[int, ...]) -> Rows:
         name, drafters = self.plan.shapes[preset]
         if self.left < _LAST_MODEL:
             raise TimeoutError(f"{self.left:.0f} s are left: a model takes {_LAST_MODEL:.0f}")
-        big = gpu_models.build(name, self.shape(preset), drafters, self.device, self.dtype)
-        hybrid, plan = name == "tiny-hybrid", self.plan
+        shape, plan, alone = self.shape(preset), self.plan, batches == self.plan.batches[:1]
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        big = gpu_models.build(name, shape, drafters, self.device, self.dtype)
         parameters = big.pipe.model.num_parameters()
         yield {"parameters": parameters, "weight_bytes": big.weight_bytes, "build_seconds": big.build_seconds}
-        for prefix in plan.prefixes:
-            yield gpu_models.passes(big, 1, prefix, plan.nodes, self.bandwidth)
-        for batch in plan.batches[1:]:
-            yield gpu_models.passes(big, batch, plan.prefixes[0], plan.nodes[:1], self.bandwidth)
-        sizes = tuple(nodes - 1 for nodes in plan.nodes)
-        for batch in plan.batches:
+        prefixes, nodes = (plan.prefixes, plan.nodes) if alone else (plan.prefixes[:1], plan.nodes[:1])
+        steps: list[Callable[[], Rows]] = []
+        for batch in batches:
+            steps += [partial(self.passes, big, shape, batch, prefix, nodes) for prefix in prefixes]
+        steps.append(partial(gpu_models.calibrate, big, refresh=alone))
+        sizes, hybrid = tuple(n - 1 for n in nodes), shape.mamba is not None
+        for batch in batches:
+            rounds = plan.rounds if alone else 1
+            steps.append(
+                partial(gpu_models.decoding, big, batch, sizes, plan.new, rounds, hybrid, lambda: self.left < 0)
+            )
+        if alone:
+            steps.append(partial(gpu_models.transformers_generate, big, plan.new, hybrid))
+        for step in steps:
             if self.left > 0:
-                enough = lambda: self.left < 0  # noqa: E731
-                yield from gpu_models.decoding(big, batch, sizes, plan.new, plan.rounds, hybrid, enough)
-        if self.left > 0:
-            yield gpu_models.transformers_generate(big, plan.new, hybrid)
+                yield from attempt(step, self.device)
         if self.device.type == "cuda":
             yield {"most_memory_bytes": torch.cuda.max_memory_allocated(self.device)}
+
+    def passes(self, big: gpu_models.Big, shape: Shape, batch: int, prefix: int, nodes: tuple[int, ...]) -> Rows:
+        if self.device.type == "cuda":
+            takes, there = gpu_models.needed(shape, batch, prefix), torch.cuda.mem_get_info(self.device)[1]
+            if takes > _MOST_MEMORY * there:
+                raise MemoryError(f"batch {batch} behind {prefix} takes {takes / 1e9:.0f} GB of {there / 1e9:.0f}")
+        yield gpu_models.passes(big, batch, prefix, nodes, self.bandwidth)
 
 
 def _folder(model: str) -> str:
     return str(plugins.find("models", model)())
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What results depend on."""
-    facts: dict[str, Any] = {
-        "device": platform.processor() or platform.machine(),
-        "kernels": kernels.in_use(device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit(),
-    }
-    if device.type == "cuda":
-        import triton
-
-        found: Any = torch.cuda.get_device_properties(device)
-        facts |= {
-            "device": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "memory_bytes": found.total_memory,
-            "cuda": torch.version.cuda,
-            "triton": triton.__version__,
-        }
-    return facts
-
-
-def run(bench: Bench, content: dict[str, Any], out: Path | None) -> None:
-    """Run every part into ``content``, and write it after each."""
-    wide = console()
-    for name, part in bench.parts().items():
-        start = clock()
-        rows: list[dict[str, Any]] = []  # those before a failure are kept
-        found: dict[str, Any] = {"rows": rows}
-        try:
-            for row in part():
-                rows.append(row)
-        except Exception as error:  # whatever it is, the other parts are worth having
-            found["error"] = f"{type(error).__name__}: {error}"
-            found["where"] = traceback.format_exc()[-2000:]
-        found["seconds"] = clock() - start
-        content["parts"][name] = found
-        for table in tables(name, rows):
-            wide.print(table)
-        click.echo(f"{name}: {found.get('error', 'done')}, {found['seconds']:.0f} s", err=True)
-        if out is not None:
-            write_result(content, out)
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def tables(name: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
-    """A table for each run of rows with the same columns."""
-    table: Table | None = None
-    columns: list[str] = []
-    for row in rows:
-        if table is None or list(row) != columns:
-            if table is not None:
-                yield table
-            columns = list(row)
-            table = Table(*columns, title=name)
-        table.add_row(*map(_shown, row.values()))
-    if table is not None:
-        yield table
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
-
-
 @click.command(cls=Measurement)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON here, after every part.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON here, after every row.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--minutes", default=8.0, show_default=True, help="Begin nothing after so many.")
 @click.option("--quick", is_flag=True, help="Tiny shapes, to try the flow.")
+@click.option("--skip", multiple=True, metavar="PART", help="Leave a part out; may be given several times.")
 @torch.inference_mode()
-def main(out: Path | None, device: str, minutes: float, quick: bool) -> None:
+def main(out: Path | None, device: str, minutes: float, quick: bool, skip: tuple[str, ...]) -> None:
     """Measure a GPU: a table for each part, then one JSON line."""
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
@@ -273,10 +240,29 @@ def main(out: Path | None, device: str, minutes: float, quick: bool) -> None:
         raise UserError(f"real shapes need a CUDA device: got {device!r} (--quick takes tiny ones)")
     bench = Bench(QUICK if quick else FULL, where, 60 * minutes, quick)
     content: dict[str, Any] = {"caveat": CAVEAT, **machine(where), "quick": quick, "parts": {}}
-    run(bench, content, out)
+    content["parts"] = earlier(out, content, skip)
+    if known := content["parts"].get("memory"):
+        bench.bandwidth = 1e9 * known["rows"][0]["copy_gb_per_second"]
+    left = run(bench.parts(), content, out, where, skip)
+    if left and out is not None:
+        _go_on(out, device, bench.left / 60, [*skip, *failures(content)])
     print_result(content, out)
-    if failed := [name for name, part in content["parts"].items() if "error" in part]:
+    if failed := failures(content):
         raise click.ClickException(f"failed: {', '.join(failed)}")
+
+
+def failures(content: dict[str, Any]) -> list[str]:
+    """Parts that failed."""
+    return [name for name, part in content["parts"].items() if "error" in part]
+
+
+def _go_on(out: Path, device: str, minutes: float, skip: list[str]) -> None:
+    """The rest in a process that takes this one's place: in this one the device is lost."""
+    options = ["--out", str(out), "--device", device, "--minutes", str(minutes)]
+    sys.stdout.flush()
+    os.execv(
+        sys.executable, [sys.executable, "-m", "eval.gpu", *options, *(x for name in skip for x in ("--skip", name))]
+    )
 
 
 if __name__ == "__main__":

@@ -21,17 +21,19 @@ import mmspec
 from eval.gpu_kernels import binary_tree, seconds
 from eval.prompts import held_out_requests, held_out_texts
 from eval.scale_up import Shape
-from eval.scale_up_drafters import scale_up_drafter
+from eval.scale_up_drafters import scaled
 from eval.scale_up_models import scale_up
 from mmspec import plugins
 from mmspec.budget import Budget
+from mmspec.calibrate import cost_table
 from mmspec.drafter import Drafter, fork
+from mmspec.drafters.ngram import Ngram
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
 from mmspec.target import Prompt
-from vision.drafters.msd import MSD
 
 FRAMES = 16
+CHUNK = 64  # positions that transformers' scan of a prompt takes at once; the embedded hybrid's
 Enough = Callable[[], bool]
 """Whether time is up."""
 
@@ -59,7 +61,7 @@ def build(model: str, shape: Shape, drafters: dict[str, str], device: torch.devi
     for label, spec in drafters.items():
         drafter = make_drafter(spec, small.model.config.name_or_path)
         assert drafter is not None
-        found[label] = scale_up_drafter(drafter, small.model, big) if isinstance(drafter, MSD) else drafter
+        found[label] = scaled(drafter, small.model, big)
     target = plugins.target_class(big.config)(big, small.processor)
     gc.collect()
     read: Any = [*big.get_decoder().layers.parameters(), *big.get_output_embeddings().parameters()]
@@ -87,28 +89,63 @@ def passes(big: Big, batch: int, prefix: int, nodes: tuple[int, ...], bandwidth:
     entries *= (
         getattr(target.config, "head_dim", None) or target.config.hidden_size // target.config.num_attention_heads
     )
+    if (states := getattr(cache, "_state", None)) is not None:
+        entries += states.numel() * states.element_size()
     row: dict[str, Any] = {"batch": batch, "prefix": prefix, "pass_ms": {}, "draft_ms": {}}
     for count in (1, *nodes):
         check = partial(target.forward_tree, binary_tree(batch, count, device))
-        for _ in range(3):  # compiled, captured, replayed
-            check()
-        row["pass_ms"][str(count)] = 1000 * seconds(check, device)
+        row["pass_ms"][str(count)] = 1000 * _ready(check, device)
     plain = row["pass_ms"]["1"]
     row["floor_ms"] = 1000 * (big.weight_bytes + entries) / bandwidth
     row["plain_of_floor"] = row["floor_ms"] / plain
     row["over_plain"] = {count: taken / plain for count, taken in row["pass_ms"].items()}
+    nothing = torch.full((batch, 4), -1, device=device)  # which takes the work of keeping up to four nodes
+    row["commit_ms"] = 1000 * _ready(partial(target.commit_nodes, nothing, [[] for _ in range(batch)]), device)
     token = ids[:, -1]
     for name, drafter in big.drafters.items():
-        if not isinstance(drafter, MSD):
-            continue
+        if isinstance(drafter, Ngram):
+            continue  # it looks things up on the host
         drafter.attach(target)
         drafter.begin(prompt, step, [[*line, line[-1]] for line in ids.tolist()])
-        grow = partial(drafter.propose, token, Budget(max(nodes) - 1, drafter.depth))
-        for _ in range(3):
-            grow()
+        grow = partial(drafter.propose, token, Budget(max(nodes) - 1))
         # Without the last step's tokens, which take one narrow pass of the drafter's layer more.
-        row["draft_ms"][name] = 1000 * seconds(grow, device)
+        row["draft_ms"][name] = 1000 * _ready(grow, device)
     return row
+
+
+def _ready(run: Callable[[], Any], device: torch.device) -> float:
+    """A call's seconds once it is compiled, captured and replayed."""
+    for _ in range(3):
+        run()
+    return seconds(run, device)
+
+
+def calibrate(big: Big, *, refresh: bool) -> Iterator[dict[str, Any]]:
+    """How long a pass over n nodes takes, which is what sizes of trees are chosen by."""
+    target = big.pipe.target
+    target.cost = cost_table(target, refresh=refresh)
+    yield {"pass_ms_by_nodes": {str(n): 1000 * s for n, s in zip(target.cost.tokens, target.cost.seconds, strict=True)}}
+
+
+def needed(shape: Shape, batch: int, prefix: int) -> int:
+    """Bytes that passes behind a prefix take about, in 16 bits: weights of model and drafters, caches, and for hybrids
+    what transformers makes of a prompt: products of all positions of a chunk, of chunks, and of inputs with states."""
+    width, kv = shape.hidden, 2 * shape.kv_heads * shape.head_dim
+    weights, attending = 2 * shape.vocab * width + 3 * width * shape.mlp * shape.layers, shape.layers
+    states = scan = 0
+    if shape.mamba is not None:
+        mamba, tokens = shape.mamba, batch * prefix
+        attending, inner = len(mamba.attending), mamba.heads * mamba.head_dim
+        weights += (shape.layers - attending) * width * (3 * inner + 2 * mamba.groups * mamba.state + mamba.heads)
+        states = 4 * (shape.layers - attending) * batch * inner * mamba.state
+        chunks = -(-prefix // CHUNK)
+        kinds = tokens * CHUNK * mamba.heads * mamba.state, tokens * inner * mamba.state
+        between = batch * (chunks + 1) ** 2 * inner * mamba.state
+        scan = 4 * (max(kinds) + between)  # one after the other, but of sizes for which no room is used again
+    weights += attending * width * (2 * shape.heads * shape.head_dim + kv)
+    cache = 2 * attending * kv * batch * (prefix + 512)
+    hidden = 2 * batch * prefix * (4 * width + 3 * shape.mlp)  # of one layer of a prompt
+    return int(1.15 * 2 * weights) + cache + 2 * states + max(scan, hidden)
 
 
 # ---------------------------------------------------------------------- whole answers
@@ -160,7 +197,7 @@ def decoding(
         }
 
 
-def transformers_generate(big: Big, new: int, hybrid: bool) -> dict[str, Any]:
+def transformers_generate(big: Big, new: int, hybrid: bool) -> Iterator[dict[str, Any]]:
     """The same first prompt by transformers' ``generate``, behind its own first token."""
     target = big.pipe.target
     prompt = target.encode(requests(hybrid, 1))
@@ -174,4 +211,4 @@ def transformers_generate(big: Big, new: int, hybrid: bool) -> dict[str, Any]:
 
     run(2)
     taken = run(new) - run(1)
-    return {"way": "transformers generate", "batch": 1, "tokens_per_second": (new - 1) / taken, "rounds": 1}
+    yield {"way": "transformers generate", "batch": 1, "tokens_per_second": (new - 1) / taken, "rounds": 1}
