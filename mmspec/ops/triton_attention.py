@@ -69,7 +69,7 @@ def tree_attention(
         BLOCK_ROWS=block_rows,
         BLOCK_SLOTS=block_slots,
         BLOCK_DIM=block_dim,
-        **options(block_rows, query.dtype),
+        **options(block_rows, block_dim, query.dtype),
     )
     if splits > 1:
         _merge_kernel[(heads, nodes, batch)](
@@ -85,17 +85,18 @@ def tree_attention(
 def tiles(rows: int, head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int, int]:
     """Rows, slots and channels of a tile: what fits in registers and in ``shared`` bytes of a processor's memory."""
     wide, exact = head_dim > 128, dtype == torch.float32
-    most = 32 if wide and exact else 64 if wide or exact else 128
+    # What compiled programs have registers for.
+    most = (16 if wide else 32) if exact else 64 if wide else 128
     slots = 32 if wide or exact else 64
     if shared < _ROOMY:
-        most, slots = 16 if wide and exact else most, slots // 2
+        slots //= 2
     return min(most, max(16, triton.next_power_of_2(rows))), slots, max(16, triton.next_power_of_2(head_dim))
 
 
-def options(block_rows: int, dtype: torch.dtype) -> dict[str, int]:
-    """How a tile of so many rows is compiled."""
-    exact = dtype == torch.float32
-    return {"num_warps": 8 if block_rows > 64 or (exact and block_rows == 64) else 4, "num_stages": 2 if exact else 3}
+def options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """How a tile of so many rows and channels is compiled."""
+    exact, numbers = dtype == torch.float32, block_rows * block_dim
+    return {"num_warps": 8 if numbers >= (4096 if exact else 16384) else 4, "num_stages": 2 if exact else 3}
 
 
 class _Device(NamedTuple):

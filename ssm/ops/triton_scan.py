@@ -1,8 +1,8 @@
 """``ssm.ops.scan`` in Triton: one program per row, head and tile of the head's channels.
 
-In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. A program loads its part of the state once
-and keeps it while it goes over tiles of nodes, so that reading the state, which is what the time goes to, happens once.
-Numbers of tiles are compiled in: up to 32 nodes, and up to 16 nodes on a path, there is one.
+In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. Reading the state is what the time goes to:
+the scan goes over it in parts, the next ones being loaded while one is used, and the commit holds it. Numbers of tiles
+of nodes are compiled in: up to 32 nodes, and up to 16 nodes on a path, there is one.
 """
 
 # Kernels are no Python functions: their arguments are addresses, numbers and what is compiled in.
@@ -16,7 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 _STATE_TILE = 4096
-"""Elements of the state that a program holds: 32 registers of each of 128 threads, so that programs are many."""
+"""Elements of the state that a program of a commit holds: 32 registers of each of 128 threads, so that many run."""
+
+_SCAN_DIM, _SCAN_PART = 32, 32
+"""Channels, and numbers of their states at a time, of a scan's program: with more, compiled programs run out of
+registers."""
+
+SCAN_STAGES = 3
+"""Parts of the state that a scan's program has under way."""
 
 _NODE_TILE = 32
 """Nodes at a time: more would be computed for nothing where the tree is smaller, and compile to far longer code."""
@@ -32,7 +39,7 @@ def tree_scan(
     """As ``ssm.ops.tree_scan``."""
     batch, nodes, heads, head_dim = x.shape
     y = torch.empty(x.shape, device=x.device)
-    block_state, block_dim = _tile(head_dim, b.shape[3])
+    block_dim = max(16, min(triton.next_power_of_2(head_dim), _SCAN_DIM))
     ancestors = ancestors.view(torch.uint8)
     block_nodes = min(_NODE_TILE, max(16, triton.next_power_of_2(nodes)))
     grid = (triton.cdiv(head_dim, block_dim), heads, batch)
@@ -44,8 +51,8 @@ def tree_scan(
         TILES=triton.cdiv(nodes, block_nodes),
         BLOCK_NODES=block_nodes,
         BLOCK_DIM=block_dim,
-        BLOCK_STATE=block_state,
-        num_stages=1,
+        BLOCK_PART=max(16, min(triton.next_power_of_2(b.shape[3]), _SCAN_PART)),
+        num_stages=SCAN_STAGES,
     )
     return y
 
@@ -74,11 +81,10 @@ def _tile(head_dim: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _program(head_dim, size, BLOCK_DIM: tl.constexpr, BLOCK_STATE: tl.constexpr):
-    """The row and the head that a program is for, its channels and the numbers of their states, and which there are."""
+def _program(head_dim, BLOCK_DIM: tl.constexpr):
+    """The row and the head that a program is for, its channels, and which there are."""
     i_dim = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    i_state = tl.arange(0, BLOCK_STATE)
-    return tl.program_id(2).to(tl.int64), tl.program_id(1), i_dim, i_dim < head_dim, i_state, i_state < size
+    return tl.program_id(2).to(tl.int64), tl.program_id(1), i_dim, i_dim < head_dim
 
 
 @triton.jit
@@ -148,9 +154,9 @@ def _tree_scan_kernel(
     TILES: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    BLOCK_STATE: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
 ):
-    i_row, i_head, i_dim, m_dim, i_state, m_state = _program(head_dim, size, BLOCK_DIM, BLOCK_STATE)
+    i_row, i_head, i_dim, m_dim = _program(head_dim, BLOCK_DIM)
     i_group = i_head // per_group
     x += i_row * x_row + i_head * x_head
     dt += i_row * dt_row + i_head * dt_head
@@ -162,29 +168,39 @@ def _tree_scan_kernel(
 
     overlap_precision: tl.constexpr = _PRECISION if b.dtype.element_ty == tl.float32 else "tf32"
     a_head = tl.load(a + i_head)
-    # (state, head_dim): transposed by how it is addressed.
-    b_before = _load(state, i_state, m_state, s_state, i_dim, m_dim, s_dim)
+    i_part = tl.arange(0, BLOCK_PART)
 
     for tile in range(TILES):
         i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
         m_to = i_to < nodes
-        b_c = _load(c, i_to, m_to, c_node, i_state, m_state, c_state)
         b_reach = _reach(a_head, dt, ancestors, tile, nodes, dt_node, m_i, m_j, BLOCK_NODES)
-        b_y = tl.dot(b_c, b_before, input_precision=_PRECISION) * tl.exp(b_reach.to(tl.float32))[:, None]
+        b_y = tl.zeros((BLOCK_NODES, BLOCK_DIM), dtype=tl.float32)
+        for i_at in range(0, size, BLOCK_PART):
+            i_state, m_state = i_at + i_part, i_at + i_part < size
+            # (state, head_dim): transposed by how it is addressed.
+            b_before = _load(state, i_state, m_state, s_state, i_dim, m_dim, s_dim)
+            b_c = _load(c, i_to, m_to, c_node, i_state, m_state, c_state)
+            b_y = tl.dot(b_c, b_before, b_y, input_precision=_PRECISION)
+        b_y *= tl.exp(b_reach.to(tl.float32))[:, None]
 
         for other in range(tile + 1):
             i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
             m_on = i_on < nodes
+            b_overlap = tl.zeros((BLOCK_NODES, BLOCK_NODES), dtype=tl.float32)
+            for i_at in range(0, size, BLOCK_PART):
+                i_state, m_state = i_at + i_part, i_at + i_part < size
+                b_c = _load(c, i_to, m_to, c_node, i_state, m_state, c_state)
+                b_b = _load(b, i_state, m_state, b_state, i_on, m_on, b_node)
+                b_overlap = tl.dot(b_c, b_b, b_overlap, input_precision=overlap_precision)
             m_pair = m_to[:, None] & m_on[None, :]
             b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
             b_from = _reach(a_head, dt, ancestors, other, nodes, dt_node, m_i, m_j, BLOCK_NODES)
             # Mask before exp: between nodes of different paths it could overflow.
             b_decay = tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))
-            b_b = _load(b, i_state, m_state, b_state, i_on, m_on, b_node)
             b_step = tl.load(dt + i_on * dt_node, mask=m_on, other=0.0)
-            b_weight = tl.exp(b_decay) * tl.dot(b_c, b_b, input_precision=overlap_precision) * b_step[None, :]
+            b_weight = tl.exp(b_decay) * b_overlap * b_step[None, :]
             b_x = _load(x, i_on, m_on, x_node, i_dim, m_dim, x_dim)
-            b_y += tl.dot(b_weight, b_x, input_precision=_PRECISION)
+            b_y = tl.dot(b_weight, b_x, b_y, input_precision=_PRECISION)
 
         m_y = m_to[:, None] & m_dim[None, :]
         if HAS_D:
@@ -227,7 +243,9 @@ def _commit_scan_kernel(
     BLOCK_DIM: tl.constexpr,
     BLOCK_STATE: tl.constexpr,
 ):
-    i_row, i_head, i_dim, m_dim, i_state, m_state = _program(head_dim, size, BLOCK_DIM, BLOCK_STATE)
+    i_row, i_head, i_dim, m_dim = _program(head_dim, BLOCK_DIM)
+    i_state = tl.arange(0, BLOCK_STATE)
+    m_state = i_state < size
     i_group = i_head // per_group
     x += i_row * x_row + i_head * x_head
     dt += i_row * dt_row + i_head * dt_head

@@ -18,7 +18,7 @@ from mmspec.engine import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from tests.drafting import network_for
-from tests.mmspec.ops_grid import _mend_interpreter
+from tests.interpreter import mend_interpreter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from vision.drafters.msd import MSD
@@ -53,7 +53,7 @@ def counted() -> Counter[str]:
 
 def main() -> None:
     """Compare with transformers, and print which kernels ran."""
-    _mend_interpreter()
+    mend_interpreter()
     calls = counted()
     for name, batch in (("llava", 2), ("bamba", 1)):
         model = shared_model(name)

@@ -1,4 +1,5 @@
-"""``python -m tests.mmspec.ops_compile 80 90``: compile every kernel of ``mmspec.ops`` for these GPUs, without one.
+"""``python -m tests.mmspec.ops_compile 80 90``: compile every kernel of ``mmspec.ops`` for these GPUs, without one;
+``... 90 attention``: attention at many shapes.
 
 Prints one JSON line for each kernel and capability, with what a program takes of a processor.
 """
@@ -7,14 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from mmspec.ops import triton_attention, triton_compact, triton_growth, triton_verify
+from tests.compiling import SHARED, compiled
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 UNIT = dict.fromkeys(("q_dim", "k_dim", "v_dim", "m_slot", "d_node", "s_dim", "p_depth"), 1)
@@ -24,17 +24,13 @@ ALIGNED = ("query", "key", "value", "part", "weight", "storage", "scratch", "pro
 STRIDES = ("q_row", "q_head", "q_node", "k_row", "k_head", "k_slot", "v_row", "v_head", "v_slot", "s_row", "s_slot")
 
 
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
-"""Bytes of shared memory that a program may have."""
-
-
 def attention(shared: int, dtype: torch.dtype, rows: int, head_dim: int, **changes: Any) -> tuple[Any, ...]:
     block_rows, block_slots, block_dim = triton_attention.tiles(rows, head_dim, dtype, shared)
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_SLOTS": block_slots, "BLOCK_DIM": block_dim}
     blocks["HEAD_DIM"] = head_dim
     flags = {"SPLIT": True, "START": False, "WINDOW": False, "SOFTCAP": False} | changes
     pointers = dict.fromkeys(("query", "key", "value"), "*" + TYPES[dtype])
-    pointers |= {"begin": "*i32", "end": "*i32", "mask": "*u8", "start": "*i32", "depth": "*i64"}
+    pointers |= {"begin": "*i64", "end": "*i64", "mask": "*u8", "start": "*i64", "depth": "*i64"}
     pointers |= {"part": "*fp32" if flags["SPLIT"] else pointers["query"], "weight": "*fp32"}
     pointers |= {"scale": "fp32", "softcap": "fp32"}
     none = {name: None for name, used in (("start", "START"), ("depth", "WINDOW")) if not flags[used]}
@@ -42,8 +38,20 @@ def attention(shared: int, dtype: torch.dtype, rows: int, head_dim: int, **chang
         triton_attention._attend_kernel,
         pointers,
         flags | none | blocks,
-        triton_attention.options(block_rows, dtype),
+        triton_attention.options(block_rows, block_dim, dtype),
     )
+
+
+def attentions(shared: int) -> list[tuple[Any, ...]]:
+    """Attention at the shapes of 1B, 7B and 8B models, of one node and of 60, and at those that take most."""
+    low, full = torch.bfloat16, torch.float32
+    groups = [(rows, split) for rows in (1, 60, 240) for split in (True, False)]
+    return [
+        *(attention(shared, low, rows, 128, START=True, SPLIT=split) for rows, split in groups),
+        *(attention(shared, low, rows, 64, START=True) for rows in (8, 480)),
+        attention(shared, low, 60, 96, START=True, WINDOW=True),
+        *(attention(shared, full, 60, head_dim, START=True) for head_dim in (64, 80, 256)),
+    ]
 
 
 def kernels(shared: int) -> list[tuple[Any, ...]]:
@@ -52,12 +60,12 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
     low, tree = torch.bfloat16, {"tokens": "*i64", "parents": "*i64", "valid": "*u8", "choices": "*i64"}
     drawn = {"scratch": "*fp32", "chances": "*fp32", "last": "*fp32", "choice": "*i64"}
     grown = {"scores": "*fp32", "tokens": "*i64"}
-    kept = {"storage": "*bf16", "path": "*i64", "ends": "*i32"}
+    kept = {"storage": "*bf16", "path": "*i64", "ends": "*i64"}
     return [
-        attention(shared, low, 60, 128),
+        attention(shared, low, 60, 128, START=True),
         attention(shared, low, 240, 128, SPLIT=False, START=True),
         attention(shared, torch.float16, 240, 256, SOFTCAP=True, WINDOW=True),
-        attention(shared, torch.float32, 60, 80),
+        attention(shared, torch.float32, 60, 128, START=True),
         (
             triton_attention._merge_kernel,
             {"part": "*fp32", "weight": "*fp32", "read": "*bf16"},
@@ -84,7 +92,7 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
         ),
         (
             triton_compact._compact_kernel,
-            kept | {"start": "*i32"},
+            kept | {"start": "*i64"},
             {"HEAD_DIM": 80, "START": True, "BLOCK_DEPTH": 16, "BLOCK_DIM": 128},
             {"num_warps": 4},
         ),
@@ -115,24 +123,16 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
     ]
 
 
-def main(capabilities: list[int]) -> None:
+def main(capabilities: list[int], listed: Callable[[int], list[tuple[Any, ...]]]) -> None:
     for capability in capabilities:
-        for kernel, pointers, constants, options in kernels(SHARED[capability]):
-            constants = {name: value for name, value in (UNIT | constants).items() if name in kernel.arg_names}
-            types = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
-            aligned = {
-                (i,): [["tt.divisibility", 16]]
-                for i, n in enumerate(kernel.arg_names)
-                if n not in constants and n in (*ALIGNED, *STRIDES)
-            }
-            source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-            built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            entry = {"kernel": kernel.__name__, "capability": capability, "shared": built.metadata.shared}
-            entry |= {kind: len(built.asm[kind]) for kind in ("ptx", "cubin")}
-            # Loads that a loop issues ahead of their use; without them the device waits for its memory.
-            entry["ahead"] = built.asm["ttgir"].count("async_copy_global_to_local")
+        for kernel, pointers, constants, options in listed(SHARED[capability]):
+            entry = compiled(kernel, capability, pointers, UNIT | constants, options, (*ALIGNED, *STRIDES))
             print(json.dumps(entry), flush=True)
 
 
 if __name__ == "__main__":
-    main([int(capability) for capability in sys.argv[1:]])
+    *numbers, last = sys.argv[1:]
+    if last == "attention":
+        main([int(capability) for capability in numbers], attentions)
+    else:
+        main([int(capability) for capability in (*numbers, last)], kernels)

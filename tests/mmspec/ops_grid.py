@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter as clock
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from mmspec import TokenTree, ops
+from tests.interpreter import mend_interpreter
 from tests.tiny import random_tree, root_path, valid_nodes
 
 # ---------------------------------------------------------------------- attention
@@ -421,35 +421,10 @@ def _new_nan_filled(*args: object, **options: object) -> Tensor:
     return _filled(_new_empty(*args, **options))  # type: ignore[arg-type]
 
 
-def _mend_interpreter() -> None:
-    """Scalars bound loops, which int() of an array of one no longer does in numpy; products take bfloat16 for what it
-    is, and not for the integers that it is kept in."""
-    from triton.runtime import interpreter
-
-    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patched(tensor: object, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != interpreter.tl.bfloat16:
-            return handle
-        floats = (handle.data.astype("uint32") << 16).view("float32")
-        return interpreter.TensorHandle(floats, interpreter.tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), *rest)
-
-    interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_dot = create_dot
-
-
 def main() -> int:
     """Run the grid, and name what fails."""
     failed = 0
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        _mend_interpreter()
+    mend_interpreter()
     for check in CHECKS:
         began = clock()
         try:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mmspec.tree import TokenTree
 from ssm import ops
 from ssm.ops import reference
+from tests.interpreter import mend_interpreter
 from tests.tiny import random_tree
 
 
@@ -206,6 +207,7 @@ def _nan_filled(*args: object, **options: object) -> Tensor:
 def main() -> int:
     """Run the grid, and name what fails."""
     failed = 0
+    mend_interpreter()
     for case in CASES:
         for check in CHECKS:
             try:
