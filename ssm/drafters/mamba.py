@@ -29,7 +29,8 @@ class Mamba:
     """Drafter for any target of the vocabulary that its network was trained for. Image placeholders are tokens to it.
 
     Args:
-        network: the trained network; it is moved to the target's device, and stays in float32.
+        network: the trained network; it is moved to the target's device. There it has the target's precision if the
+            device is a GPU, where reading weights takes the time, else float32.
         draft_ids: (n,) int64, the tokens that may be drafted; None allows all. A smaller head costs less.
         top_k: nodes extended per level, and children per node.
         depth: levels of the tree below its root.
@@ -97,7 +98,8 @@ class Mamba:
             raise UserError(
                 f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}"
             )
-        self.network.to(target.device, torch.float32)
+        like = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        self.network.to(like.device, torch.float32 if like.device.type == "cpu" else like.dtype)
         lay_out_for_few_rows(self.network)
         self.network.freeze()
         if self.draft_ids is not None:

@@ -25,7 +25,8 @@ CHUNK = 64
 _LARGEST_TABLE = 2**23  # numbers in a look-up table of the first layer
 
 State = tuple[tuple[Tensor, Tensor], ...]
-"""Of each layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim)."""
+"""Of each layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim), in
+float32 whatever the network's precision."""
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,16 @@ class MambaLayer(nn.Module):
         c, (window, s) = self.config, state
         z, inputs, dt = projected.split([c.inner, c.channels, c.heads], dim=-1)
         seen = torch.cat([window, inputs[:, None]], dim=1)
-        convolved = F.silu((seen * self.conv[:, 0]).sum(1))
+        convolved = F.silu((seen * self.conv[:, 0]).sum(1)).float()
         x, b, read = convolved.split([c.inner, c.state, c.state], dim=-1)
-        x, dt = x.unflatten(-1, (c.heads, c.head_dim)), F.softplus(dt)[..., None]
+        x, dt = x.unflatten(-1, (c.heads, c.head_dim)), F.softplus(dt.float())[..., None]
         s.mul_(torch.exp(dt * self._a)[:, None]).addcmul_(b[:, :, None, None], (dt * x)[:, None])
         y = torch.bmm(read[:, None], s.flatten(2))[:, 0].view_as(x)
-        return self._out(torch.addcmul(y, x, self.d).flatten(1), z), (seen[:, 1:], s)
+        return self._out(torch.addcmul(y, x, self.d).flatten(1).to(z.dtype), z), (seen[:, 1:], s)
 
     @property
     def _a(self) -> Tensor:
-        return -self.a_log.exp()[:, None] if self.a is None else self.a
+        return -self.a_log.float().exp()[:, None] if self.a is None else self.a
 
     def _out(self, y: Tensor, z: Tensor) -> Tensor:
         return self.out_proj(self.gated_norm(y * F.silu(z)))
@@ -171,7 +172,8 @@ class MambaNetwork(nn.Module):
         """Prepare for drafting with the weights as they are: what the first layer makes of each token is looked up."""
         self.eval().requires_grad_(False)
         for layer in self.layers:
-            layer.a = -layer.a_log.exp()[:, None]
+            layer.a = None
+            layer.a = layer._a
         embeds, projected = self.embed.weight, self.layers[0].in_proj.out_features
         if embeds.shape[0] * (embeds.shape[1] + projected) <= _LARGEST_TABLE:
             self._table = torch.cat([embeds, self.layers[0].project(embeds)], dim=1)
