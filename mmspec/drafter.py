@@ -34,7 +34,8 @@ class Drafter(Protocol):
         order of the path probabilities that were shown to ``budget.take``."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """The target has judged ``tree``: ``step`` is its pass, ``verdict`` what was kept."""
+        """The target has judged ``tree``: ``step`` is its pass, ``verdict`` what was kept. The next pass may overwrite
+        the tensors of ``step``."""
 
 
 def build_tree(token: Tensor, rows: list[tuple[list[int], list[int]]]) -> TokenTree:
