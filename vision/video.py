@@ -21,9 +21,6 @@ from PIL import Image
 from mmspec.errors import UserError
 from vision.images import still_format
 from vision.media import Media, resolve
-from vision.video_container import open_video
-from vision.video_decord import pick_with_decord
-from vision.video_pyav import pick_with_pyav
 
 Backend = Literal["pyav", "decord"]
 
@@ -95,7 +92,11 @@ def load_video(
             )
         return _targets(duration, frames, fps, media.name)
 
-    pick = pick_with_decord if backend == "decord" else pick_with_pyav
+    # FFmpeg is loaded where a file is read: frames that are at hand need none of it.
+    if backend == "decord":
+        from vision.video_decord import pick_with_decord as pick
+    else:
+        from vision.video_pyav import pick_with_pyav as pick
     picked, duration = pick(media, choose)
     return Video([image for _, image in picked], [float(time) for time, _ in picked], float(duration), media.name)
 
@@ -111,6 +112,8 @@ def kind_of(path: object) -> Literal["image", "video"]:
     if kind is None:
         raise UserError(f"{media.name}: expected an image or a video, received {media.description}")
     if kind == "video":
+        from vision.video_container import open_video
+
         with ExitStack() as stack:
             open_video(media, stack, expected="an image or a video")
     return kind

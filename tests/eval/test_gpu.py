@@ -118,11 +118,13 @@ def test_failing_tests_are_named(tmp_path):
 
 
 def test_tests_that_take_too_long_are_told_as_far_as_they_went(tmp_path):
-    (tmp_path / "test_two.py").write_text("import time\ndef test_good(): pass\ndef test_slow(): time.sleep(60)\n")
+    (tmp_path / "test_two.py").write_text(
+        "import time\ndef test_good(): pass\ndef test_bad(): assert 0\ndef test_slow(): time.sleep(60)\n"
+    )
     bench = gpu.Bench(replace(gpu.QUICK, tests=(str(tmp_path),)), torch.device("cpu"), 8, True)
     (row,) = bench.tests()
     assert row["status"].startswith("stopped after")
-    assert row["passed"] == 1
+    assert (row["passed"], len(row["failed"])) == (1, 1)
 
 
 def count_to(parts, lost_behind=None, skip=(), content=None, out=None, patch=None):
@@ -181,6 +183,13 @@ def test_prompts_of_the_plan_fit_into_a_h200():
             for prefix in gpu.FULL.prefixes if batch == 1 else gpu.FULL.prefixes[:1]:
                 assert gpu_models.needed(SHAPES[preset], batch, prefix) < 0.95 * 139 * 2**30
     assert gpu_models.needed(SHAPES["8b-hybrid"], 16, 8000) > 2**40
+
+
+def test_files_with_a_mark_are_found():
+    found = gpu.marked("gpu")
+    assert {"test_graphs.py", "test_waiting.py"} <= {path.rsplit("/", 1)[1] for path in found}
+    assert "test_video.py" not in {path.rsplit("/", 1)[1] for path in found}
+    assert gpu.FULL.tests[-len(found) :] == tuple(found)
 
 
 def test_floors_count_bytes():
