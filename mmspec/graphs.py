@@ -121,7 +121,8 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with _ONE_AT_A_TIME:
+    # A capture that fails leaves its stream the current one.
+    with _ONE_AT_A_TIME, torch.cuda.stream(torch.cuda.current_stream(device)):
         pool, stream, _ = _shared(device)
         # Other threads may allocate meanwhile; that must not spoil the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
