@@ -74,10 +74,10 @@ class Waits(TorchDispatchMode):
 
     active: list[Waits] = []  # noqa: RUF012
 
-    def __init__(self) -> None:
+    def __init__(self, captured: bool) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.paused = False
+        self.paused, self._captured = False, captured
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -87,6 +87,8 @@ class Waits(TorchDispatchMode):
             )
             if by_mask or name in WAITING or (func._overloadname == "Tensor" and name == "repeat_interleave"):
                 self.counts[name] += 1
+            if self._captured and torch.Tag.nondeterministic_seeded in func.tags:
+                self.counts["random numbers"] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -117,8 +119,8 @@ def _listed(index: Any) -> tuple[Any, ...]:
 @contextmanager
 def waiting(captured: bool = False) -> Iterator[Counter[str]]:
     """What the host waits for inside of the block; if it is ``captured``, what is illegal there: any number of the
-    host's too."""
-    waits = Waits()
+    host's too, and random ones, which would be the same at every replay."""
+    waits = Waits(captured)
     Waits.active.append(waits)
     try:
         with waits, _Calls(waits, captured):

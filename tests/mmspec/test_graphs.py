@@ -107,8 +107,9 @@ def test_what_cannot_be_captured_is_called(monkeypatch):
         lambda x: (x[[1, 0]],),
         lambda x: (x + torch.tensor([1.0, 2.0]),),
         lambda x: (x + on_device([1.0, 2.0], x.device),),
+        lambda x: (x + torch.rand(2),),
     ],
-    ids=["value", "mask", "list", "numbers", "transfer"],
+    ids=["value", "mask", "list", "numbers", "transfer", "random"],
 )
 def test_what_may_not_be_captured_is_found_out(wrong):
     step = Graphed(wrong)
