@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import fields, replace
 from functools import cache
@@ -129,7 +130,7 @@ def tiny_llava() -> VisionTarget:
 
 @cache
 def text_only() -> TransformersTarget:
-    tokenizer = byte_tokenizer()
+    tokenizer = copy.deepcopy(byte_tokenizer())  # others use it without a template
     tokenizer.chat_template = TEXT
     return TransformersTarget(byte_model(), tokenizer)
 
