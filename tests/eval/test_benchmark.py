@@ -281,6 +281,7 @@ def test_a_text_model_answers_texts_with_transformers_assistant(tmp_path):
 
 def test_the_command(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
+
     def call(*options):
         return CliRunner().invoke(evaluate, options)
 
