@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter as clock
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from mmspec.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
+from mmspec.ops import quantile
 from ssm.drafters.mamba import Mamba
 from vision.drafters.msd import MSD, Eagle, Flash
 
@@ -75,7 +77,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two outputs part, and how far apart the target's two best raw logits are there."""
+    """Where two outputs part, and how near a tie plain decoding was there: the lead of the best raw logit over the
+    second, or where tokens are drawn, how far the draw was, in probability, from another token's share."""
 
     case: Case
     row: int
@@ -167,9 +170,27 @@ def _first_difference(
     width = min(reference.shape[1], ours.shape[1])
     places = (reference[:, :width] != ours[:, :width]).nonzero().tolist()
     row, place = min(places, key=lambda found: found[1]) if places else (0, width)
-    return Difference(
-        case, row, place - inputs["input_ids"].shape[1], logit_margin(model, inputs, reference[:, :place])[row]
-    )
+    position = place - inputs["input_ids"].shape[1]
+    drawn = SETTINGS[case.setting].get("do_sample", False)
+    near = nearest_border(model, case, position) if drawn else logit_margin(model, inputs, reference[:, :place])
+    return Difference(case, row, position, near[row])
+
+
+def nearest_border(model: Any, case: Case, position: int) -> list[float]:
+    """How far the draw of each row's new token at ``position`` is from the nearest border between two tokens."""
+    distances: list[list[float]] = []
+
+    def noted(probs: Tensor, uniform: Tensor) -> Tensor:
+        borders = probs.double().cumsum(-1)
+        apart = (borders / borders[..., -1:] - uniform.double()[..., None]).abs()
+        distances.append(apart.amin(-1)[:, 0].tolist())
+        return quantile(probs, uniform)
+
+    with mock.patch("mmspec.sampling.quantile", noted):
+        torch.manual_seed(case.seed)
+        options: dict[str, Any] = {**SETTINGS[case.setting], **inputs_of(case)}
+        mmspec.generate(model, drafter=None, max_new_tokens=position + 1, **options)
+    return distances[position]
 
 
 def logit_margin(model: Any, inputs: dict[str, Tensor], ids: Tensor) -> list[float]:
@@ -217,7 +238,7 @@ def main() -> None:
     different = [difference for _, difference in results if difference is not None]
     if not arguments.json:
         for d in different:
-            print(f"unequal: {d.case}, row {d.row}, new token {d.position}, logit margin {d.margin:.2e}")
+            print(f"unequal: {d.case}, row {d.row}, new token {d.position}, margin {d.margin:.2e}")
     figures = {
         "cases": len(results),
         "equal": len(results) - len(different),

@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-from eval.losslessness import DRAFTERS_WITH_WEIGHTS, MODELS, SETTINGS, Case, cases, compare, inputs_of
+from eval.losslessness import DRAFTERS_WITH_WEIGHTS, MODELS, SETTINGS, Case, cases, compare, inputs_of, nearest_border
 from eval.tiny_models import VISION_CONFIGS
+from mmspec import sampling
 from mmspec.sampling import Sampler
 from tests.tiny import shared_model
 
@@ -62,3 +63,15 @@ def test_a_draft_that_changes_what_is_drawn_is_noticed(monkeypatch):
     monkeypatch.setattr(Sampler, "verify", spoilt)
     _, difference = compare(shared_model("llava"), Case("llava", 1, 1, 8, 5, "sampled", "oracle"), 12)
     assert difference is not None
+
+
+def test_how_near_a_draw_was_to_another_token(monkeypatch):
+    """Of three tokens with shares of a quarter, a quarter and a half."""
+    draws = iter([0.4, 0.26, 0.9])
+
+    def generate(*_, max_new_tokens, **__):
+        for _ in range(max_new_tokens):
+            sampling.quantile(torch.tensor([[[1.0, 1.0, 2.0]]]), torch.tensor([[next(draws)]]))
+
+    monkeypatch.setattr("eval.losslessness.mmspec.generate", generate)
+    assert nearest_border(None, Case("llama", 1, 0, 8, 5, "sampled", "msd"), 1) == pytest.approx([0.01], abs=1e-6)
