@@ -107,6 +107,7 @@ class PretendedCuda(TorchFunctionMode):
         assert not self.capturing, "numbers of the host are copied while a pass is captured"
 
     def _to(self, func: Any, x: Tensor, *like: Any, **options: Any) -> Tensor:
+        pinned = getattr(x, "pinned", False)
         if not isinstance(x, FakeTensor):
             x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         device, dtype = options.get("device"), options.get("dtype")
@@ -124,7 +125,7 @@ class PretendedCuda(TorchFunctionMode):
                 self.read("to")
             else:
                 self.copied()
-                self.copies += not getattr(x, "pinned", False)
+                self.copies += not pinned
         elif x.dtype == (dtype or x.dtype) and not options.get("copy"):
             return x
         # In the layout of a copy, and made anew: what torch.tensor gives may be there although nothing else is.
