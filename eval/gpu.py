@@ -1,4 +1,5 @@
-"""All that is to be known of a GPU, in one command and eight minutes: ``python -m eval.gpu --out FILE.json``.
+"""All that is to be known of a GPU, in one command: ``python -m eval.gpu --out FILE.json`` begins nothing new after
+eight minutes.
 
 Nothing is downloaded. What matters most comes first: the bandwidth of the memory; models of 7 and 8 billion parameters
 made on the device, single passes and whole answers of one row (`eval.gpu_models`); every kernel against its floor and

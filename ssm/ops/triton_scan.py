@@ -95,6 +95,34 @@ def _load(pointer, i, m_i, i_stride, j, m_j, j_stride):
 
 
 @triton.jit
+def _read(
+    c,
+    i_to,
+    m_to,
+    c_node,
+    c_state,
+    other,
+    j,
+    m_j,
+    o_j,
+    o_state,
+    size,
+    BLOCK_J: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Products of the nodes' C with a state, or with the nodes' B, which is addressed alike: (nodes, j) float32."""
+    b_sum = tl.zeros((i_to.shape[0], BLOCK_J), dtype=tl.float32)
+    for i_at in range(0, size, BLOCK_PART):
+        i_state = i_at + tl.arange(0, BLOCK_PART)
+        m_state = i_state < size
+        b_other = _load(other, i_state, m_state, o_state, j, m_j, o_j)
+        b_c = _load(c, i_to, m_to, c_node, i_state, m_state, c_state)
+        b_sum = tl.dot(b_c, b_other, b_sum, input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
 def _reach(a_head, dt, ancestors, tile, nodes, stride_dt, stride_i, stride_j, BLOCK_NODES: tl.constexpr):
     """Sums of ``dt a`` along the path of each of a tile's nodes, in float64: their differences are what counts."""
     i_end = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
@@ -168,30 +196,36 @@ def _tree_scan_kernel(
 
     overlap_precision: tl.constexpr = _PRECISION if b.dtype.element_ty == tl.float32 else "tf32"
     a_head = tl.load(a + i_head)
-    i_part = tl.arange(0, BLOCK_PART)
 
     for tile in range(TILES):
         i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
         m_to = i_to < nodes
         b_reach = _reach(a_head, dt, ancestors, tile, nodes, dt_node, m_i, m_j, BLOCK_NODES)
-        b_y = tl.zeros((BLOCK_NODES, BLOCK_DIM), dtype=tl.float32)
-        for i_at in range(0, size, BLOCK_PART):
-            i_state, m_state = i_at + i_part, i_at + i_part < size
-            # (state, head_dim): transposed by how it is addressed.
-            b_before = _load(state, i_state, m_state, s_state, i_dim, m_dim, s_dim)
-            b_c = _load(c, i_to, m_to, c_node, i_state, m_state, c_state)
-            b_y = tl.dot(b_c, b_before, b_y, input_precision=_PRECISION)
+        # (state, head_dim): transposed by how it is addressed.
+        b_y = _read(
+            c, i_to, m_to, c_node, c_state, state, i_dim, m_dim, s_dim, s_state, size, BLOCK_DIM, BLOCK_PART, _PRECISION
+        )
         b_y *= tl.exp(b_reach.to(tl.float32))[:, None]
 
         for other in range(tile + 1):
             i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
             m_on = i_on < nodes
-            b_overlap = tl.zeros((BLOCK_NODES, BLOCK_NODES), dtype=tl.float32)
-            for i_at in range(0, size, BLOCK_PART):
-                i_state, m_state = i_at + i_part, i_at + i_part < size
-                b_c = _load(c, i_to, m_to, c_node, i_state, m_state, c_state)
-                b_b = _load(b, i_state, m_state, b_state, i_on, m_on, b_node)
-                b_overlap = tl.dot(b_c, b_b, b_overlap, input_precision=overlap_precision)
+            b_overlap = _read(
+                c,
+                i_to,
+                m_to,
+                c_node,
+                c_state,
+                b,
+                i_on,
+                m_on,
+                b_node,
+                b_state,
+                size,
+                BLOCK_NODES,
+                BLOCK_PART,
+                overlap_precision,
+            )
             m_pair = m_to[:, None] & m_on[None, :]
             b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
             b_from = _reach(a_head, dt, ancestors, other, nodes, dt_node, m_i, m_j, BLOCK_NODES)
