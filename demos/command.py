@@ -8,6 +8,7 @@ import click
 
 from mmspec.cli.options import model_options
 from mmspec.errors import UserError
+from mmspec.extras import missing
 
 
 @click.command()
@@ -31,7 +32,7 @@ def demo(model: str, device: str, dtype: str, host: str, port: int, auth: str | 
     try:
         import gradio  # noqa: F401
     except ImportError:
-        raise UserError("the demo needs gradio: expected it installed, pip install 'mmspec[demo]'") from None
+        raise missing("the demo", "gradio", "demo") from None
     from demos.models import Models
     from demos.server import serving
 
