@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import GENERATING, LOADING, OUT_FILE, Number, generation_options
+from mmspec.cli.options import LOADING, OUT_FILE, Number, generation_options
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 from vision.folder import PROMPTS
+
+SKIPPED = 3  # exit status where some files of a folder were skipped
 
 
 @click.command()
@@ -42,8 +44,15 @@ def caption(
     """Describe FILE, an image or a video, or answer a question about it.
 
     The answer streams to standard output, one line of figures follows on standard error. Of a FOLDER, every image and
-    video is described, and --out gets a line of JSON for each; called again, a run that was stopped goes on.
+    video is described, and --out gets a line of JSON for each.
+
+    Called again with the same settings, a FOLDER's run goes on: files that are new or have changed (size or
+    modification time) are captioned, lines of deleted files stay. A file that cannot be captioned is skipped; its line
+    has "error" in place of "text", and the exit status is 3. It is tried again when it has changed or its line has been
+    deleted.
     """
+    if prompt is not None and not prompt.strip():
+        raise UserError("the prompt must not be empty: got --prompt with nothing but blanks")
     video = {"frames": frames, "fps": fps, "backend": video_backend}
     if os.path.isdir(file):
         if out is None:
@@ -64,8 +73,10 @@ def caption(
         media = {"videos": [load_video(file, **video)]}  # type: ignore[arg-type]
 
     from mmspec.cli.session import answer
+    from vision.embedded import samples
 
-    answer({"prompt": PROMPTS[kind] if prompt is None else prompt, **media}, options)
+    sample = Path(file).resolve().parent == samples().resolve()
+    answer({"prompt": PROMPTS[kind] if prompt is None else prompt, **media}, options, sample)
 
 
 def _caption_all(
@@ -81,11 +92,16 @@ def _caption_all(
     from rich.console import Console
     from rich.progress import Progress
 
+    from mmspec.cli.session import generation_keywords, show_limits
+    from vision.embedded import samples
     from vision.folder import caption_folder
+    from vision.video_decord import import_decord
 
     if options["compare"] or options["as_json"]:
         raise UserError("--compare and --json are for one file: a folder's captions are JSON lines already")
-    keywords = {name: options[name] for name in GENERATING}
+    if video["backend"] == "decord":
+        import_decord()  # where it is missing, no video could be read
+    keywords = generation_keywords(options)
     settings = {
         "folder": str(Path(folder).resolve()),
         "prompt": prompt,
@@ -94,12 +110,14 @@ def _caption_all(
         "keywords": keywords | {"stop": list(keywords["stop"])},
     }
     notes = Console(stderr=True)
+    if Path(folder).resolve() != samples().resolve():
+        show_limits(notes, options["model"])
     with Progress(console=notes, transient=True) as progress:
         bar = progress.add_task("captioning")
 
         def advance(files: int, skipped: Any) -> None:
-            for name, reason in skipped:
-                notes.print(f"skipped {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+            for line in skipped:
+                notes.print(f"skipped {line['file']}: {line['error']}", markup=False, highlight=False, soft_wrap=True)
             progress.advance(bar, files)
 
         captions, skipped = caption_folder(
@@ -112,3 +130,5 @@ def _caption_all(
             advance,
         )
     notes.print(f"{captions} captions in {out}, {skipped} files skipped", markup=False, highlight=False, soft_wrap=True)
+    if skipped:
+        click.get_current_context().exit(SKIPPED)

@@ -44,7 +44,7 @@ class Output(click.Path):
         super().__init__(file_okay=not folder, dir_okay=folder, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path: Path = super().convert(value, param, ctx)
+        path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
         kind = "file" if self.file_okay else "folder"
         at = path if self.dir_okay else path.parent
         try:

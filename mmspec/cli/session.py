@@ -19,6 +19,7 @@ from mmspec import plugins
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafter import Drafter
+from mmspec.errors import UserError
 from mmspec.hub import is_on_hub
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
@@ -28,18 +29,18 @@ TINY = 20_000_000  # parameters below which threads cost more than they give
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
-def answer(request: dict[str, Any], options: Mapping[str, Any]) -> None:
+def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = False) -> None:
     """Answer one request as the options of ``generation_options`` say.
 
     Args:
         request: ``prompt``, ``images``, ``videos``.
         options: values of all options of ``generation_options``.
+        sample: the request is an embedded sample, which embedded models are made for.
     """
-    keywords = {name: options[name] for name in GENERATING}
-    SamplingParams(
-        **{name: keywords[name] for name in SamplingParams.__dataclass_fields__}
-    )  # before minutes of loading
+    keywords = generation_keywords(options)
     notes = Console(stderr=True)
+    if not sample:
+        show_limits(notes, options["model"])
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING})
     with notes.status("reading the prompt"):
         pieces = pipe.stream(**request, **keywords)
@@ -53,6 +54,25 @@ def answer(request: dict[str, Any], options: Mapping[str, Any]) -> None:
     notes.print(figures(generation, drafter), style="dim", markup=False, highlight=False, soft_wrap=True)
     for line in _comparison_lines(comparison, pipe) if comparison else ():
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``.
+
+    Raises:
+        UserError: one is out of range, which is known before a model is loaded.
+    """
+    keywords = {name: options[name] for name in GENERATING}
+    SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
+    if not all(keywords["stop"]):
+        raise UserError("stop strings must not be empty: got --stop ''")
+    return keywords
+
+
+def show_limits(notes: Console, model: str) -> None:
+    """Say what an embedded model was trained on, before it answers input of the user's own."""
+    if limits := plugins.limits(model):
+        notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
 
 
 def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, dtype: str) -> Pipeline:

@@ -45,10 +45,7 @@ class Small:
             raise UserError(
                 "the small drafter needs a model: expected small:NAME or mmspec.drafters.small.Small(model)"
             )
-        if isinstance(model, str):
-            with cache_if_offline("drafter", model) as found:
-                model = AutoModelForCausalLM.from_pretrained(model, **found).eval()
-        self.model = model
+        self.model = _read(model) if isinstance(model, str) else model
         self.top_k = top_k
         self.lm = TransformersTarget(self.model)
         if self.lm.layers is not None:
@@ -136,6 +133,11 @@ class Small:
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return ops.top_log_probs(self.lm.head(hidden), self.top_k)
+
+
+def _read(name: str) -> PreTrainedModel:
+    with cache_if_offline("drafter", name) as found:
+        return AutoModelForCausalLM.from_pretrained(name, **found).eval()
 
 
 class _Captured(CapturedSteps):

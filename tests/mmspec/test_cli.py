@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import mmspec
+from mmspec import plugins
 from mmspec.cli import main
-from mmspec.cli.hub import is_on_hub
 from tests.standin import save_text_model
 
 Run = Callable[..., tuple[int, str, str]]
@@ -214,18 +214,6 @@ def test_a_path_that_is_not_there(run: Run, name: str) -> None:
     assert_mistake(run("generate", "A", "--model", name), "no such folder", "tiny-llava")
 
 
-def test_hub_that_cannot_be_reached(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "https://localhost:1")
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    assert_mistake(run("generate", "A", "--model", "nobody/nothing"), "nobody/nothing", "hub id")
-    assert constants.HF_HUB_OFFLINE
-
-
 def test_damaged_models(run: Run, model: str, tmp_path: Path) -> None:
     for name in ("empty", "config", "weights"):
         (tmp_path / name).mkdir()
@@ -290,7 +278,13 @@ def test_interrupt() -> None:
         assert process.stderr.read().strip() == "interrupted"
 
 
-def test_what_is_looked_for_on_the_hub(tmp_path: Path) -> None:
-    assert is_on_hub("nobody/nothing")
-    assert not is_on_hub("tiny-llava")
-    assert not is_on_hub(str(tmp_path))
+def test_embedded_models_state_what_they_were_trained_on(run: Run, model: str) -> None:
+    args = ("generate", "A", "--max-new-tokens", "2", "--nodes", "0", "--json", "--model")
+    for name in ("tiny-llava", "tiny-hybrid"):
+        limits = plugins.limits(name)
+        assert limits is not None
+        status, out, err = run(*args, name)
+        assert (status, err) == (0, f"note: {limits}\n")
+        assert json.loads(out)["model"] == name
+    assert plugins.limits(model) is None
+    assert run(*args, model)[2] == ""
