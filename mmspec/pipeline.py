@@ -24,7 +24,11 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. ``text`` ends before a stop string; ``token_ids`` are the tokens as generated."""
+    """One answer.
+
+    ``token_ids`` are the tokens as generated. ``text`` is what the tokenizer decodes them to, up to a stop string, and
+    without the blank that some chat templates put before an answer ("ASSISTANT: answer").
+    """
 
     text: str
     token_ids: list[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,8 +130,31 @@ class TransformersTarget:
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of generated tokens, special tokens left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
+
+    @cached_property
+    def _answer_prefix(self) -> str:
+        """Blanks between the chat template's generation prompt and an answer.
+
+        A template that ends a prompt with "ASSISTANT:" and writes earlier answers as "ASSISTANT: answer" lets the model
+        generate the blank. It is the template's: as content of a later turn, the answer must not contain it.
+        """
+        if not getattr(self.processor, "chat_template", None):
+            return ""
+        plain = self.processor is self.tokenizer  # a processor's template takes lists of items
+        asked, answered = (
+            {"role": role, "content": text if plain else [{"type": "text", "text": text}]}
+            for role, text in (("user", "question"), ("assistant", "answer"))
+        )
+        try:
+            prompt = self.processor.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
+            whole = self.processor.apply_chat_template([asked, answered], tokenize=False)
+        except Exception:  # a template is a program of the checkpoint's, and may raise anything
+            return ""
+        between, found, _ = whole.removeprefix(prompt).partition("answer")
+        return between if found and whole.startswith(prompt) and between.isspace() else ""
 
     @property
     def context_limit(self) -> int | None:

@@ -185,7 +185,7 @@ def _parting(comparison: Comparison, pipe: Pipeline) -> str:
     found = comparison.difference
     assert found is not None
     said = [
-        repr(pipe.target.decode([token])) if token is not None else "the end"
+        repr(pipe.target.tokenizer.decode([token])) if token is not None else "the end"
         for token in (found.speculative, found.plain)
     ]
     where = f"differ first at position {found.position}: {said[0]} against {said[1]}"

@@ -1,5 +1,7 @@
 """The front door: answers, batches, streams and mistakes, with a model of bytes that says what a script wants."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor
@@ -245,3 +247,34 @@ def test_mistakes_are_named(keywords, message):
 def test_what_cannot_be_loaded_is_named(keywords, message, tmp_path):
     with pytest.raises(UserError, match=message):
         mmspec.load(**{"drafter": None, **{k: v.format(folder=tmp_path) for k, v in keywords.items()}})
+
+
+ROLES = (
+    "{% for m in messages %}{{ m['role'] }}:GAP{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant:"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix"),
+    [
+        (None, ""),
+        (ROLES.replace("GAP", " ") + "{% endif %}", " "),
+        (ROLES.replace("GAP", "  ") + "{% endif %}", "  "),
+        (ROLES.replace("GAP", "") + "{% endif %}", ""),
+        (ROLES.replace("GAP", " ") + " {% endif %}", ""),
+        (ROLES.replace("GAP", "-") + "{% endif %}", ""),
+        ("{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}assistant:", ""),
+    ],
+)
+@pytest.mark.parametrize("text", ["  A B ", " A", "A", " ", "  "])
+def test_the_blank_that_a_chat_template_puts_before_an_answer_is_not_part_of_it(template, prefix, text):
+    tokenizer = deepcopy(byte_tokenizer())
+    tokenizer.chat_template = template
+    target = TransformersTarget(byte_model(), tokenizer)
+    length = target.encode([{"prompt": PROMPT}]).input_ids.shape[1]
+    keywords = {"logits_processor": [Script(ids_of(text), length)], "max_new_tokens": 99, "nodes": 10}
+    answer = Pipeline(target).generate(PROMPT, **keywords)
+    assert answer.text == ("" if prefix.startswith(text) else text.removeprefix(prefix))
+    pieces = [piece.text for piece in Pipeline(target).stream(PROMPT, **keywords)]
+    assert "".join(pieces) == answer.text
+    assert answer.token_ids[: len(ids_of(text))] == ids_of(text)
