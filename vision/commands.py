@@ -112,7 +112,7 @@ def _caption_all(
     notes = Console(stderr=True)
     if Path(folder).resolve() != samples().resolve():
         show_limits(notes, options["model"])
-    with Progress(console=notes, transient=True) as progress:
+    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         bar = progress.add_task("captioning")
 
         def advance(files: int, skipped: Any) -> None:

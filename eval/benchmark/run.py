@@ -58,7 +58,8 @@ def run(settings: Settings, out: Path, engine: str = "local", workers: int = 1) 
     journal = Journal(out, plain)
     jobs = jobs_of(settings, {task: len(found) for task, found in samples.items()})
     missing = journal.missing(jobs)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    notes = Console(stderr=True)
+    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         bar = progress.add_task("measuring", total=len(jobs), completed=len(jobs) - len(missing))
         for _, record in run_jobs(missing, Evaluator, plain, engine, workers):
             journal.add(record)

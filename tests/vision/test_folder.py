@@ -147,7 +147,7 @@ def test_other_settings_are_refused_before_a_model_loads(captioned, monkeypatch,
     before = out.read_bytes()
     monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("a model was loaded"))
     assert main(["caption", str(folder), "--out", str(out), *flags(options | {name: value})]) == 2
-    error = capfd.readouterr().err.strip().splitlines()[-1]
+    error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {out} holds a run with ")
     assert told in error
     assert error.endswith("; choose another --out for a new run")

@@ -38,7 +38,7 @@ FILE, SETTINGS = "data.jsonl", "settings.json"
 @click.option("--scenes", type=click.IntRange(1), help="Draw this many training scenes and clips to ask about.")
 @click.option(
     "--prompts",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Conversations (JSON or JSON Lines); their answers are replaced by the target's.",
 )
 @click.option(
