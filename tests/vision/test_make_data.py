@@ -234,5 +234,6 @@ def test_scenes_can_keep_their_own_answers(tmp_path):
     for one, job in zip(found, jobs, strict=True):
         assert [m["content"] for m in one.messages if m["role"] == "assistant"] == list(job.known)
         assert one.answers == (None,) * len(job.known)
+    prompts = str(tmp_path / "data.jsonl")
     with pytest.raises(UserError, match="expected --scenes, received --prompts"):
-        make_data.main(["--as-told", "--prompts", "x.json", "--out", str(tmp_path)], standalone_mode=False)
+        make_data.main(["--as-told", "--prompts", prompts, "--out", str(tmp_path)], standalone_mode=False)
