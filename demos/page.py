@@ -12,10 +12,9 @@ import gradio as gr
 
 from demos import endpoints, samples, views
 from demos.inside import Inside, inside_of, plots_html, step_html
-from demos.questions import LONGEST_PROMPT, MODELS, MOST_FRAMES, MOST_TOKENS, PROMPTS, Kind, Question
+from demos.questions import LONGEST_PROMPT, MOST_FRAMES, MOST_TOKENS, PROMPTS, Kind, Question
 from demos.service import Service
 from demos.uploads import Film, Picture
-from mmspec import plugins
 from mmspec.errors import UserError
 
 TITLE = (
@@ -46,22 +45,18 @@ class Talk:
         return [(question, html) for question, _, html in self.turns]
 
 
-def build(
-    service: Service, folder: Path, model: str = MODELS["image"], kept: tuple[int, int] = (60, 1800)
-) -> gr.Blocks:
+def build(service: Service, folder: Path) -> gr.Blocks:
     """The page and the named endpoints.
 
     Args:
         service: what answers.
         folder: where samples are drawn.
-        model: what images and videos are shown to at first.
-        kept: how often uploads are looked through, and the age from which they are removed, in seconds.
     """
-    with gr.Blocks(title="mmspec", analytics_enabled=False, delete_cache=kept) as page:
+    with gr.Blocks(title="mmspec", analytics_enabled=False) as page:
         gr.HTML(TITLE, elem_id="mm-head")
         for kind in get_args(Kind):
             with gr.Tab(kind.capitalize(), id=kind):
-                _Panel(service, kind, folder, MODELS["text"] if kind == "text" else model)
+                _Panel(service, kind, folder)
         endpoints.add(service, _TOGETHER)
     page.queue(max_size=16, default_concurrency_limit=1)
     return page
@@ -70,17 +65,17 @@ def build(
 class _Panel:
     """One tab: what is asked on the left, what comes of it on the right."""
 
-    def __init__(self, service: Service, kind: Kind, folder: Path, model: str) -> None:
-        self.service, self.kind = service, kind
+    def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
+        self.service, self.kind, self.folder = service, kind, folder
         with gr.Row(equal_height=False):
             with gr.Column(scale=2, min_width=300, elem_classes="mm-side"):
-                self._asking(folder, model)
+                self._asking()
             with gr.Column(scale=3, min_width=300):
                 self._showing()
         self._connect()
 
-    def _asking(self, folder: Path, model: str) -> None:
-        kind = self.kind
+    def _asking(self) -> None:
+        kind, folder, offer = self.kind, self.folder, self.service.offer
         self.media: Any = None
         if kind == "image":
             sources: Any = ["upload", "clipboard"]
@@ -111,19 +106,19 @@ class _Panel:
             self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop")
             self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
         with gr.Accordion("Settings", open=False):
-            known = plugins.names("models")
+            # Names are checked where questions are answered, for the page and the endpoints alike.
             self.model = gr.Dropdown(
-                known if model in known else [model, *known],
-                value=model,
+                list(offer.models),
+                value=offer.model_for(kind),
                 label="Model",
-                info="or any hub id or folder",
+                info="or any hub id or folder" if offer.open else None,
                 allow_custom_value=True,
             )
             self.drafter = gr.Dropdown(
-                ["auto", *plugins.names("drafters"), "none"],
+                list(offer.drafters),
                 value="auto",
                 label="Drafter",
-                info="or a checkpoint's hub id or folder",
+                info="or a checkpoint's hub id or folder" if offer.open else None,
                 allow_custom_value=True,
             )
             self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy")

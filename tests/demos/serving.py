@@ -11,13 +11,14 @@ import av
 import numpy as np
 
 from demos.models import Models
+from demos.offer import offer
 from demos.server import serving
 
 
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
     """Its address, while it listens."""
-    with serving(Models(device="cpu"), server_port=0, **options) as page:
+    with serving(Models(device="cpu"), options.pop("offered", offer()), server_port=0, **options) as page:
         yield page.local_url
 
 

@@ -31,7 +31,7 @@ def address():
 @pytest.fixture
 def guarded():
     """One that asks who you are, and keeps uploads for a second."""
-    with demo_server(auth=("ann", "secret"), page={"kept": (1, 1)}) as url:
+    with demo_server(auth=("ann", "secret"), removal=(1, 1)) as url:
         yield url
 
 
@@ -45,7 +45,7 @@ def visitor(guarded):
 
 @pytest.fixture(scope="module")
 def client(address):
-    return Client(address, verbose=False)
+    return Client(address, verbose=False, httpx_kwargs={"timeout": PATIENCE})
 
 
 def test_only_the_named_endpoints_can_be_called(client):
@@ -182,7 +182,7 @@ def test_cancelling_stops_the_work(client, monkeypatch):
 
 
 def test_two_at_once_both_get_their_answer(address, client):
-    other = Client(address, verbose=False)
+    other = Client(address, verbose=False, httpx_kwargs={"timeout": PATIENCE})
     jobs = [
         client.submit(handle_file(PICTURE), api_name="/caption_image", **SHORT),
         other.submit("Work out: 3 + 4", api_name="/generate", **SHORT),
