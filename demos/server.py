@@ -77,7 +77,6 @@ def serving(
             with uploads.removing(*removal):
                 yield demo
         finally:
-            demo.server.force_exit = True  # pages that are open would keep it waiting
             demo.close(verbose=False)
 
 
