@@ -13,6 +13,7 @@ import click
 
 from mmspec.cli.options import device_options
 from mmspec.errors import UserError
+from mmspec.extras import missing
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 
@@ -70,7 +71,7 @@ def demo(
     try:
         import gradio  # noqa: F401
     except ImportError:
-        raise UserError("the demo needs gradio: expected it installed, pip install 'mmspec[demo]'") from None
+        raise missing("the demo", "gradio", "demo") from None
     from demos.models import Models
     from demos.offer import offer
     from demos.server import serving

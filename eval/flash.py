@@ -35,6 +35,7 @@ from eval.command import Measurement, console, print_result
 from eval.prompts import held_out_requests
 from eval.rounds import PLAIN, Way, measure
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE, OUT_FOLDER
 from mmspec.drafter import fork
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -270,7 +271,7 @@ def _latents(part: str) -> int:
 
 @click.command(cls=Measurement)
 @click.option("--model", default="tiny-llava", show_default=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the cells.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the cells.")
 @click.option("--train", "training", default="", help='Options of `mmspec train flash`, e.g. "--data FILE".')
 @click.option("--minutes", type=float, help="Training of each cell.")
 @click.option("--steps", type=click.IntRange(1), help="Or its length in steps.")
@@ -291,13 +292,13 @@ def _latents(part: str) -> int:
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--max-new-tokens", default=120, show_default=True)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of all of it.")
-@click.option("--result", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--result", type=OUT_FILE, help="Write the JSON line here too.")
 def main(model: str, out: Path, training: str, minutes: float | None, steps: int | None, **options: Any) -> None:
     """Train the cells that are not trained yet, measure all, print a table and one JSON line."""
     if (minutes is None) == (steps is None):
         raise UserError(f"give minutes or steps: received {minutes} and {steps}")
     length = ["--minutes", f"{minutes:g}"] if steps is None else ["--steps", str(steps)]
-    extra = ["--target", model, "--threads", str(options["threads"]), *shlex.split(training)]
+    extra = ["--model", model, "--threads", str(options["threads"]), *shlex.split(training)]
     cells = grid(options["slots"], options["latents"], options["glancing"], options["levels"])
     errors = Console(stderr=True)
     for number, cell in enumerate(cells, start=1):

@@ -24,6 +24,7 @@ from eval.rounds import PLAIN, TRANSFORMERS, Way, measure
 from eval.speed import report
 from eval.unrolled import Unrolled
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE
 from mmspec.drafter import Drafter, fork
 from mmspec.transformers_target import TransformersTarget
 
@@ -112,7 +113,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 @click.option("--max-new-tokens", default=160, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="Above 0, transformers takes no part.")
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 def main(
     model: str,
     drafters: str,

@@ -33,6 +33,7 @@ from eval.scale_up_drafters import scaled
 from eval.scale_up_models import scale_up
 from eval.speed import report
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE
 from mmspec.compare import first_difference
 from mmspec.drafter import Drafter, fork
 from mmspec.errors import UserError
@@ -146,7 +147,7 @@ def _earlier(out: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--threads", default=0, help="Of the CPU; 0 leaves them.")
 @click.option("--seconds", default=0, help="Begin no prompt after so many; 0: no limit.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
     """Measure decoding speed in a big shape: two tables, then one JSON line."""
     start = clock()

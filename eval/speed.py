@@ -28,6 +28,7 @@ from eval.drafters import named_drafters, tree_sizes
 from eval.prompts import held_out_requests
 from eval.rounds import PARTS, PLAIN, TRANSFORMERS, Way, measure
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE
 from mmspec.drafter import fork
 
 
@@ -111,7 +112,7 @@ def _split_table(rows: Sequence[dict[str, Any]]) -> Table:
 )
 @click.option("--nodes", default="default", show_default=True, help="Fixed tree sizes, beside the adaptive one.")
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 def main(
     model: str,
     images: int,

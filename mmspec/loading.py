@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from mmspec import checkpoint, plugins
 from mmspec.drafter import Drafter
 from mmspec.errors import UserError
+from mmspec.hub import cache_if_offline, is_path
 from mmspec.support import lay_out_for_few_rows
 from mmspec.transformers_target import TransformersTarget
 
@@ -38,9 +39,11 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
     if not name or (not os.path.isdir(name) and is_path(name)):
         raise UserError(f"cannot load model {name!r}: expected {_expected()}, there is no such folder to be read")
     try:
-        config = AutoConfig.from_pretrained(name, **options)
-        adapter = plugins.target_class(config)
-        model, processor = adapter.read(name, config, **options)
+        with cache_if_offline("model", name) as found:
+            options |= found
+            config = AutoConfig.from_pretrained(name, **options)
+            adapter = plugins.target_class(config)
+            model, processor = adapter.read(name, config, **options)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -70,11 +73,6 @@ def pick_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
     return picked
-
-
-def is_path(name: str) -> bool:
-    """Whether a name can only be meant as a path: hub ids are ``name`` or ``owner/name``."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
 
 
 def _expected() -> str:
@@ -134,11 +132,11 @@ def _checkpoint_folder(name: str) -> Path:
 def _from_hub(name: str) -> Path:
     """The local copy of a drafter checkpoint on the hub."""
     try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
-            )
-        )
+        patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
+        with cache_if_offline("drafter", name) as found:
+            return Path(snapshot_download(name, allow_patterns=patterns, **found))
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import GENERATING, LOADING, Number, generation_options
+from mmspec.cli.options import GENERATING, LOADING, OUT_FILE, Number, generation_options
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 from vision.folder import PROMPTS
@@ -22,7 +22,7 @@ from vision.folder import PROMPTS
 )
 @click.option("--fps", type=Number(0, min_open=True), help="Frames taken per second of a video.")
 @click.option("--video-backend", type=click.Choice(["pyav", "decord"]), default="pyav", show_default=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSONL file for the captions of a FOLDER.")
+@click.option("--out", type=OUT_FILE, help="JSONL file for the captions of a FOLDER.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Files of a FOLDER at once.")
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="For a FOLDER.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -31,6 +33,35 @@ def _stack(*options: Decorator) -> Decorator:
 
     return decorate
 
+
+class Output(click.Path):
+    """A file or folder to write. An unwritable path is refused when options are parsed, before a model is loaded.
+
+    Missing folders on the way to it are no mistake: the command makes them.
+    """
+
+    def __init__(self, folder: bool) -> None:
+        super().__init__(file_okay=not folder, dir_okay=folder, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Path = super().convert(value, param, ctx)
+        kind = "file" if self.file_okay else "folder"
+        at = path if self.dir_okay else path.parent
+        try:
+            if path.exists() and not (path.is_dir() if self.dir_okay else path.is_file()):
+                raise OSError(f"it is not a {kind}")
+            while not at.exists():
+                at = at.parent
+            with TemporaryDirectory(dir=at):  # access rights alone do not tell: a superuser passes them on /proc
+                pass
+        except OSError as error:
+            self.fail(
+                f"expected a {kind} that can be written, received {path} ({error.strerror or error}).", param, ctx
+            )
+        return path
+
+
+OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mmspec import plugins
-from mmspec.cli.hub import fail_fast_offline, is_on_hub
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafter import Drafter
+from mmspec.hub import is_on_hub
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling import SamplingParams
@@ -59,8 +59,6 @@ def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, 
     """``mmspec.load`` with a sign of life on a terminal, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
-    if is_on_hub(model) or "/" in (drafter or ""):
-        fail_fast_offline()
     if is_on_hub(model) and notes.is_terminal:  # a download of gigabytes shows its own progress
         pipe = load(model, drafter, device, dtype)
     else:

@@ -17,6 +17,7 @@ from mmspec.budget import Budget
 from mmspec.drafters.captured import CapturedSteps, hold
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
+from mmspec.hub import cache_if_offline
 from mmspec.target import Prompt, Step, Target
 from mmspec.transformers_target import TransformersTarget
 from mmspec.tree import TokenTree
@@ -44,7 +45,10 @@ class Small:
             raise UserError(
                 "the small drafter needs a model: expected small:NAME or mmspec.drafters.small.Small(model)"
             )
-        self.model = AutoModelForCausalLM.from_pretrained(model).eval() if isinstance(model, str) else model
+        if isinstance(model, str):
+            with cache_if_offline("drafter", model) as found:
+                model = AutoModelForCausalLM.from_pretrained(model, **found).eval()
+        self.model = model
         self.top_k = top_k
         self.lm = TransformersTarget(self.model)
         if self.lm.layers is not None:

@@ -422,7 +422,7 @@ def test_decord_agrees(tmp_path: Path, options: dict[str, str] | None) -> None:
 
 def test_decord_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "decord", None)
-    refused(encode(tmp_path / "a.mp4", even(4)), "pip install 'mmspec[decord]'", backend="decord")
+    refused(encode(tmp_path / "a.mp4", even(4)), "pip install -e '.[decord]'", backend="decord")
 
 
 def test_kind_of_goes_by_content(tmp_path: Path) -> None:
