@@ -15,6 +15,7 @@ from demos.inside import Inside, inside_of, plots_html, step_html
 from demos.questions import LONGEST_PROMPT, MOST_FRAMES, MOST_TOKENS, PROMPTS, Kind, Question
 from demos.service import Service
 from demos.uploads import Film, Picture
+from mmspec import plugins
 from mmspec.errors import UserError
 
 TITLE = (
@@ -190,22 +191,29 @@ class _Panel:
             seed=talk.seed,
         )
 
+    def _limits(self, question: Question) -> str:
+        """What the model was trained on, where an embedded one is asked about something else than a sample."""
+        told = plugins.limits(self.service.named(question).model)
+        return "" if told is None or samples.provided(question, self.folder) else told
+
     def _ask(self, talk: Talk, prompt: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
         here, rest = gr.Tabs(selected="answer"), (gr.skip(),) * 3
         run = None
         try:
             question = self._question(talk, prompt, settings)
             yield talk, views.conversation_html(talk.shown, prompt, None), here, gr.Column(visible=False), *rest
+            limits = self._limits(question)
             for run in self.service.answer(question):
                 if run.stats is None:
-                    yield talk, views.conversation_html(talk.shown, prompt, run), gr.skip(), gr.skip(), *rest
+                    html = views.conversation_html(talk.shown, prompt, run, limits=limits)
+                    yield talk, html, gr.skip(), gr.skip(), *rest
         except UserError as error:
             html = views.conversation_html(talk.shown, "", None, note=str(error))
             yield talk, html, here, gr.Column(visible=False), *rest
             return
         if run is None or run.stats is None:  # another request has taken over
             return
-        html = views.conversation_html(talk.shown, prompt, run)
+        html = views.conversation_html(talk.shown, prompt, run, limits=limits)
         talk = replace(talk, turns=[*talk.turns, (prompt, run.text.strip(), views.tokens_html(run.tokens))])
         talk.inside = inside_of(run)
         yield talk, html, gr.skip(), *_look_inside(talk.inside)
@@ -216,16 +224,17 @@ class _Panel:
         try:
             question = replace(self._question(talk, prompt, settings), earlier=[])
             yield talk, views.race_html(None), here, gr.Column(visible=False), *rest
+            limits = self._limits(question)
             for race in self.service.race(question):
                 if not race.finished:
-                    yield talk, views.race_html(race), gr.skip(), gr.skip(), *rest
+                    yield talk, views.race_html(race, limits=limits), gr.skip(), gr.skip(), *rest
         except UserError as error:
             yield talk, views.race_html(None, str(error)), here, gr.Column(visible=False), *rest
             return
         if race is None or not race.finished:
             return
         talk = replace(talk, inside=inside_of(race.speculative))
-        yield talk, views.race_html(race), gr.skip(), *_look_inside(talk.inside)
+        yield talk, views.race_html(race, limits=limits), gr.skip(), *_look_inside(talk.inside)
 
     @staticmethod
     def _look(talk: Talk, number: int) -> str:

@@ -35,7 +35,10 @@ def provided(question: Question, folder: Path) -> bool:
     if question.upload is None:
         return question.prompt.strip() in TEXTS.values()
     known = [*samples().iterdir(), *folder.iterdir()]
-    return any(filecmp.cmp(question.upload.path, sample, shallow=False) for sample in known)
+    try:
+        return any(filecmp.cmp(question.upload.path, sample, shallow=False) for sample in known)
+    except OSError:  # it is no longer here, which the answer will tell
+        return False
 
 
 def pictures(folder: Path) -> list[str]:

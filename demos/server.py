@@ -77,6 +77,7 @@ def serving(
             with uploads.removing(*removal):
                 yield demo
         finally:
+            uploads.remove(age=0)  # at once: closing may wait for pages that are open
             demo.close(verbose=False)
 
 
@@ -89,19 +90,22 @@ def _settings(folder: Path) -> dict[str, str]:
     }
 
 
-def _launch(demo: gr.Blocks, *, server_port: int = 0, **options: Any) -> None:
-    """Launch at a port. A free one may be taken by somebody else before the server has it: then try another."""
-    for attempt in reversed(range(_PORTS)):
+def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int = 0, **options: Any) -> None:
+    """Launch at a port. A free one may be taken by another process before the server has it: then try the next."""
+    for attempt in range(_PORTS):
+        port = _bound(server_name, server_port)
         try:
-            demo.launch(server_port=server_port or _free_port(), **options)
+            demo.launch(server_name=server_name, server_port=port, **options)
             return
         except OSError:
-            if server_port or not attempt:
+            if server_port or attempt == _PORTS - 1:
                 raise
 
 
-def _free_port() -> int:
-    """Asked of the system: gradio's own search leaves a socket open for every port that it finds taken."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+def _bound(host: str, port: int) -> int:
+    """The port that a socket gets there; the system says at once, and best, why there is none."""
+    address = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, port))
         return int(probe.getsockname()[1])
