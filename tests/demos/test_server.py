@@ -63,8 +63,6 @@ def test_a_caption_is_the_models_own(client):
     assert result["text"] == alone.text.strip()
     assert result["tokens"] == 12
     assert (result["finish_reason"], result["model"], result["drafter"]) == ("length", "tiny-llava", "flash")
-    assert 1 <= result["acceptance"] <= 12
-    assert 0 <= result["draft_acceptance_rate"] <= 1
     assert result["tokens_per_second"] > 0 < result["seconds"]
 
 
