@@ -65,14 +65,7 @@ OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
-model_options = _stack(
-    click.option(
-        "--model",
-        default="tiny-llava",
-        show_default=True,
-        help="Embedded name, local folder or hub id.",
-        metavar="NAME",
-    ),
+device_options = _stack(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
     click.option(
         "--dtype",
@@ -81,6 +74,17 @@ model_options = _stack(
         show_default=True,
         help="auto: float32 for small models on a CPU, else the checkpoint's own.",
     ),
+)
+
+model_options = _stack(
+    click.option(
+        "--model",
+        default="tiny-llava",
+        show_default=True,
+        help="Embedded name, local folder or hub id.",
+        metavar="NAME",
+    ),
+    device_options,
 )
 
 _DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none for plain decoding."
