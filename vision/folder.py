@@ -32,9 +32,11 @@ class Captioner:
         from rich.console import Console
 
         from mmspec.cli.session import open_pipeline
+        from vision.decoding import Decoder
 
         self.settings = settings
         self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
+        self.decoder = Decoder()
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """Caption a batch.
@@ -73,11 +75,10 @@ class Captioner:
         return {"lines": lines, "skipped": skipped}
 
     def _read(self, path: Path) -> tuple[str, Any]:
-        from vision.images import load_image
-        from vision.video import kind_of, load_video
+        from vision.video import Video
 
-        kind = kind_of(path)
-        return kind, load_image(path) if kind == "image" else load_video(path, **self.settings["video"])
+        media = self.decoder.load(path, **self.settings["video"])
+        return "video" if isinstance(media, Video) else "image", media
 
 
 def caption_folder(

@@ -1,7 +1,10 @@
 """Every picked frame is checked by the number painted into it, against time stamps that the test itself wrote."""
 
 import gc
+import hashlib
+import io
 import itertools
+import os
 import struct
 import subprocess
 import sys
@@ -14,7 +17,7 @@ import av
 import numpy as np
 import psutil
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms, ImageOps
 
 from mmspec.errors import UserError
 from vision import video_pyav
@@ -85,6 +88,17 @@ def on_screen(stamps: Sequence[int], end: int, count: int) -> list[int]:
 
 def even(count: int, step: int = 100, start: int = 0) -> list[int]:
     return [start + step * index for index in range(count)]
+
+
+def in_own_process(program: str, *arguments: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"MALLOC_PERTURB_": "165"},  # glibc overwrites what is freed, so that reading it shows
+        check=False,
+    )
 
 
 BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
@@ -249,6 +263,49 @@ def test_display_matrix(tmp_path: Path, turn: str) -> None:
     path.write_bytes(data)
     turned = load_video(path, frames=1).frames[0]
     assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
+
+
+def write_png_movie(path: Path, pages: Sequence[Image.Image], **options: object) -> Path:
+    """A MOV whose frames are PNG files as Pillow saves them."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=10)
+        stream.width, stream.height, stream.pix_fmt = *pages[0].size, "rgb24"
+        for number, page in enumerate(pages):
+            data = io.BytesIO()
+            page.save(data, "PNG", **options)
+            packet = av.Packet(data.getvalue())
+            packet.stream, packet.pts, packet.dts, packet.is_keyframe = stream, number, number, True
+            packet.time_base, packet.duration = Fraction(1, 10), 1
+            container.mux(packet)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["animated PNG", "mirrored MOV"])
+def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
+    """In a process of its own, which a double free of the profile's name would end."""
+    pages = [Image.fromarray(paint(number)) for number in range(1, 9)]
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    if kind == "animated PNG":
+        path = tmp_path / "a.png"
+        pages[0].save(path, save_all=True, append_images=pages[1:], duration=100, icc_profile=profile)
+        expected = [Image.fromarray(paint(number)) for number in (2, 4, 6, 8)]
+    else:
+        path = write_png_movie(tmp_path / "a.mov", pages, icc_profile=profile)
+        data = bytearray(path.read_bytes())
+        at = data.index(b"tkhd") + 44
+        data[at : at + 36] = struct.pack(">9i", -ONE, 0, 0, 0, ONE, 0, 0, 0, 1 << 30)
+        path.write_bytes(data)
+        expected = [ImageOps.mirror(Image.fromarray(paint(number))) for number in (2, 4, 6, 8)]
+    program = (
+        "import gc, hashlib, sys\n"
+        "from vision.video import load_video\n"
+        "video = load_video(sys.argv[1], frames=4)\n"
+        "gc.collect()\n"
+        "print(*[hashlib.md5(frame.tobytes()).hexdigest() for frame in video.frames])\n"
+    )
+    done = in_own_process(program, path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [hashlib.md5(frame.tobytes()).hexdigest() for frame in expected]
 
 
 @pytest.mark.parametrize(
@@ -452,13 +509,7 @@ def test_nothing_leaks_and_nothing_is_printed(tmp_path: Path) -> None:
         "    except ValueError: pass\n"
         "assert count() == before, (before, count())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", program, str(good), str(bad)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
+    done = in_own_process(program, good, bad)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
