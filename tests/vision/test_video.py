@@ -288,18 +288,18 @@ def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
     if kind == "animated PNG":
         path = tmp_path / "a.png"
         pages[0].save(path, save_all=True, append_images=pages[1:], duration=100, icc_profile=profile)
-        expected = [Image.fromarray(paint(number)) for number in (2, 4, 6, 8)]
+        expected = [Image.fromarray(paint(number)) for number in range(1, 9)]
     else:
         path = write_png_movie(tmp_path / "a.mov", pages, icc_profile=profile)
         data = bytearray(path.read_bytes())
         at = data.index(b"tkhd") + 44
         data[at : at + 36] = struct.pack(">9i", -ONE, 0, 0, 0, ONE, 0, 0, 0, 1 << 30)
         path.write_bytes(data)
-        expected = [ImageOps.mirror(Image.fromarray(paint(number))) for number in (2, 4, 6, 8)]
+        expected = [ImageOps.mirror(Image.fromarray(paint(number))) for number in range(1, 9)]
     program = (
         "import gc, hashlib, sys\n"
         "from vision.video import load_video\n"
-        "video = load_video(sys.argv[1], frames=4)\n"
+        "video = load_video(sys.argv[1], frames=8)\n"
         "gc.collect()\n"
         "print(*[hashlib.md5(frame.tobytes()).hexdigest() for frame in video.frames])\n"
     )
