@@ -30,11 +30,11 @@ def serve(memory: int) -> None:
     """
     _limit(memory)
     with os.fdopen(os.dup(1), "wb") as replies:
-        replies.write(b"ready\n")
-        replies.flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):  # what decoders print; also what libc prints before it aborts
             os.dup2(nowhere, descriptor)
+        replies.write(b"ready\n")
+        replies.flush()
         while line := sys.stdin.buffer.readline():
             request = json.loads(line)
             source = request["path"] if "path" in request else sys.stdin.buffer.read(request["size"])

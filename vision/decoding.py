@@ -159,7 +159,7 @@ class _Worker:
             images = [Image.frombytes("RGB", tuple(size), self._read(3 * size[0] * size[1])) for size in reply["sizes"]]
         except (OSError, EOFError, ValueError):  # ValueError: half a line, or none
             raise self._death() from None
-        self.idle = reply.get("cause") != "memory"
+        self.idle = "cause" not in reply
         if "cause" in reply:
             raise _WorkerError(reply["cause"], shown(reply["error"]))
         if "error" in reply:
