@@ -1,5 +1,6 @@
 """Worker processes give what decoding in this process gives; what fails in one costs that file alone."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,11 @@ import psutil
 import pytest
 from PIL import Image
 
+from demos import questions
+from demos.questions import Question, Upload
+from mmspec.cli import main
 from mmspec.errors import UserError
+from tests.standin import save_llava
 from vision import decoding
 from vision.decoding import DecodeError, Decoder
 from vision.embedded import samples
@@ -301,3 +306,43 @@ def test_a_worker_that_cannot_start_is_said(monkeypatch, decoder, capfd):
     with pytest.raises(RuntimeError, match="the decoding worker did not start: exit status 1"):
         decoder.load(CLIP)
     assert "no such luck" in capfd.readouterr().err
+
+
+def test_a_crash_costs_a_folder_one_file(tmp_path, faulty, capfd):
+    (tmp_path / "in").mkdir()
+    for name, width in (("a.png", 8), ("bad.png", 1), ("c.png", 9)):
+        write(tmp_path / "in" / name, width, CRASH)
+    model = str(save_llava(tmp_path / "model"))
+    out = tmp_path / "out.jsonl"
+    main(
+        [
+            "caption",
+            str(tmp_path / "in"),
+            "--out",
+            str(out),
+            "--model",
+            model,
+            "--drafter",
+            "none",
+            "--max-new-tokens",
+            "2",
+        ]
+    )
+    captions = [line["file"] for line in map(json.loads, out.read_text().splitlines()) if "text" in line]
+    assert captions == ["a.png", "c.png"]
+    assert "skipped bad.png: " in capfd.readouterr().err
+
+
+def test_a_crash_costs_the_command_line_one_line(tmp_path, faulty, capfd):
+    bad = write(tmp_path / "bad.png", 1, CRASH)
+    assert main(["caption", str(bad)]) == 2
+    message = f"error: {bad}: expected readable media, received a file on which the decoder fails (SIGSEGV)\n"
+    assert capfd.readouterr().err == message
+
+
+def test_a_crash_costs_the_demo_one_answer(tmp_path, faulty, monkeypatch):
+    monkeypatch.setattr(questions, "_decoder", lambda: faulty)
+    sent = [Upload(str(write(tmp_path / f"{width}.png", width, CRASH)), "holiday.png") for width in (1, 8)]
+    with pytest.raises(UserError, match=r"^holiday.png: .* the decoder fails \(SIGSEGV\)$"):
+        Question("image", "What?", sent[0]).request()
+    assert Question("image", "What?", sent[1]).request()["images"][0].size == (8, CRASH)
