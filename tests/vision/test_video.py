@@ -168,26 +168,49 @@ def test_edit_list_cuts_the_end(tmp_path: Path) -> None:
     assert [number_of(frame) for frame in video.frames] == list(range(30))
 
 
-@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
-def test_seeking_gives_what_decoding_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    stamps = even(600, step=40)
-    options = BFRAMES | {"x264-params": "open-gop=1:keyint=15:min-keyint=15:scenecut=0"}
-    path = encode(tmp_path / f"long.{suffix}", stamps, options=options, gop=15, size=(32, 48))
-    decoded = 0
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per frame that is decoded."""
+    frames: list[int] = []
     step = video_pyav._Reader._next
 
     def counted(reader: video_pyav._Reader) -> av.VideoFrame | None:
-        nonlocal decoded
-        decoded += 1
+        frames.append(1)
         return step(reader)
 
     monkeypatch.setattr(video_pyav._Reader, "_next", counted)
+    return frames
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_seeking_gives_what_decoding_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int], suffix: str
+) -> None:
+    stamps = even(600, step=40)
+    options = BFRAMES | {"x264-params": "open-gop=1:keyint=15:min-keyint=15:scenecut=0"}
+    path = encode(tmp_path / f"long.{suffix}", stamps, options=options, gop=15, size=(32, 48))
     sought = load_video(path, frames=9)
-    assert decoded < 300
+    assert len(decoded) < 300
     assert [number_of(frame) for frame in sought.frames] == on_screen(stamps, 24000, 9)
     monkeypatch.setattr(video_pyav, "SEEKABLE", ("no such demuxer",))
     assert load_video(path, frames=9).times == sought.times
-    assert decoded > 550
+    assert len(decoded) > 550
+
+
+def test_a_long_last_gap_is_decoded_once(tmp_path: Path, decoded: list[int]) -> None:
+    """Every seek within it would go back to the keyframe that decoding has passed already."""
+    options = {"preset": "ultrafast", "x264-params": "keyint=1000:scenecut=0"}
+    path = encode(tmp_path / "a.mp4", even(200), options=options, gop=1000)
+    assert [number_of(frame) for frame in load_video(path, frames=10).frames] == list(range(10, 200, 20))
+    assert len(decoded) <= 201
+
+
+def test_a_seek_to_what_only_claims_to_be_a_keyframe(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", even(120), codec="mpeg4", options={}, gop=12)
+    data = path.read_bytes()
+    assert data.count(b"stss") == 1
+    path.write_bytes(data.replace(b"stss", b"free"))  # without its list of keyframes, an MP4 claims that all are
+    assert [number_of(frame) for frame in load_video(path, frames=7).frames] == on_screen(even(120), 12000, 7)
 
 
 def test_a_seek_that_lands_late_is_made_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,6 +498,13 @@ def test_decord_agrees(tmp_path: Path, options: dict[str, str] | None) -> None:
     assert [number_of(f) for f in theirs.frames] == [number_of(f) for f in ours.frames]
     assert theirs.times == pytest.approx(ours.times, abs=1e-4)
     assert theirs.duration == pytest.approx(ours.duration, abs=1e-4)
+
+
+def test_decord_at_the_start_of_a_frame(tmp_path: Path) -> None:
+    """Its times are rounded to float32: 0.1 becomes 0.1000000015, which is after 0.1."""
+    pytest.importorskip("decord", reason="an optional dependency")
+    video = load_video(encode(tmp_path / "a.mp4", even(50)), frames=25, backend="decord")
+    assert [number_of(frame) for frame in video.frames] == list(range(1, 50, 2))
 
 
 def test_decord_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
