@@ -1,5 +1,6 @@
 # make caption   set up .venv and describe the sample image and the sample video
 # make test      run the tests          make slow   run those that take minutes
+# make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make browser   test the web demo in Chromium (the system's)
 # make lint      check style and types  make clean  remove .venv and caches
 #
@@ -18,7 +19,7 @@ TORCH ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2>/de
 # Packages that have code, for mypy.
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: caption test slow browser lint types format clean
+.PHONY: caption test slow fuzz browser lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -26,13 +27,16 @@ caption: $(VENV)/.installed
 	$(BIN)/mmspec caption $(SAMPLES)/clip.mp4
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
-test slow browser: export OMP_NUM_THREADS ?= 1
+test slow fuzz browser: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -m slow
+
+fuzz: $(VENV)/.tested
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # MMSPEC_SCREENSHOTS=DIR keeps pictures of the page.
 browser: $(VENV)/.tested

@@ -53,7 +53,7 @@ def caption(
     """
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt must not be empty: got --prompt with nothing but blanks")
-    video = {"frames": frames, "fps": fps, "backend": video_backend}
+    video: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
     if os.path.isdir(file):
         if out is None:
             raise UserError(f"{file} is a folder: expected --out FILE for its captions, received none")
@@ -62,21 +62,18 @@ def caption(
     if out is not None or engine != "local":
         raise UserError(f"--out and --engine are for folders: {file} is not one")
 
-    from vision.images import load_image
-    from vision.video import kind_of, load_video
+    from vision.decoding import Decoder
+    from vision.video import Video
 
-    kind = kind_of(file)
     # Read before the model loads: a broken file should not cost the minutes that a large model takes.
-    if kind == "image":
-        media: dict[str, Any] = {"images": [load_image(file)]}
-    else:
-        media = {"videos": [load_video(file, **video)]}  # type: ignore[arg-type]
+    media = Decoder().load(file, **video)
+    kind, key = ("video", "videos") if isinstance(media, Video) else ("image", "images")
 
     from mmspec.cli.session import answer
     from vision.embedded import samples
 
     sample = Path(file).resolve().parent == samples().resolve()
-    answer({"prompt": PROMPTS[kind] if prompt is None else prompt, **media}, options, sample)
+    answer({"prompt": PROMPTS[kind] if prompt is None else prompt, key: [media]}, options, sample)
 
 
 def _caption_all(

@@ -41,12 +41,14 @@ class Captioner:
         from rich.console import Console
 
         from mmspec.cli.session import open_pipeline
+        from vision.decoding import Decoder
         from vision.targets import VisionTarget
 
         self.settings = settings
         self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
         if not isinstance(self.pipe.target, VisionTarget):
             raise UserError(f"{self.pipe.name}: expected a vision-language model, received one that reads text only")
+        self.decoder = Decoder()
 
     def __call__(self, job: dict[str, Any]) -> list[Line]:
         """Caption a batch.
@@ -94,11 +96,10 @@ class Captioner:
         ]
 
     def _read(self, path: Path) -> tuple[str, Any]:
-        from vision.images import load_image
-        from vision.video import kind_of, load_video
+        from vision.video import Video
 
-        kind = kind_of(path)
-        return kind, load_image(path) if kind == "image" else load_video(path, **self.settings["video"])
+        media = self.decoder.load(path, **self.settings["video"])
+        return "video" if isinstance(media, Video) else "image", media
 
 
 def caption_folder(

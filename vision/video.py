@@ -51,6 +51,7 @@ class Video:
 def load_video(
     source: object,
     *,
+    name: str | None = None,
     frames: int | None = None,
     fps: float | None = None,
     backend: Backend = "pyav",
@@ -60,6 +61,7 @@ def load_video(
 
     Args:
         source: path (str or path-like), bytes, or binary file object (left open).
+        name: what error messages call the source.
         frames: how many; 8 where neither `frames` nor `fps` is given. With `fps`, the most that may be picked: where
             the rate asks for more, that many are spread evenly over the whole duration instead.
         fps: frames per second of the video's own time.
@@ -77,7 +79,7 @@ def load_video(
         raise UserError(f"frames must lie in 1..{MAX_FRAMES}: received {frames}")
     if fps is not None and not 0 < fps < float("inf"):
         raise UserError(f"fps must be a positive number: received {fps}")
-    media = resolve(source, expected="a video")
+    media = resolve(source, expected="a video", name=name)
     kind = _kind(media)
     if kind == "image":
         found = media.description if media.description.endswith("image") else "an image"
@@ -101,13 +103,13 @@ def load_video(
     return Video([image for _, image in picked], [float(time) for time, _ in picked], float(duration), media.name)
 
 
-def kind_of(path: object) -> Literal["image", "video"]:
-    """Whether a file is an image or a video, by its content; takes what `load_video` takes.
+def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:
+    """Whether a source is an image or a video, by its content; takes what `load_video` takes.
 
     Raises:
         UserError: missing, empty, or neither of both.
     """
-    media = resolve(path, expected="an image or a video")
+    media = resolve(source, expected="an image or a video", name=name)
     kind = _kind(media)
     if kind is None:
         raise UserError(f"{media.name}: expected an image or a video, received {media.description}")
