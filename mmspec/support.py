@@ -95,6 +95,8 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
     given = getattr(config, "rope_parameters", None) or {}
     for rope in [part for part in given.values() if isinstance(part, dict)] or [given]:
         kind = rope.get("rope_type", "default")
+        if kind not in ("dynamic", "longrope"):
+            continue  # Mamba-2 has neither rotary embeddings nor max_position_embeddings
         switch = config.max_position_embeddings
         if kind == "longrope":
             switch = rope.get("original_max_position_embeddings") or getattr(
