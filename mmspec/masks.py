@@ -46,7 +46,9 @@ def tree_mask(
     return {"full_attention": everything, "sliding_attention": slid} if kinds else slid
 
 
-def tail_mask(config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor) -> Tensor | dict[str, Tensor]:
+def tail_mask(
+    config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor
+) -> Tensor | dict[str, Tensor | None]:
     """The ``attention_mask`` of a pass over tree nodes behind a cache that stays in place; see ``tree_mask``.
 
     Returns:

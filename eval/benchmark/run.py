@@ -20,6 +20,7 @@ from eval.tasks import TASKS
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.jobs import run_jobs
+from mmspec.support import from_pretrained
 from mmspec.training.records import write
 from vision.targets import VisionTarget
 
@@ -32,7 +33,9 @@ def sees(model: str) -> bool:
     """
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = from_pretrained(AutoConfig, folder)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot load model {model!r}: {first_line}") from error
