@@ -103,7 +103,10 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
         if "/" in str(drafter) and ":" not in str(drafter):
             folder = _checkpoint_folder(str(drafter))
         if name := checkpoint.drafter_name(folder):
-            return plugins.find("drafters", name).from_checkpoint(folder)
+            cls = plugins.find("drafters", name)
+            if not hasattr(cls, "from_checkpoint"):
+                raise UserError(f"{folder}: mmspec_drafter must name a drafter with a checkpoint: got {name!r}")
+            return cls.from_checkpoint(folder)
         if folder.is_dir():
             for known in plugins.names("drafters"):
                 cls = plugins.find("drafters", known)
