@@ -86,7 +86,7 @@ class Models:
 
     def __init__(self, keep: int = 2, device: str = "auto", dtype: str = "auto") -> None:
         self.keep = keep
-        self._options = {"device": device, "dtype": dtype}
+        self._options: dict[str, Any] = {"device": device, "dtype": dtype}
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._threads = torch.get_num_threads()
         self._lock = Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmspec import checkpoint, plugins
 from mmspec.drafter import Drafter
 from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline, is_path
-from mmspec.support import lay_out_for_few_rows
+from mmspec.support import from_pretrained, lay_out_for_few_rows
 from mmspec.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +29,8 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
     Args:
         name: local folder or hub id.
         device, dtype: as for ``mmspec.load``.
-        **options: passed on to ``from_pretrained`` (``revision``, ``trust_remote_code``, ...).
+        **options: passed on to ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code that a
+            folder brings along runs only with ``trust_remote_code=True``.
 
     Raises:
         UserError: nothing there, no adapter for its architecture, or an unknown device or dtype.
@@ -41,7 +43,7 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
     try:
         with cache_if_offline("model", name) as found:
             options |= found
-            config = AutoConfig.from_pretrained(name, **options)
+            config = from_pretrained(AutoConfig, name, **options)
             adapter = plugins.target_class(config)
             model, processor = adapter.read(name, config, **options)
     except UserError:
@@ -80,12 +82,13 @@ def _expected() -> str:
     return f"an embedded model ({embedded}), a local folder or a reachable hub id"
 
 
-def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
+def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) -> Drafter | None:
     """A drafter from whatever ``mmspec.load`` takes as one.
 
     Args:
         home: the target's folder or name. ``"auto"`` takes the checkpoint in its ``drafter`` folder; a registered name
             takes that one if it is of this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
+        trust_remote_code: let a model that drafts run Python code that its folder brings along.
 
     Raises:
         UserError: unknown name, a damaged checkpoint, or an object without a drafter's methods.
@@ -98,14 +101,17 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
         if "/" in str(drafter) and ":" not in str(drafter):
             folder = _checkpoint_folder(str(drafter))
         if name := checkpoint.drafter_name(folder):
-            return plugins.find("drafters", name).from_checkpoint(folder)
+            cls = plugins.find("drafters", name)
+            if not hasattr(cls, "from_checkpoint"):
+                raise UserError(f"{folder}: mmspec_drafter must name a drafter with a checkpoint: got {name!r}")
+            return cls.from_checkpoint(folder)
         if folder.is_dir():
             for known in plugins.names("drafters"):
                 cls = plugins.find("drafters", known)
                 if hasattr(cls, "recognises") and cls.recognises(folder):
                     return cls.from_checkpoint(folder)
             raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
-        return _registered_drafter(str(folder))
+        return _registered_drafter(str(folder), trust_remote_code)
     if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
         return drafter
     raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
@@ -145,12 +151,14 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _registered_drafter(drafter: str) -> Drafter:
+def _registered_drafter(drafter: str, trust_remote_code: bool) -> Drafter:
     name, _, argument = drafter.partition(":")
     cls = plugins.find("drafters", name)
     if argument and hasattr(cls, "from_checkpoint"):
         return cls.from_checkpoint(_checkpoint_folder(argument))
     try:
+        if argument and "trust_remote_code" in signature(cls).parameters:
+            return cls(argument, trust_remote_code=trust_remote_code)
         return cls(argument) if argument else cls()
     except UserError:
         raise

@@ -59,13 +59,15 @@ def load(
         device: ``"auto"`` takes a GPU where there is one; else a torch device name.
         dtype: ``"auto"`` is float32 on a CPU for models below a billion parameters and the checkpoint's own
             otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        **options: passed on to transformers' ``from_pretrained``.
+        **options: passed on to transformers' ``from_pretrained``. Python code that a folder brings along runs only with
+            ``trust_remote_code=True``.
 
     Raises:
         UserError: the model, drafter, device or dtype is unknown or cannot be had.
     """
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    speculator = make_drafter(drafter, folder)  # first: a misspelt name should not cost the loading of a large model
+    # First: a misspelt name should not cost the loading of a large model.
+    speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     return Pipeline(load_target(folder, device, dtype, **options), speculator, name=model)
 
 

@@ -18,7 +18,14 @@ from mmspec.errors import UserError
 from mmspec.graphs import Graphed
 from mmspec.layers import tree_layers
 from mmspec.masks import tail_mask, tree_mask
-from mmspec.support import cache_argument, logit_scaling, read_whole, refuse_rope_switch, refuse_unsupported
+from mmspec.support import (
+    cache_argument,
+    from_pretrained,
+    logit_scaling,
+    read_whole,
+    refuse_rope_switch,
+    refuse_unsupported,
+)
 from mmspec.target import Prompt, Step
 from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
@@ -68,13 +75,14 @@ class TransformersTarget:
     @classmethod
     def supports(cls, config: Any) -> bool:
         """Whether this class is the adapter for models of this configuration."""
-        return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        own_code = getattr(config, "auto_map", None) or {}  # of the folder; read only where it is trusted
+        return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
 
     @classmethod
     def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
         """Model and processor from a local folder or hub id, with the weights' own dtype, on the CPU."""
-        model = read_whole(AutoModelForCausalLM, name, config, **options)
-        return model, AutoTokenizer.from_pretrained(name, **options)
+        model = read_whole(AutoModelForCausalLM, name, config=config, **options)
+        return model, from_pretrained(AutoTokenizer, name, **options)
 
     @property
     def device(self) -> torch.device:
@@ -376,9 +384,9 @@ class TransformersTarget:
         """Once per model: the head as applied to trees must give the logits that the model itself gives."""
         if self._head_checked:
             return
-        ours = self.head(hidden)
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
-        if not torch.allclose(ours.float(), logits.float(), atol=tolerance, rtol=tolerance):
+        fits = self._output.weight.shape[-1] == hidden.shape[-1]  # other widths: a projection before the output layer
+        if not fits or not torch.allclose(self.head(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
             raise UserError(
                 f"{type(self.model).__name__} changes its logits after the output layer in a way that is not known "
                 "here: expected head(hidden) to equal the model's logits"

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from mmspec.errors import UserError
-from mmspec.support import read_whole
+from mmspec.support import from_pretrained, read_whole
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
 from vision.images import load_image
@@ -35,8 +35,8 @@ class VisionTarget(TransformersTarget):
 
     @classmethod
     def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        model = read_whole(AutoModelForImageTextToText, name, config, **options)
-        return model, AutoProcessor.from_pretrained(name, **options)
+        model = read_whole(AutoModelForImageTextToText, name, config=config, **options)
+        return model, from_pretrained(AutoProcessor, name, **options)
 
     def encode(
         self,

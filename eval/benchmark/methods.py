@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from eval.drafters import chain, named_drafters
 from eval.rounds import Way
@@ -24,6 +23,7 @@ from mmspec import checkpoint
 from mmspec.drafter import fork
 from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline
+from mmspec.support import from_pretrained
 from mmspec.transformers_target import TransformersTarget
 
 BASELINE, PLAIN = "generate", "none"
@@ -85,7 +85,7 @@ def _assistant(name: str, target: TransformersTarget) -> object:
 
     try:
         with cache_if_offline("model", name) as found:
-            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=target.model.dtype, **found)
+            model = from_pretrained(AutoModelForCausalLM, name, dtype=target.model.dtype, **found)
         return model.to(target.device).eval()
     except UserError:
         raise

@@ -21,6 +21,7 @@ from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline
 from mmspec.jobs import run_jobs
+from mmspec.support import from_pretrained
 from mmspec.training.records import write
 from vision.targets import VisionTarget
 
@@ -34,7 +35,7 @@ def sees(model: str) -> bool:
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
     try:
         with cache_if_offline("model", folder) as found:
-            config = AutoConfig.from_pretrained(folder, **found)
+            config = from_pretrained(AutoConfig, folder, **found)
     except UserError:
         raise
     except (OSError, ValueError) as error:

@@ -87,10 +87,15 @@ model_options = _stack(
     device_options,
 )
 
+trust_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that the folders of models bring along."
+)
+
 _DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none for plain decoding."
 
 generation_options = _stack(
     model_options,
+    trust_option,
     click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP),
     click.option("--max-new-tokens", type=click.IntRange(1, 2**31), default=256, show_default=True),
     click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy."),
@@ -109,7 +114,7 @@ generation_options = _stack(
     json_option,
 )
 
-LOADING = ("model", "drafter", "device", "dtype")
+LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code")
 GENERATING = (
     "max_new_tokens",
     "temperature",

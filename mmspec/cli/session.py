@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -46,7 +47,11 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
         pieces = pipe.stream(**request, **keywords)
         first = next(pieces)
     generation = _collect(chain([first], pieces), show=not options["as_json"])
-    comparison = _compare(notes, pipe, options["drafter"], request, keywords) if options["compare"] else None
+    comparison = None
+    if options["compare"]:
+        home = pipe.model.config.name_or_path
+        fresh = partial(make_drafter, options["drafter"], home, options["trust_remote_code"])
+        comparison = _compare(notes, pipe, fresh, request, keywords)
     drafter = drafter_name(pipe.drafter)
     if options["as_json"]:
         click.echo(json.dumps(as_object(generation, pipe.name, drafter, comparison)))
@@ -75,16 +80,18 @@ def show_limits(notes: Console, model: str) -> None:
         notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
 
 
-def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, dtype: str) -> Pipeline:
+def open_pipeline(
+    notes: Console, model: str, drafter: str | None, device: str, dtype: str, trust_remote_code: bool = False
+) -> Pipeline:
     """``mmspec.load`` with a sign of life on a terminal, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     if is_on_hub(model) and notes.is_terminal:  # a download of gigabytes shows its own progress
-        pipe = load(model, drafter, device, dtype)
+        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
     else:
         transformers.logging.disable_progress_bar()
         with notes.status(f"loading {model}"):
-            pipe = load(model, drafter, device, dtype)
+            pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < TINY:
         torch.set_num_threads(1)
     return pipe
@@ -147,13 +154,18 @@ def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
 
 
 def _compare(
-    notes: Console, pipe: Pipeline, drafter: str, request: dict[str, Any], keywords: dict[str, Any], rounds: int = 3
+    notes: Console,
+    pipe: Pipeline,
+    fresh: Callable[[], Drafter | None],
+    request: dict[str, Any],
+    keywords: dict[str, Any],
+    rounds: int = 3,
 ) -> Comparison:
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("comparing with plain decoding", total=2 * (rounds + 1))
         return compare(
             pipe.target,
-            lambda: make_drafter(drafter, pipe.model.config.name_or_path),
+            fresh,
             request,
             keywords,
             rounds=rounds,

@@ -273,13 +273,14 @@ def test_recycle_checkpoints(tmp_path):
 
 def test_damaged_drafter_checkpoints_are_named(tmp_path):
     (tmp_path / "config.json").write_text('{"mmspec_drafter": "recycle", "top_k": 2}')
-    with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
+    with pytest.raises(UserError, match="expected a verifier, received none"):
         make_drafter(str(tmp_path))
+    Recycle().save(tmp_path, TransformersTarget(shared_model("llama")))
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
         make_drafter(str(tmp_path))
     save_file({"tokens": torch.zeros(1, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="expected a verifier, received none"):
+    with pytest.raises(UserError, match=r"expected the tensors .*contexts.*, received .*\(1, 2\)"):
         make_drafter(str(tmp_path))
 
 
@@ -365,7 +366,7 @@ def test_registered_names():
     [
         (lambda: Ngram(longest=2, shortest=3), "1 <= shortest <= longest: got 3 and 2"),
         (lambda: Ngram(shortest=0), "1 <= shortest <= longest: got 0 and 4"),
-        (lambda: Recycle(top_k=0), "top_k must be at least 1: got 0"),
+        (lambda: Recycle(top_k=0), "top_k must be an integer from 1 to 64: got 0"),
         (lambda: Small(), "the small drafter needs a model"),
         (lambda: make_drafter("small"), "the small drafter needs a model"),
         (lambda: Small(shared_model("bamba")), "must have attention layers only: BambaForCausalLM has others"),
