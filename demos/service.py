@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
+from typing import Any
 
 from demos.models import Models
 from demos.questions import MODELS, Question
@@ -49,7 +50,7 @@ def _ready(question: Question) -> tuple[Question, dict, dict]:
     return replace(question, model=model, drafter=drafter), question.request(), question.keywords()
 
 
-def _told(work: Iterator) -> Iterator:
+def _told(work: Iterator) -> Generator[Any, None, None]:
     """The same, with every failure as one line for the page; details of ours go to the log."""
     try:
         yield from work

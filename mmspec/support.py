@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from mmspec import attention as tree_attention
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.layers import ATTENTION, TreeLayers
@@ -55,7 +54,7 @@ def cache_argument(decoder: nn.Module) -> str:
 
 
 def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers | None) -> None:
-    """Name what trees cannot pass through exactly; switch attention that takes no 4D mask to one that does.
+    """Name what trees cannot pass through exactly.
 
     Args:
         layers: what serves the layers other than attention, if anything does.
@@ -81,10 +80,6 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         accepted = signature(part.forward).parameters
         if lacking := sorted(needed - accepted.keys()):
             raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
-    attention = config._attn_implementation
-    if attention not in ("sdpa", "eager", tree_attention.NAME):
-        # FlashAttention takes 2D masks only, and a dense 4D mask makes flex attention abort.
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def refuse_rope_switch(config: Any, length: int, room: int) -> None:
