@@ -20,23 +20,26 @@ class Rule:
     Attributes:
         expected: completes "NAME must be ...".
         holds: whether a value obeys; one of another type may raise TypeError.
+        convert: what a value that obeys is stored as: numbers of numpy become Python's.
     """
 
     expected: str
     holds: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise ``UserError``, naming the rule and the value, unless the value obeys."""
+    def check(self, name: str, value: Any) -> Any:
+        """The converted value. Raises ``UserError``, naming the rule and the value, unless it obeys."""
         try:
             holds = self.holds(value)
         except TypeError:
             holds = False
         if not holds:
             raise UserError(f"{name} must be {self.expected}: got {shown(value)}")
+        return self.convert(value)
 
 
 class Checked:
-    """Base of dataclasses whose fields are made by ``option``: every field is checked when an object is made.
+    """Base of frozen dataclasses whose fields are made by ``option``: each is checked when an object is made.
 
     Raises:
         UserError: a field breaks its rule.
@@ -44,7 +47,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         for one in fields(self):  # type: ignore[arg-type]
-            one.metadata["rule"].check(one.name, getattr(self, one.name))
+            value = one.metadata["rule"].check(one.name, getattr(self, one.name))
+            object.__setattr__(self, one.name, value)
 
 
 def option(default: Any, rule: Rule) -> Any:
@@ -55,27 +59,30 @@ def option(default: Any, rule: Rule) -> Any:
 def whole(low: int, high: int | None = None) -> Rule:
     """A whole number, at least ``low`` and at most ``high``."""
     limits = f">= {low}" if high is None else f"in [{low}, {high}]"
-    return Rule(
-        f"a whole number {limits}", lambda value: is_whole(value) and low <= value and (high is None or value <= high)
-    )
+
+    def holds(value: Any) -> bool:
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return is_whole and low <= value and (high is None or value <= high)
+
+    return Rule(f"a whole number {limits}", holds, int)
 
 
 def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
     """A finite number for which ``holds``."""
-    return Rule(expected, lambda value: _is_number(value) and isfinite(value) and holds(value))
+
+    def finite(value: Any) -> bool:
+        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and holds(value)
+
+    return Rule(expected, finite, float)
 
 
 def optional(rule: Rule) -> Rule:
     """None, or what another rule wants."""
-    return Rule(f"None or {rule.expected}", lambda value: value is None or rule.holds(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return Rule(
+        f"None or {rule.expected}",
+        lambda value: value is None or rule.holds(value),
+        lambda value: None if value is None else rule.convert(value),
+    )
 
 
 def is_text(value: Any) -> bool:

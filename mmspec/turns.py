@@ -11,8 +11,8 @@ from typing import Any
 from mmspec.errors import UserError
 
 PATIENCE = 10.0
-"""Seconds that a request waits for a stream that nobody resumes. The thread that would resume it may be waiting for this
-request, which cannot be detected: giving up rules out a deadlock."""
+"""Seconds that a request waits for a stream that nobody resumes. The thread that would resume it may be waiting for
+this request, which cannot be detected: giving up rules out a deadlock."""
 
 _CHANGED = threading.Condition()  # on a re-entrant lock: a collected stream may end its turn at any place of a thread
 _HOLDERS: dict[int, Turn] = {}  # by id of what is held; a turn keeps these objects alive
