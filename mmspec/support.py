@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmspec import plugins
@@ -102,15 +104,22 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
             )
 
 
-def logit_scaling(config: Any) -> Any:
+def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
     """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap:
-        return lambda logits: torch.tanh(logits / cap) * cap
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return partial(_capped, cap=cap)
     if scale := getattr(config, "logit_scale", None):
-        return lambda logits: logits * scale
+        return partial(torch.mul, other=scale)
     if scale := getattr(config, "logits_scaling", None):
-        return lambda logits: logits / scale
+        return partial(torch.div, other=scale)
     if scale := getattr(config, "lm_head_multiplier", None):
-        return lambda logits: logits * scale
-    return lambda logits: logits
+        return partial(torch.mul, other=scale)
+    return _unscaled
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
+
+
+def _unscaled(logits: Tensor) -> Tensor:
+    return logits

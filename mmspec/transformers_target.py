@@ -65,6 +65,13 @@ class TransformersTarget:
         self._check = Graphed(self._pass)
         self._keep = Graphed(self.absorb)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "layers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.layers = tree_layers(self.model, self.config)  # prepares the modelling module of this process
+
     @classmethod
     def supports(cls, config: Any) -> bool:
         """Whether this class is the adapter for models of this configuration."""
@@ -241,7 +248,7 @@ class TransformersTarget:
         rows = slice(len(ids)) if first else ids
         weight = layer.weight.detach()[rows]
         bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
-        return lambda hidden: self._scale_logits(_by_rows(lambda rows: F.linear(rows, weight, bias), hidden))
+        return _NarrowHead(weight, bias, self._scale_logits)
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         """Last hidden states of new nodes behind the committed prefix and the nodes already forwarded.
@@ -367,6 +374,19 @@ class TransformersTarget:
                 "here: expected head(hidden) to equal the model's logits"
             )
         self._head_checked = True
+
+
+class _NarrowHead:
+    """The rows of an output layer that belong to some tokens."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Callable[[Tensor], Tensor]) -> None:
+        self._weight, self._bias, self._scale = weight, bias, scale
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._scale(_by_rows(lambda rows: F.linear(rows, self._weight, self._bias), hidden))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NarrowHead:
+        return self  # copies of a drafter share weights
 
 
 def bucket(nodes: int) -> int:

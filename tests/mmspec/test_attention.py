@@ -83,9 +83,10 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(monkeypatch):
         assert model.config._attn_implementation == NAME
         raise RuntimeError("in a pass")
 
-    with pytest.raises(RuntimeError, match="in a pass"), monkeypatch.context() as patch:
-        patch.setattr(model.get_decoder(), "forward", fails)
-        target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
+    prompt = Prompt(torch.tensor([[5, 6, 7]]))
+    monkeypatch.setattr(model.get_decoder(), "forward", fails)
+    with pytest.raises(RuntimeError, match="in a pass"):
+        target.prefill(prompt, 8)
     assert attention_of(model) == before
     assert not model.get_decoder()._forward_hooks
 

@@ -240,7 +240,7 @@ def test_a_streamers_reader_does_not_wait_for_a_call_that_failed():
 
 
 def test_a_streamer_of_a_batch_is_refused():
-    with pytest.raises(UserError, match="^a streamer takes one sequence: got a batch of 3$"):
+    with pytest.raises(UserError, match=r"^a streamer takes one sequence: got a batch of 3$"):
         mmspec.generate(shared_model("llama"), drafter="ngram", streamer=Order(), **text_inputs(3, 9), **GREEDY)
 
 
@@ -381,7 +381,7 @@ def test_the_prompt_and_the_config_by_position():
     mask = {"attention_mask": inputs["attention_mask"]}
     reference = model.generate(inputs["input_ids"], config, **mask)
     assert torch.equal(mmspec.generate(model, inputs["input_ids"], config, drafter="ngram", nodes=4, **mask), reference)
-    with pytest.raises(UserError, match="^model must be a model of transformers: got 'llama'$"):
+    with pytest.raises(UserError, match=r"^model must be a model of transformers: got 'llama'$"):
         mmspec.generate("llama", inputs["input_ids"])
 
 

@@ -94,5 +94,5 @@ def test_each_row_has_room_up_to_the_context_limit():
 
 
 def test_stop_strings_need_a_tokenizer():
-    with pytest.raises(UserError, match="^stop strings need a tokenizer: none was given$"):
+    with pytest.raises(UserError, match=r"^stop strings need a tokenizer: none was given$"):
         Stopper(1, stop=["x"])

@@ -1,4 +1,4 @@
-"""One pipeline, many requests: each answer is the one it would have been alone, or it is refused; nothing waits for ever."""
+"""Many requests on one pipeline: each answer is the one it would be alone, or it is refused; nothing waits for ever."""
 
 import asyncio
 import gc
