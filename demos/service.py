@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
+from typing import Any
 
 from demos.models import Models
 from demos.offer import Offer
@@ -74,7 +75,7 @@ def not_uploaded(kind: Kind) -> UserError:
     return UserError(f"the {kind} must be uploaded: expected gradio_client's handle_file(PATH)")
 
 
-def _told(work: Iterator) -> Iterator:
+def _told(work: Iterator) -> Generator[Any, None, None]:
     """The same, with every failure as one line for the page; details of ours go to the log."""
     try:
         yield from work

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from mmspec import checkpoint, plugins
+from mmspec.checks import shown
 from mmspec.drafter import Drafter
 from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline, is_path
@@ -23,7 +24,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _LARGE = 1_000_000_000  # parameters from which float32 on a CPU would cost more memory than it is worth
 
 
-def load_target(name: str, device: str = "auto", dtype: str = "auto", **options: Any) -> TransformersTarget:
+def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options: Any) -> TransformersTarget:
     """Load a model of transformers as a target.
 
     Args:
@@ -36,7 +37,10 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
         UserError: nothing there, no adapter for its architecture, or an unknown device or dtype.
     """
     where = pick_device(device)
-    if dtype != "auto" and dtype not in _DTYPES:
+    if "torch_dtype" in options:
+        raise UserError(f"torch_dtype is called dtype here: got torch_dtype={shown(options['torch_dtype'])}")
+    kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if kind != "auto" and kind not in _DTYPES.values():
         raise UserError(f"dtype must be auto, {', '.join(_DTYPES)}: got {dtype!r}")
     if not name or (not os.path.isdir(name) and is_path(name)):
         raise UserError(f"cannot load model {name!r}: expected {_expected()}, there is no such folder to be read")
@@ -52,8 +56,8 @@ def load_target(name: str, device: str = "auto", dtype: str = "auto", **options:
         expected = "the folder of a supported model" if os.path.exists(name) else _expected()
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot load model {name!r}: expected {expected} ({first_line})") from error
-    if dtype != "auto":
-        model = model.to(_DTYPES[dtype])
+    if kind != "auto":
+        model = model.to(kind)
     elif where.type == "cpu" and model.num_parameters() < _LARGE:
         model = model.float()
     model = model.to(where).eval()
@@ -72,7 +76,7 @@ def pick_device(device: str) -> torch.device:
     try:
         picked = torch.device(device)
         torch.zeros(1, device=picked).item()  # meta tensors hold nothing
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
     return picked
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmspec import attention as tree_attention
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.layers import ATTENTION, TreeLayers
@@ -82,7 +83,7 @@ _NEVER_EXACT = {"git": "caches image tokens that the prompt does not contain"}
 
 
 def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers | None) -> None:
-    """Name what trees cannot pass through exactly; switch attention that takes no 4D mask to one that does.
+    """Name what trees cannot pass through exactly.
 
     Args:
         layers: what serves the layers other than attention, if anything does.
@@ -112,10 +113,6 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         accepted = signature(part.forward).parameters
         if lacking := sorted(needed - accepted.keys()):
             raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
-    attention = config._attn_implementation
-    if attention not in ("sdpa", "eager", tree_attention.NAME):
-        # FlashAttention takes 2D masks only, and a dense 4D mask makes flex attention abort.
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def refuse_rope_switch(config: Any, length: int, room: int) -> None:
@@ -140,15 +137,22 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
             )
 
 
-def logit_scaling(config: Any) -> Any:
+def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
     """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap:
-        return lambda logits: torch.tanh(logits / cap) * cap
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return partial(_capped, cap=cap)
     if scale := getattr(config, "logit_scale", None):
-        return lambda logits: logits * scale
+        return partial(torch.mul, other=scale)
     if scale := getattr(config, "logits_scaling", None):
-        return lambda logits: logits / scale
+        return partial(torch.div, other=scale)
     if scale := getattr(config, "lm_head_multiplier", None):
-        return lambda logits: logits * scale
-    return lambda logits: logits
+        return partial(torch.mul, other=scale)
+    return _unscaled
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
+
+
+def _unscaled(logits: Tensor) -> Tensor:
+    return logits

@@ -44,6 +44,7 @@ class TransformersTarget:
         processor: its tokenizer or processor, for text in and out.
 
     Attributes:
+        attention: what the model's passes run with.
         layers: what serves the model's layers other than attention; None where it has no such.
         cost: measured time of a pass; where it is known, trees are padded to a width at which the pass is cheapest.
 
@@ -57,7 +58,7 @@ class TransformersTarget:
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
-        attention.install(model)
+        self.attention = attention.PassAttention(model)
         self.decoder = model.get_decoder()
         self._cache_argument = cache_argument(self.decoder)
         self._embedding: Any = model.get_input_embeddings()
@@ -71,6 +72,13 @@ class TransformersTarget:
         self._tail_depth: Tensor | None = None  # (batch, offset) depths of nodes behind the committed prefix
         self._check = Graphed(self._pass)
         self._keep = Graphed(self.absorb)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "layers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.layers = tree_layers(self.model, self.config)  # prepares the modelling module of this process
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -181,11 +189,12 @@ class TransformersTarget:
         return self._cache.length if self._cache is not None else 0
 
     @torch.inference_mode()
-    def prefill(self, prompt: Prompt, room: int) -> Step:
+    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
-        refuse_rope_switch(self.config, length, room if batch == 1 else 2 * room)
-        self._cache = self._cache_for(batch, length + min(room, 4096) + 64, mask)
+        longest = room if isinstance(room, int) else max(room)
+        refuse_rope_switch(self.config, length, longest if batch == 1 else 2 * longest)
+        self._cache = self._cache_for(batch, length + min(longest, 4096) + 64, mask)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
             positions = self._prompt_positions(ids, mask)
@@ -198,29 +207,30 @@ class TransformersTarget:
             if inputs.get(self._cache_argument) is cache:
                 seen.update(inputs) if out is None else seen.update(hidden=self._in_dtype(out[0]))
 
-        handles = [
-            self.decoder.register_forward_pre_hook(note, with_kwargs=True),
-            self.decoder.register_forward_hook(note, with_kwargs=True),
-            self._output.register_forward_pre_hook(_compact),
-        ]
-        try:
-            out = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: self._cache},
-                **inputs,
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self.attention.applied():
+            handles = [
+                self.decoder.register_forward_pre_hook(note, with_kwargs=True),
+                self.decoder.register_forward_hook(note, with_kwargs=True),
+                self._output.register_forward_pre_hook(_compact),
+            ]
+            try:
+                out = self.model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{self._cache_argument: self._cache},
+                    **inputs,
+                )
+            finally:
+                for handle in handles:
+                    handle.remove()
         self._cache.commit_prompt(length, mask, batch, ids.device)
         # A decoder without attention is not given any.
         given = seen.get("position_ids") if self._cache.attending else positions
         position = self._next_position(prompt, given)
-        last = (position.amax() + room - 1).clamp(min=(self.context_limit or 0) - 1)
+        last = (position + on_device(room, ids.device) - 1).amax().clamp(min=(self.context_limit or 0) - 1)
         if self._position is None or self._last_position is None or len(self._position) != batch:
             self._position, self._last_position = position.clone(), last
         else:  # where passes were captured to look for them
@@ -270,7 +280,7 @@ class TransformersTarget:
         rows = slice(len(ids)) if first else ids
         weight = layer.weight.detach()[rows]
         bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
-        return lambda hidden: self._scale_logits(_by_rows(lambda rows: F.linear(rows, weight, bias), hidden))
+        return _NarrowHead(weight, bias, self._scale_logits)
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         """Last hidden states of new nodes behind the committed prefix and the nodes already forwarded.
@@ -280,6 +290,10 @@ class TransformersTarget:
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means all are 0.
             reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each node attends to.
         """
+        with self.attention.applied():
+            return self._forward_nodes(tokens, depth, reach)
+
+    def _forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         assert self._cache is not None, "prefill comes first"
         assert self._position is not None
         assert self._last_position is not None
@@ -346,7 +360,7 @@ class TransformersTarget:
     def _cache_for(self, batch: int, reserve: int, mask: Tensor | None) -> TreeCache:
         """An empty cache for a prompt. One that stays in place serves further prompts, and what was captured of it."""
         kept, weight = self._cache, self._embedding.weight
-        served = self.config._attn_implementation == attention.NAME or (self.layers and not self.layers.attends)
+        served = self.attention.name == attention.NAME or (self.layers and not self.layers.attends)
         if not (kernels.fixed_shapes(weight.device) and served):
             return self._new_cache(reserve, False)
         if mask is not None and not bool((mask.long().diff(dim=1) >= 0).all()):
@@ -392,6 +406,19 @@ class TransformersTarget:
                 "here: expected head(hidden) to equal the model's logits"
             )
         self._head_checked = True
+
+
+class _NarrowHead:
+    """The rows of an output layer that belong to some tokens."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Callable[[Tensor], Tensor]) -> None:
+        self._weight, self._bias, self._scale = weight, bias, scale
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._scale(_by_rows(lambda rows: F.linear(rows, self._weight, self._bias), hidden))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NarrowHead:
+        return self  # copies of a drafter share weights
 
 
 def bucket(nodes: int) -> int:

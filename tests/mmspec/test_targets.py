@@ -174,8 +174,8 @@ def test_threads_share_a_model():
 def test_attention_that_takes_trees_is_kept(asked, got):
     model = text_model("llama")
     model.set_attn_implementation(asked)
-    TransformersTarget(model)
-    assert model.config._attn_implementation == got
+    assert TransformersTarget(model).attention.name == got
+    assert model.config._attn_implementation == asked
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
@@ -183,9 +183,15 @@ def test_attention_that_takes_trees_is_kept(asked, got):
 def test_attention_that_takes_none_is_switched(name, model_name):
     model = text_model(model_name)
     model.config._attn_implementation_internal = name  # what from_pretrained(attn_implementation=...) leaves behind
-    TransformersTarget(model)
-    assert model.config._attn_implementation in ("mmspec_tree", "eager")
-    assert_trees_equal_paths(model, text_inputs(1, 5), steps=1)
+    targets = TransformersTarget(model), TransformersTarget(text_model(model_name))
+    assert targets[0].attention.name in ("mmspec_tree", "eager")
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90)
+    for run in (
+        lambda target: target.prefill(prompt_of(text_inputs(1, 5)), 9),
+        lambda target: target.forward_tree(tree),
+    ):
+        torch.testing.assert_close(*(run(target).logits for target in targets))
+    assert model.config._attn_implementation == name
 
 
 def _tiny(config_class, **extra):
