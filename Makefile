@@ -1,7 +1,8 @@
 # make caption   set up .venv and describe the sample image and the sample video
-# make test      run the tests          make slow   run those that take minutes
+# make test      run the tests          make slow   run those that take minutes, and record when they passed
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make browser   test the web demo in Chromium (the system's)
+# make pythons   caption and test with every Python found, newest and oldest dependencies (up to an hour each)
 # make lint      check style and types  make clean  remove .venv and caches
 #
 # Variables: PYTHON (3.11 or newer), TORCH (requirement to install torch by, e.g. TORCH=torch==2.13.0).
@@ -14,12 +15,15 @@ SAMPLES := vision/embedded/samples
 
 # Without an NVIDIA driver, gigabytes of CUDA libraries would be of no use. Off Linux the usual build has none.
 CPU_TORCH := torch==2.13.0+cpu
-TORCH ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2>/dev/null),torch,$(CPU_TORCH)),torch)
+CPU_ONLY := $(and $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2>/dev/null),,yes))
+
+# Some tests need these extras; where one cannot be installed, they are skipped.
+OPTIONAL := eval ray browser
 
 # Packages that have code, for mypy.
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: caption test slow fuzz browser lint types format clean
+.PHONY: caption test slow fuzz browser pythons lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -30,18 +34,22 @@ caption: $(VENV)/.installed
 test slow fuzz browser: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8 --dist worksteal
 
 slow: $(VENV)/.tested
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m tests.slow
 
 fuzz: $(VENV)/.tested
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # MMSPEC_SCREENSHOTS=DIR keeps pictures of the page.
 browser: $(VENV)/.tested
-	$(PIP) install --quiet --editable ".[browser]"
-	$(BIN)/python -m pytest -n 0 -m browser tests/demos
+	$(BIN)/python -m pytest -r s -n 0 -m browser tests/demos
+
+# ARGS picks some, e.g. ARGS="--python 3.13 --dependencies newest".
+pythons: $(VENV)/.created
+	$(PIP) install --quiet uv
+	$(BIN)/python -m tests.pythons $(ARGS)
 
 lint: $(VENV)/.linted types
 	$(BIN)/ruff check .
@@ -63,10 +71,19 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# The CPU build of pip's indexes, else the one that uv finds, else the usual build.
 $(VENV)/.torch: $(VENV)/.created
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install "$(TORCH)" 2>$(VENV)/torch.log || { \
-	  echo "error: pip cannot install $(TORCH) (see $(VENV)/torch.log): point pip at an index that has builds of torch" \
-	    "for the CPU, or set TORCH=torch to take the usual, larger build" >&2; exit 2; }
+ifneq ($(or $(TORCH),$(if $(CPU_ONLY),,torch)),)
+	$(PIP) install "$(or $(TORCH),torch)"
+else
+	@$(BIN)/python -c 'import torch' 2>/dev/null \
+	  || $(PIP) install "$(CPU_TORCH)" 2>$(VENV)/torch.log \
+	  || { echo "note: pip finds no $(CPU_TORCH); asking uv for a CPU build" >&2; \
+	    $(PIP) install --quiet uv 2>>$(VENV)/torch.log \
+	    && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu torch 2>>$(VENV)/torch.log; } \
+	  || { echo "note: no CPU build of torch found (see $(VENV)/torch.log); installing the usual one" >&2; \
+	    $(PIP) install torch; }
+endif
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
@@ -75,6 +92,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) install --quiet --editable ".[test]"
+	@for extra in $(OPTIONAL); do \
+	  $(PIP) install --quiet --editable ".[$$extra]" 2>$(VENV)/$$extra.log \
+	    || echo "note: cannot install the extra $$extra (see $(VENV)/$$extra.log); tests that need it are skipped" >&2; \
+	done
 	@touch $@
 
 $(VENV)/.linted: $(VENV)/.tested

@@ -15,9 +15,10 @@ def mend_interpreter() -> None:
 
     patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
-    def patched(tensor: object, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def patched(tensor: object, *scope: Any) -> None:  # Triton 3.5 has no scope, which undoes patches after a launch
+        patch_tensor(tensor, *scope)
+        put = scope[0].set_attr if scope else setattr
+        put(tensor, "__index__", lambda self: self.handle.data.item())
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar != interpreter.tl.bfloat16:

@@ -16,6 +16,9 @@ from vision.media import MAX_PIXELS, Media
 # Demuxers that keep an index of time stamps to seek by; what others hold is decoded from the start.
 SEEKABLE = ("mov", "matroska")
 
+# Titles and the like that are not UTF-8 must not make a video unreadable. From 19 on PyAV accepts them always.
+_LENIENT: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
+
 # Demuxers that draw text, or guess from a file's suffix alone.
 _NOT_VIDEO = frozenset({"image2", "tty", "bin", "xbin", "adf", "idf", "rawvideo"})
 
@@ -29,7 +32,7 @@ def open_video(media: Media, stack: ExitStack, *, expected: str = "a video") -> 
     # "file:" and the whitelist keep FFmpeg from reading a name or a file's content as a command to open another.
     source = f"file:{media.path}" if media.path is not None else stack.enter_context(media.open())
     try:
-        container = av.open(source, "r", options={"protocol_whitelist": "file"}, metadata_errors="ignore")
+        container = av.open(source, "r", options={"protocol_whitelist": "file"}, **_LENIENT)
     except av.FFmpegError as error:
         found = media.description
         found = f"a broken one ({error.strerror})" if found.endswith("video") else found

@@ -55,7 +55,8 @@ def check_fits(built):
         assert entry["shared"] <= SHARED[entry["capability"]], entry
         # The oldest has no tensor cores that read shared memory.
         spilt = 300 if entry["capability"] == 80 else 160
-        assert entry["stack"] <= (spilt if entry["kernel"] == "_attend_kernel" else 16), entry
+        # Releases of Triton differ by some registers: 3.5 to 3.9 spill at most 40 bytes of the others.
+        assert entry["stack"] <= (spilt if entry["kernel"] == "_attend_kernel" else 64), entry
 
 
 @pytest.mark.slow

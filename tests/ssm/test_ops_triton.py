@@ -23,8 +23,9 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         here = [entry for entry in built if entry["capability"] == capability]
         assert {entry["kernel"] for entry in here} == names
         assert all(entry["ptx"] and entry["cubin"] for entry in here)
-        # Little enough that several programs run at a time, and hardly a register short in any release of Triton.
-        assert all(entry["shared"] <= 20_000 for entry in here)
+        # Little enough that several programs run at a time (Triton 3.8 takes most: 24,576 bytes), and hardly a register
+        # short in any release of Triton.
+        assert all(entry["shared"] <= 25_000 for entry in here)
         assert all(entry["stack"] <= 64 for entry in here)
         # Parts of the state are loaded ahead of their use.
         assert all(entry["ahead"] for entry in here if entry["kernel"] == "_tree_scan_kernel")

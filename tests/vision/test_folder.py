@@ -278,7 +278,6 @@ class Dying(Captioner):
         return super().__call__(job)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install -e .[ray]")
 @pytest.mark.filterwarnings("ignore")
 def test_ray_gives_the_same_and_redoes_what_a_killed_worker_had(pictures, model, tmp_path, monkeypatch):

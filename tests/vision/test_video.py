@@ -484,6 +484,13 @@ def test_bytes_and_file_objects(tmp_path: Path) -> None:
         assert [number_of(frame) for frame in load_video(file, frames=5).frames] == [5, 15, 25, 35, 45]
 
 
+def test_metadata_need_not_be_utf8(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", even(4))
+    data = path.read_bytes()
+    assert b"Lavf" in data  # the muxer's name
+    assert load_video(data.replace(b"Lavf", b"L\xe9vf"), frames=4).times == load_video(path, frames=4).times
+
+
 def test_a_name_is_never_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode(tmp_path / "a.mp4", even(20)).rename(tmp_path / "concat:a|b")
     monkeypatch.chdir(tmp_path)
