@@ -33,13 +33,16 @@ def now(monkeypatch):
 
 def take_time(now, part, *methods):
     """Let methods of an object take their seconds."""
-    for name in methods:
 
-        def timed(*args, method=getattr(part, name), name=name, **kwargs):
+    def timed(name, method):
+        def call(*args, **kwargs):
             now[0] += SECONDS[name]
             return method(*args, **kwargs)
 
-        setattr(part, name, timed)
+        return call
+
+    for name in methods:
+        setattr(part, name, timed(name, getattr(part, name)))
 
 
 class Observed(Budget):
@@ -60,7 +63,7 @@ class Observed(Budget):
 def test_every_second_in_its_place(now):
     table, prompts = table_model(VOCAB), [[1, 2], [5, 4]]
     truth = [said_plainly(table, row, 9) for row in prompts]
-    wrong = [[token for token in range(VOCAB) if token != row[4]][0] for row in truth]
+    wrong = [next(token for token in range(VOCAB) if token != row[4]) for row in truth]
     drafter = Fixed(
         [(truth[0][1:3], [0, 1]), (truth[1][1:3], [0, 1])],  # both accept two drafts, and end at four tokens
         [([wrong[0], truth[0][4]], [0, 0]), ([wrong[1]], [0])],  # the first row accepts its second sibling
