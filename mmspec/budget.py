@@ -102,7 +102,7 @@ class Budget:
         return self.remaining > 0 and self.nodes > 0
 
     def deeper(self, gain: float) -> bool:
-        """Whether one more level of the tree, expected to add ``gain`` tokens to this step, pays."""
+        """Whether one more level of the tree pays, which is expected to add ``gain`` tokens per row to this step."""
         return True
 
     def ahead(self) -> int | None:
@@ -169,7 +169,7 @@ class AdaptiveBudget(Budget):
         return None
 
     def deeper(self, gain: float) -> bool:
-        pays = gain * self._seconds / self._tokens > self._level_seconds
+        pays = gain * self.batch * self._seconds / self._tokens > self._level_seconds
         self._levels += pays
         return pays
 

@@ -148,6 +148,43 @@ def test_one_more_drafter_pass_must_pay():
     assert not budget.deeper(0.01)
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_one_more_drafter_pass_pays_by_what_it_adds_to_each_row(batch):
+    """Rows that are alike draft alike, however many they are, where a pass over all costs as much as over one."""
+    budget = adaptive(FREE, batch=batch)
+    budget.drafts()
+    budget.observe(1, [[0]] * batch, 0.5, 1.0)
+    # Of late 1.95 tokens of each row took 0.95 + 1.5 seconds, so that half a second is worth 0.398 tokens of each.
+    assert budget.deeper(0.45)
+    assert not budget.deeper(0.35)
+
+
+KNEE = CostTable((1, 8, 64, 512), (1.0, 1.0, 8.0, 64.0))
+
+
+@pytest.mark.parametrize("cost", [KNEE, FLAT], ids=["knee", "flat"])
+def test_a_tree_is_priced_for_all_rows(cost):
+    """The best size by enumeration: tokens of all rows, less what the pass over all of them costs beyond plain
+    decoding."""
+    gains, taken = [0.75**i for i in range(1, 17)], []
+    for batch in (1, 3, 8):
+        price = 0.7 * batch / cost(batch)
+        earned = [batch * sum(gains[:n]) - price * (cost(batch * (n + 1)) - cost(batch)) for n in range(17)]
+        budget = adaptive(cost, batch=batch)
+        budget._account = 1e9  # what pays is asked here, not what a request may lose
+        taken.append(budget.take([gains] * batch))
+        assert earned[taken[-1]] == max(earned)
+    assert taken[0] > taken[2] > 0
+
+
+@pytest.mark.parametrize(("batch", "best"), [(1, 7), (2, 3), (8, 0)])
+def test_sizes_are_priced_for_all_rows(batch, best):
+    """Up to eight tokens in all are free, and the others cost as much as plain decoding."""
+    budget = SteadyBudget(KNEE, sizes=(3, 7), batch=batch)
+    size = budget.nodes if budget.drafts() else 0
+    assert size == best
+
+
 def test_a_hiccup_is_not_the_price_of_a_tree():
     budget = adaptive()
     simulate(budget, 200, 0.9)

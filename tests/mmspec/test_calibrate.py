@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+import transformers
 
 import mmspec.calibrate as calibrate
 from mmspec.budget import CostTable
@@ -90,12 +91,29 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement(target, measured, m
     assert len(measured) == 2
 
 
-def test_other_models_dtypes_and_thread_counts_are_measured_apart(target):
+def test_other_models_and_dtypes_are_measured_apart(target):
     described = [calibrate.describe(target)]
     described.append(calibrate.describe(TransformersTarget(shared_model("qwen3"))))
     half = TransformersTarget(type(shared_model("llama"))(shared_model("llama").config).bfloat16())
     described.append(calibrate.describe(half))
     assert len({json.dumps(d, sort_keys=True) for d in described}) == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "values"),
+    [
+        (torch, "get_num_threads", (1, 2, 8)),
+        (torch, "__version__", ("2.9.0", "2.10.0")),
+        (transformers, "__version__", ("5.17.0", "5.18.0")),
+        (calibrate, "_processor", ("one", "another")),
+    ],
+)
+def test_other_threads_software_and_processors_are_measured_apart(target, measured, monkeypatch, place, name, values):
+    for count, value in enumerate(values, start=1):
+        monkeypatch.setattr(place, name, value if name == "__version__" else lambda value=value: value)
+        assert calibrate.stored_cost(target) is None
+        calibrate.cost_table(target)
+        assert len(measured) == len(list(calibrate.cache_folder().iterdir())) == count
 
 
 def test_a_real_measurement(target):

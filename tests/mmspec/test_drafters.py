@@ -140,6 +140,23 @@ def test_the_budget_is_asked_before_each_level():
     assert gains == pytest.approx([0.5, 0.25, 0.125, 0.0625])
 
 
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
+    """Row i is reached with a chance of 1 / (i + 1) per level."""
+    gains = []
+
+    class Spy(Budget):
+        def deeper(self, gain):
+            gains.append(gain)
+            return True
+
+    chance = 1 / torch.arange(1.0, batch + 1)[:, None]
+    token = torch.zeros(batch, dtype=torch.long)
+    first = token[:, None], chance.log()
+    grow_tree(token, first, lambda beam, _: (beam[:, :, None], chance.log()[:, None]), Spy(64, 4), 1)
+    assert gains == pytest.approx([float((chance**level).mean()) for level in (1, 2, 3)])
+
+
 @pytest.mark.parametrize("stride", [1, 3])
 def test_fed_nodes_reach_their_ancestors_and_no_one_else(stride):
     """Two rows, three beams of other widths."""
@@ -175,6 +192,18 @@ def test_ngram_continues_the_longest_known_suffix():
     chained = Ngram(width=1)
     begun(chained, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
     assert chained.propose(torch.tensor([3]), Budget(8, 3)).tokens.tolist() == [[3, 4, 9, 8]]
+
+
+def test_ngram_goes_by_the_latest_occurrences():
+    """Of more occurrences than are looked at, in the tokens of earlier requests too."""
+    old, new = [1, 2, 3] * 20, [1, 2, 4] * 12
+    drafter = Ngram(longest=2)
+    begun(drafter, [[*old, *new, 1, 2]])
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
+    drafter = Ngram(longest=2, memory=1000)
+    begun(drafter, [old])
+    begun(drafter, [[*new, 1, 2]])
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
 
 
 def test_ngram_without_a_match_decodes_plainly():

@@ -75,6 +75,8 @@ def allowed(row, ids):
     return [(row + ids.shape[0] + k) % VOCAB for k in range(4)]
 
 
+ENDING_ALIKE = [*((token, 9) for token in range(8)), (3, 4, 9), (9,)]
+
 PROCESSORS = {
     "repetition": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7)],
     "repetition, padding ignored": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 1]))],
@@ -83,6 +85,9 @@ PROCESSORS = {
     "min new tokens": lambda: [hf.MinNewTokensLengthLogitsProcessor(3, 3, 5)],
     "bad words": lambda: [hf.NoBadWordsLogitsProcessor([[4], [3, 4], [5, 6, 7]], eos_token_id=2)],
     "sequence bias": lambda: [hf.SequenceBiasLogitsProcessor([[[3, 4], 5.0], [[1], -4.0]])],
+    # Whichever of those that end alike is looked at last: it has not begun where another has.
+    "sequences that end alike": lambda: [hf.SequenceBiasLogitsProcessor(dict.fromkeys(ENDING_ALIKE, 5.0))],
+    "bad words that end alike": lambda: [hf.NoBadWordsLogitsProcessor(list(map(list, ENDING_ALIKE)))],
     "length decay": lambda: [hf.ExponentialDecayLengthPenalty((1, 1.3), 5, 3)],
     "forced end": lambda: [hf.ForcedEOSTokenLogitsProcessor(8, 5)],
     "prefix": lambda: [hf.PrefixConstrainedLogitsProcessor(allowed, 1)],

@@ -15,6 +15,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    PhiConfig,
     Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -25,11 +26,12 @@ from eval.oracle import Oracle
 from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.budget import CostTable
+from mmspec.loading import make_drafter
 from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
-from tests.targets import assert_trees_equal_paths, prompt_of
-from tests.tiny import random_tree, shared_model
+from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
+from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
@@ -321,6 +323,41 @@ def test_rows_ahead_of_others_stay_within_learned_positions():
         assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
 
 
+@pytest.mark.parametrize(("limit", "room"), [(512, 2), (10, 8)])
+def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, room):
+    """Eight nodes in sequence: beyond what is asked for but within the context, and the other way round."""
+    torch.manual_seed(0)
+    config = TEXT_CONFIGS["llama"]()
+    config.max_position_embeddings = limit
+    model, inputs = AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9)
+    target = TransformersTarget(model)
+    target.prefill(prompt_of(inputs), room)
+    tree = random_tree(torch.Generator().manual_seed(0), 3, 8, 90, ragged=False, shape="chain")
+    logits = target.forward_tree(tree).logits
+    for b in range(3):
+        expected = plain_logits(model, row_of(inputs, b), tree.tokens[b].tolist())[1:]
+        torch.testing.assert_close(logits[b], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("place", [None, 0, 1, 2])
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_every_end_token_ends_an_answer(place, drafter):
+    """One token, or a list in which the one that the model says stands anywhere, as ``generate`` takes them."""
+    model = copy.deepcopy(byte_model())
+    model.generation_config.eos_token_id = None
+    pipe = mmspec.Pipeline(TransformersTarget(model, byte_tokenizer()), make_drafter(drafter))
+    assert pipe.target.eos_token_ids == []
+    said = pipe.generate("abc", max_new_tokens=12, nodes=4).token_ids
+    last = next(token for token in said[4:] if token not in said[:4])
+    ends = [token for token in range(3, 9) if token not in said][:3]
+    if place is not None:
+        ends[place] = last
+    model.generation_config.eos_token_id = last if place is None else ends
+    assert pipe.target.eos_token_ids == ([last] if place is None else ends)
+    result = pipe.generate("abc", max_new_tokens=12, nodes=4)
+    assert (result.token_ids, result.finish_reason) == (said[: said.index(last) + 1], "stop")
+
+
 def test_weights_laid_out_for_few_rows_are_the_same_weights():
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(30, 8), "head": torch.nn.Linear(8, 30, bias=False)})
@@ -342,3 +379,15 @@ def test_a_narrow_head_gives_the_same_logits(ids, name):
     hidden = torch.randn(2, 3, 48)
     narrow = target.narrow_head(torch.tensor(ids))
     torch.testing.assert_close(narrow(hidden), target.head(hidden)[..., ids])
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90]])
+def test_a_narrow_head_has_its_part_of_the_bias(ids):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    )
+    model.get_output_embeddings().bias.data.normal_()
+    target = TransformersTarget(model)
+    hidden = torch.randn(2, 3, 48)
+    torch.testing.assert_close(target.narrow_head(torch.tensor(ids))(hidden), target.head(hidden)[..., ids])
