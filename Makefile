@@ -1,7 +1,8 @@
 # make caption   set up .venv and describe the sample image and the sample video
 # make test      run the tests          make slow   run those that take minutes
 # make browser   test the web demo in Chromium (the system's)
-# make lint      check style and types  make clean  remove .venv and caches
+# make lint      check style and types  make mutants  mutation score of the core's tests (resumable)
+# make clean     remove .venv and caches
 #
 # Variables: PYTHON (3.11 or newer), TORCH (requirement to install torch by, e.g. TORCH=torch==2.13.0).
 
@@ -18,7 +19,7 @@ TORCH ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2>/de
 # Packages that have code, for mypy.
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: caption test slow browser lint types format clean
+.PHONY: caption test slow browser mutants lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -26,7 +27,7 @@ caption: $(VENV)/.installed
 	$(BIN)/mmspec caption $(SAMPLES)/clip.mp4
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
-test slow browser: export OMP_NUM_THREADS ?= 1
+test slow browser mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
@@ -38,6 +39,10 @@ slow: $(VENV)/.tested
 browser: $(VENV)/.tested
 	$(PIP) install --quiet --editable ".[browser]"
 	$(BIN)/python -m pytest -n 0 -m browser tests/demos
+
+# FILES=mmspec/verify.py tries that file alone; see tests/mutation.toml.
+mutants: $(VENV)/.linted
+	$(BIN)/python tests/mutation.py $(FILES)
 
 lint: $(VENV)/.linted types
 	$(BIN)/ruff check .
@@ -51,7 +56,7 @@ format: $(VENV)/.linted
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build *.egg-info .mutants .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
