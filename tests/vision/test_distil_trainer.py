@@ -275,7 +275,7 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.
     for row in trained:
         step = row["step"]
         assert row["minutes"] == pytest.approx(step / 6, abs=1e-3)
-        assert row["rate"] == pytest.approx(1e-2 * rate((step - 1) / 12, step - 1, 2, 0.5))
+        assert row["rate"] == pytest.approx(1e-2 * rate((step - 1) / 12, step - 1, 2, 0.5), rel=1e-5)
     assert trainer(tmp_path / "parts", **plan).done
 
 
