@@ -33,7 +33,7 @@ from rich.table import Table
 import mmspec
 from eval.command import Measurement, console, print_result
 from eval.prompts import held_out_requests
-from eval.rounds import PLAIN, Way, measure
+from eval.rounds import PLAIN, Way, measure, ratios
 from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE, OUT_FOLDER
 from mmspec.drafter import fork
@@ -165,36 +165,29 @@ def compare(
     for way in ways:
         way.clear()
     measure(pipe, asked, ways, settings["rounds"], settings["max_new_tokens"])
-    tokens = [len(pipe.generate(**one, max_new_tokens=settings["max_new_tokens"]).token_ids) for one in asked]
     rows = []
     for cell in drafters:
         own, tree = free[cell], fixed[cell]
-        seconds = own.column("decoding")
         rows.append(
             {
                 **asdict(cell),
                 "mean_acceptance_length": statistics.mean(tree.lengths),
                 "tree_seconds": statistics.median(tree.column("tree")),
                 "adaptive_acceptance_length": statistics.mean(own.lengths),
-                "draft_seconds_per_token": sum(own.column("draft")) / sum(tokens),
-                "tokens_per_second": (sum(tokens) - len(tokens)) / sum(seconds),
-                "ratio_plain": _ratio(plain.column("decoding"), seconds),
+                "draft_seconds_per_token": sum(own.column("draft")) / sum(own.tokens),
+                "tokens_per_second": (sum(own.tokens) - len(asked)) / sum(own.column("decoding")),
+                "ratio_plain": statistics.median(ratios(plain, own, "decoding")),
                 "equal": tree.equal + own.equal,
                 "answers": 2 * len(asked),
             }
         )
     if MSD in drafters:
-        base = free[MSD].column("decoding")
         first = rows[list(drafters).index(MSD)]
         for cell, row in zip(drafters, rows, strict=True):
             row["draft_cost_to_msd"] = row["draft_seconds_per_token"] / first["draft_seconds_per_token"]
             row["tree_cost_to_msd"] = row["tree_seconds"] / first["tree_seconds"]
-            row["ratio_msd"] = _ratio(base, free[cell].column("decoding"))
+            row["ratio_msd"] = statistics.median(ratios(free[MSD], free[cell], "decoding"))
     return rows
-
-
-def _ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
 def summary(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -110,6 +110,7 @@ def record(target: TransformersTarget, request: Mapping[str, Any], ways: Sequenc
     """What was measured of the last prompt."""
     return {
         "new_tokens": len(ways[0].answers[-1]),
+        "tokens": {way.name: way.tokens[-1] for way in ways},
         "prompt_tokens": target.encode([request]).input_ids.shape[1],
         "seconds": {way.name: way.seconds[-1] for way in ways},
         "lengths": {way.name: way.lengths[-1] for way in ways},
@@ -123,6 +124,7 @@ def replay(names: Sequence[str], prompts: Sequence[Mapping[str, Any]]) -> list[W
     for way in ways:
         way.seconds = [prompt["seconds"][way.name] for prompt in prompts]
         way.lengths = [prompt["lengths"][way.name] for prompt in prompts]
+        way.tokens = [prompt["tokens"][way.name] for prompt in prompts]
         way.equal = sum(way.name not in prompt["differences"] for prompt in prompts)
     return ways
 
@@ -133,7 +135,8 @@ def _earlier(out: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
         found = json.loads(out.read_text()) if out is not None else {}
     except (OSError, ValueError):
         return []
-    return found["prompts"] if found.get("options") == options else []
+    same = found.get("options") == options and all("tokens" in prompt for prompt in found["prompts"])
+    return found["prompts"] if same else []
 
 
 @click.command(cls=Measurement)

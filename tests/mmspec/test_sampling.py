@@ -1,5 +1,7 @@
 """Processors on trees: each node must get what plain decoding would give the token after its own path."""
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -138,6 +140,23 @@ def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
             torch.testing.assert_close(ours[b, i], scores[0].softmax(-1))
 
 
+def test_a_history_as_long_as_an_ngram_is_one(monkeypatch):
+    """Of the tokens 5, 5 the second may not be followed by another 5 where no pair may come twice."""
+    tree, logits = TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)
+    (banned,) = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(2)], [[5, 5]], tree, logits)[0]
+    assert (banned == 0).nonzero().flatten().tolist() == [5]
+    (free,) = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(3)], [[5, 5]], tree, logits)[0]
+    assert (free > 0).all()
+
+
+@pytest.mark.parametrize(("history", "banned"), [([5, 6], 7), ([4, 5, 6], 7), ([6, 5], None), ([5, 5, 6, 7], None)])
+def test_the_last_token_of_a_sequence_is_banned_behind_the_others(history, banned, monkeypatch):
+    processor = hf.NoBadWordsLogitsProcessor([[5, 6, 7]], eos_token_id=2)
+    tree, logits = TokenTree.root(torch.tensor(history[-1:])), torch.zeros(1, 1, VOCAB)
+    (probs,) = processed(monkeypatch, [processor], [history], tree, logits)[0]
+    assert (probs < 1e-6).nonzero().flatten().tolist() == ([] if banned is None else [banned])
+
+
 def test_greedy_takes_the_processed_argmax():
     history, tree = histories_and_tree(0)
     logits = torch.zeros(3, tree.nodes, VOCAB)
@@ -171,6 +190,17 @@ def test_greedy_takes_the_first_of_equals(dtype):
 def test_values_out_of_range(keywords, message):
     with pytest.raises(UserError, match=message):
         SamplingParams(**keywords)
+
+
+def test_params_stay_as_they_were_checked():
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = -1.0
+
+
+def test_params_that_change_nothing_build_nothing():
+    assert list(SamplingParams(temperature=1.0).processors()) == []
+    (warper,) = SamplingParams(temperature=0.5).processors()
+    assert type(warper) is hf.TemperatureLogitsWarper
 
 
 def test_params_build_what_generate_builds():
@@ -230,10 +260,11 @@ def test_quantile_never_takes_an_impossible_token(uniform):
     assert (probs.gather(1, taken[:, None]) > 0).all()
 
 
+@pytest.mark.parametrize("nodes", [2, 40])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_tree_samples_what_single_tokens_would(seed):
+def test_a_tree_samples_what_single_tokens_would(seed, nodes):
     """Walking down the tree with the n-th number for the n-th new token, one node at a time, by a plain loop."""
-    history, tree = histories_and_tree(seed, nodes=40)
+    history, tree = histories_and_tree(seed, nodes=nodes)
     # Few tokens are likely, so that walks go deep.
     logits = 4.0 * torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
     logits.scatter_(2, tree.tokens[:, None, :].expand(-1, tree.nodes, -1), 3.0, reduce="add")

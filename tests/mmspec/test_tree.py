@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmspec import TokenTree
-from tests.tiny import random_tree, root_path
+from tests.tiny import random_tree, root_path, valid_nodes
 
 
 def tree(tokens, parents, **keywords):
@@ -23,6 +23,13 @@ def test_ancestors_and_depth_follow_parents(shape, nodes):
             assert int(drafted.depth[b, i]) == len(path) - 1
             deepest = max(deepest, len(path) - 1)
     assert drafted.max_depth == deepest
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_drafted_leaves_root_and_padding_out(ragged):
+    drafted = random_tree(torch.Generator().manual_seed(3), 4, 9, 90, ragged=ragged)
+    assert drafted.drafted == [len(valid_nodes(drafted, b)) - 1 for b in range(4)]
+    assert (drafted.drafted == [8] * 4) == (not ragged)
 
 
 def test_root_alone():
