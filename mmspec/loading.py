@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from mmspec import checkpoint, plugins
 from mmspec.drafter import Drafter
+from mmspec.drafters.union import Union
 from mmspec.errors import UserError
 from mmspec.support import lay_out_for_few_rows
 from mmspec.transformers_target import TransformersTarget
@@ -86,6 +87,7 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
     """A drafter from whatever ``mmspec.load`` takes as one.
 
     Args:
+            Names joined by + draft into one tree.
         home: the target's folder or name. ``"auto"`` takes the checkpoint in its ``drafter`` folder; a registered name
             takes that one if it is of this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
 
@@ -94,6 +96,12 @@ def make_drafter(drafter: Any, home: str = "") -> Drafter | None:
     """
     if drafter is None or drafter == "none":
         return None
+    if isinstance(drafter, str) and "+" in drafter and not os.path.exists(drafter):
+        names = drafter.split("+")
+        if {"", "none"} & set(names):
+            raise UserError(f"names joined by + must each be a drafter's: got {drafter!r}")
+        joined = [make_drafter(name, home) for name in names]
+        return Union([member for member in joined if member is not None])
     if isinstance(drafter, str | Path):
         drafter = _at_home(str(drafter), Path(home)) if home else drafter
         folder = Path("recycle" if drafter == "auto" else drafter)

@@ -19,7 +19,7 @@ from mmspec import plugins
 from mmspec.cli.hub import fail_fast_offline, is_on_hub
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, members
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling import SamplingParams
@@ -73,11 +73,10 @@ def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, 
 
 
 def drafter_name(drafter: Drafter | None) -> str | None:
-    """The name under which a drafter's class is registered."""
-    if drafter is None:
-        return None
-    home = f"{type(drafter).__module__}:{type(drafter).__qualname__}"
-    return next((entry.name for entry in plugins.registered("drafters") if entry.value == home), type(drafter).__name__)
+    """The name under which a drafter's class is registered; those of several joined by +."""
+    known = {entry.value: entry.name for entry in plugins.registered("drafters")}
+    classes = [type(member) for member in members(drafter)]
+    return "+".join(known.get(f"{cls.__module__}:{cls.__qualname__}", cls.__name__) for cls in classes) or None
 
 
 def as_object(
