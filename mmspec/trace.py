@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from torch import Tensor
 
 from mmspec.budget import Budget

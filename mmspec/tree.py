@@ -99,14 +99,15 @@ class TokenTree:
 
     @cached_property
     def path_probs(self) -> list[list[float]]:
-        """The probability of each drafted node's path by row, descending, on the host; padding and impossible nodes left
-        out. A drafter that has them there sets them, which spares a device-to-host copy."""
+        """By row, the probability of each drafted node's path, descending; padding and impossible nodes are left out.
+
+        A drafter that has them on the host sets them, which spares a device-to-host copy."""
         assert self.log_probs is not None, "the drafter has no probabilities"
         rows = self.log_probs[:, 1:].exp().tolist()
         return [[p for p in row[:drafted] if p > 0.0] for row, drafted in zip(rows, self.drafted, strict=True)]
 
     def first(self, nodes: int) -> TokenTree:
-        """The tree of the first ``nodes`` nodes, root included. Where ``log_probs`` are given, these are the likeliest."""
+        """The tree of the first ``nodes`` nodes, root included: where there are ``log_probs``, the likeliest ones."""
         if nodes >= self.nodes:
             return self
         if nodes == 1:
