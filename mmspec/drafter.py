@@ -35,8 +35,9 @@ class Drafter(Protocol):
         wide growing pays; the engine prunes the tree to its likeliest nodes by ``TokenTree.log_probs``."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """The target has verified the pruned ``tree``: ``step`` is its pass, ``verdict`` what was kept. The next pass may
-        overwrite the tensors of ``step``."""
+        """The target has verified the pruned ``tree``: ``step`` is its pass, ``verdict`` what was kept.
+
+        The next pass may overwrite the tensors of ``step``."""
 
 
 def build_tree(
