@@ -71,7 +71,9 @@ def decode(
         began = clock()
         budget.remaining = max(stopper.room(row.prompt_length) - len(row.token_ids) for row in alive) - 1
         drafting = drafter is not None and budget.drafts()
-        tree = drafter.propose(token, budget) if drafter is not None and drafting else TokenTree.root(token)
+        tree = TokenTree.root(token)
+        if drafter is not None and drafting:
+            tree = budget.prune(drafter.propose(token, budget))
         drafted = clock()
         step = target.forward_tree(tree)
         verdict = sampler.verify(history, tree, step.logits).only([row.finish_reason is None for row in rows])

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from mmspec import checkpoint, plugins
 from mmspec.checks import shown
 from mmspec.drafter import Drafter
+from mmspec.drafters.union import Union
 from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline, is_path
 from mmspec.support import from_pretrained, lay_out_for_few_rows
@@ -90,6 +91,7 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     """A drafter from whatever ``mmspec.load`` takes as one.
 
     Args:
+            Names joined by + draft into one tree.
         home: the target's folder or name. ``"auto"`` takes the checkpoint in its ``drafter`` folder; a registered name
             takes that one if it is of this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
         trust_remote_code: let a model that drafts run Python code that its folder brings along.
@@ -99,6 +101,12 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     """
     if drafter is None or drafter == "none":
         return None
+    if isinstance(drafter, str) and "+" in drafter and not os.path.exists(drafter):
+        names = drafter.split("+")
+        if {"", "none"} & set(names):
+            raise UserError(f"names joined by + must each be a drafter's: got {drafter!r}")
+        joined = [make_drafter(name, home) for name in names]
+        return Union([member for member in joined if member is not None])
     if isinstance(drafter, str | Path):
         drafter = _at_home(str(drafter), Path(home)) if home else drafter
         folder = Path("recycle" if drafter == "auto" else drafter)

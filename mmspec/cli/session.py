@@ -19,7 +19,7 @@ from rich.progress import Progress
 from mmspec import plugins
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, members
 from mmspec.errors import UserError
 from mmspec.hub import is_on_hub
 from mmspec.loading import make_drafter
@@ -98,11 +98,10 @@ def open_pipeline(
 
 
 def drafter_name(drafter: Drafter | None) -> str | None:
-    """The name under which a drafter's class is registered."""
-    if drafter is None:
-        return None
-    home = f"{type(drafter).__module__}:{type(drafter).__qualname__}"
-    return next((entry.name for entry in plugins.registered("drafters") if entry.value == home), type(drafter).__name__)
+    """The name under which a drafter's class is registered; those of several joined by +."""
+    known = {entry.value: entry.name for entry in plugins.registered("drafters")}
+    classes = [type(member) for member in members(drafter)]
+    return "+".join(known.get(f"{cls.__module__}:{cls.__qualname__}", cls.__name__) for cls in classes) or None
 
 
 def as_object(

@@ -142,9 +142,8 @@ class Recycle:
         if self._recycled is not None:
             return self._recycled.propose(token, budget)
         limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        grown = [best_first(last, self._successors, *limits) for last in self._last]
-        keep = budget.take([gains for _, _, gains in grown])
-        return build_tree(token, [(tokens[:keep], parents[:keep]) for tokens, parents, _ in grown])
+        found = [best_first(last, self._successors, *limits) for last in self._last]
+        return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         if self._recycled is not None:

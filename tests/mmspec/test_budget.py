@@ -1,8 +1,11 @@
 import random
 
 import pytest
+import torch
 
+from mmspec import TokenTree
 from mmspec.budget import AdaptiveBudget, Budget, CostTable, SteadyBudget
+from mmspec.drafter import build_tree
 
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
@@ -27,8 +30,11 @@ def test_a_fixed_budget_is_fixed(nodes):
     budget.remaining = 4
     assert budget.drafts() == (nodes > 0)
     assert budget.max_depth == 4
-    assert budget.take([[0.9] * 3, [0.9] * 12]) == min(nodes, 12)
-    assert budget.take([]) == 0
+    rows = [([5] * count, list(range(count))) for count in (3, 12)]
+    drafted = build_tree(torch.tensor([1, 2]), rows, [[0.9] * 3, [0.9] * 12])
+    assert budget.prune(drafted).drafted == [min(nodes, 3), min(nodes, 12)]
+    assert budget.prune(build_tree(torch.tensor([1, 2]), rows)).nodes == 13  # nothing tells which to keep
+    assert budget.prune(TokenTree.root(torch.tensor([1]))).nodes == 1
     budget.remaining = 0
     assert not budget.drafts()
 
@@ -246,7 +252,6 @@ def steady(cost, accepted, draft_seconds=0.1, steps=600, batch=1, **keywords):
     budget, chosen = SteadyBudget(cost, batch=batch, **keywords), []
     for _ in range(steps):
         size = budget.nodes if budget.drafts() else 0
-        assert budget.ahead() == budget.nodes
         chosen.append(size)
         path = list(range(min(accepted, size) + 1))
         spent = draft_seconds if size else 0.0

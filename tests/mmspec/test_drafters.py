@@ -78,7 +78,7 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
         0, lambda last: [(t, float(p[last, t]), t) for t in range(3)], depth, nodes, floor, width
     )
     assert gains == pytest.approx(expected)
-    tree = build_tree(torch.tensor([0]), [(tokens, parents)])
+    tree = build_tree(torch.tensor([0]), [(tokens, parents)], [gains])
     assert_well_formed(tree)
     chances = {path: c for c, path in every}
     assert [chances[tuple(path)] for path in paths(tree)] == pytest.approx(gains)
@@ -90,14 +90,7 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
 def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
     """A bigram drafter, two rows; a wide beam sees everything, so that the result is the best overall."""
     log_p = torch.randn(6, 6, generator=torch.Generator().manual_seed(depth)).log_softmax(-1)
-    shown = []
-
-    class Spy(Budget):
-        def take(self, gains):
-            shown.extend(gains)
-            return super().take(gains)
-
-    budget = Spy(nodes, depth)
+    budget = Budget(nodes, depth)
     budget.remaining = 99
     token = torch.tensor([0, 3])
     scores, ids = log_p.topk(top_k, dim=-1)
@@ -112,7 +105,7 @@ def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
                 chance, last = chance + float(log_p[last, token_id]), token_id
             found.append(chance)
         assert found == sorted(found, reverse=True)
-        assert torch.tensor(found).exp().tolist() == pytest.approx(shown[b][: len(found)], rel=1e-4)
+        assert torch.tensor(found).exp().tolist() == pytest.approx(tree.path_probs[b], rel=1e-4)
     expected = min(nodes, sum(top_k if level == 0 else top_k * top_k for level in range(depth)))
     assert tree.nodes == 1 + expected
 
@@ -342,13 +335,7 @@ def test_smalls_path_probabilities_are_its_own_models(top_k):
     drafter, target = Small(model, top_k=top_k), TransformersTarget(shared_model("llama"))
     drafter.attach(target)
     rows = [[5, 6, 7, 8], [9, 10, 11, 12]]
-    prompt, shown = Prompt(torch.tensor(rows)), []
-
-    class Spy(Budget):
-        def take(self, gains):
-            shown[:] = gains
-            return super().take(gains)
-
+    prompt = Prompt(torch.tensor(rows))
     step = target.prefill(prompt, 30)
     for row, token in zip(rows, (20, 21), strict=True):
         row.append(token)
@@ -357,10 +344,10 @@ def test_smalls_path_probabilities_are_its_own_models(top_k):
         for row in rows[: 1 if new == [40] else 2]:  # once, the second row has finished
             row += new
         token = torch.tensor([row[-1] for row in rows])
-        tree = drafter.propose(token, Spy(9, 3))
+        tree = drafter.propose(token, Budget(9, 3))
         assert_well_formed(tree)
         for b, row in enumerate(rows[: 1 if new == [40] else 2]):
-            for path, gain in zip(paths(tree, b), shown[b], strict=False):
+            for path, gain in zip(paths(tree, b), tree.path_probs[b], strict=True):
                 with torch.no_grad():
                     log_p = model(torch.tensor([row + path])).logits[0].log_softmax(-1)
                 expected = sum(float(log_p[len(row) - 1 + i, t]) for i, t in enumerate(path))
