@@ -128,7 +128,8 @@ class AdaptiveBudget(Budget):
 
     Args:
         cost: the target's verify time.
-        nodes, depth: as for ``Budget``; the limits within which to choose.
+        nodes: largest tree size to choose.
+        depth: as for ``Budget``.
         batch: rows of the batch.
     """
 
