@@ -26,15 +26,18 @@ class Turn:
     ``PATIENCE`` seconds.
 
     Args:
-        parts: the target and the drafter; None is skipped. What a drafter wraps (its ``drafter``) is held with it.
+        parts: the target and the drafter; None is skipped. What a drafter wraps (its ``drafter`` or
+            ``drafters``) is held with it.
     """
 
     def __init__(self, *parts: Any) -> None:
         self._parts: list[Any] = []
-        for part in parts:
-            while part is not None:
-                self._parts.append(part)
-                part = getattr(part, "drafter", None)
+        pending = [part for part in parts if part is not None]
+        while pending:
+            part = pending.pop()
+            self._parts.append(part)
+            wrapped = getattr(part, "drafter", None)
+            pending += [*getattr(part, "drafters", ()), *([wrapped] if wrapped is not None else [])]
         self._thread = threading.current_thread()
         self._paused_at: float | None = None
 
