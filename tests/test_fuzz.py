@@ -9,6 +9,8 @@ from mmspec.errors import UserError
 from tests import fuzz
 from tests.media_files import media_files
 from vision.decoding import DecodeError, Decoder
+from vision.images import load_image
+from vision.video import kind_of, load_video
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +23,12 @@ def ran(*options):
     return result.exit_code, json.loads(result.output.splitlines()[-1])
 
 
-def test_every_valid_file_is_decoded_in_process(files, monkeypatch):
-    from vision.decode_worker import _answer
-
-    request = {"name": None, "cwd": ".", "kind": None, "video": {"frames": 4}}
-    assert {kind for kind, data in files.items() if not _answer(request, data)[1]} == set()
+def test_every_valid_file_is_decoded(files):
+    for kind, data in files.items():
+        if kind_of(data) == "image":
+            assert load_image(data).width >= 16, kind
+        else:
+            assert len(load_video(data, frames=4).frames) == 4, kind
 
 
 def test_mutants_depend_on_seed_and_number(files):

@@ -53,6 +53,8 @@ def _limit(memory: int) -> None:
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent's end closes our input
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # what the parent ignores or blocks is inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))

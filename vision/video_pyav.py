@@ -5,15 +5,13 @@ from contextlib import ExitStack
 from fractions import Fraction
 
 import av
-import numpy as np
 from av.container import InputContainer
-from av.filter import Graph
-from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
 from mmspec.errors import UserError
+from vision.display_matrix import display_matrix
 from vision.images import flatten
 from vision.media import Media
 from vision.video_container import SEEKABLE, PacketScan, open_video
@@ -27,9 +25,6 @@ Picked = list[tuple[Fraction, Image.Image]]
 # How far a container may overstate its duration, in seconds and as a share, before it counts as cut short.
 _SLACK_SECONDS = Fraction(1, 2)
 _SLACK_SHARE = Fraction(1, 100)
-
-_DISPLAY_MATRIX = 6  # AV_FRAME_DATA_DISPLAYMATRIX of libavutil/frame.h
-_OTHER_SIDE_DATA = [kind for kind in range(64) if kind != _DISPLAY_MATRIX]
 
 
 def pick_with_pyav(media: Media, choose: Choose) -> tuple[Picked, Fraction]:
@@ -208,7 +203,7 @@ def _upright(frame: VideoFrame) -> Image.Image:
         image = flatten(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
         image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-    matrix = _display_matrix(frame)
+    matrix = display_matrix(frame)
     if matrix is None:
         return image
     # ISO 14496-12, 8.5.2: (x, y, 1) times the matrix, 16.16 fixed point: x' = a x + c y, y' = b x + d y.
@@ -222,34 +217,3 @@ def _upright(frame: VideoFrame) -> Image.Image:
     if d < 0:
         image = image.transpose(turn.FLIP_TOP_BOTTOM)
     return image
-
-
-def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
-    """The 9 values of a frame's display matrix; None without one.
-
-    `frame.side_data` frees metadata that FFmpeg frees again (the name of an ICC profile, PyAV 14 to 19), which ends the
-    process, and raises for types of side data that PyAV does not list. FFmpeg's own filter removes the other types.
-    """
-    if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
-        return None
-    bare = _filtered(frame, [f"mode=delete:type={kind}" for kind in _OTHER_SIDE_DATA])
-    assert bare is not None
-    matrix = bare.side_data.get("DISPLAYMATRIX")
-    assert isinstance(matrix, SideData)
-    return np.frombuffer(bytes(matrix), np.int32)
-
-
-def _filtered(frame: VideoFrame, steps: list[str]) -> VideoFrame | None:
-    """A frame after FFmpeg's `sidedata` filter, once per step; None if a step drops it."""
-    graph = Graph()
-    source = graph.add_buffer(
-        width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)
-    )
-    graph.link_nodes(source, *(graph.add("sidedata", step) for step in steps), graph.add("buffersink")).configure()
-    graph.push(frame)
-    try:
-        filtered = graph.pull()
-    except av.BlockingIOError:
-        return None
-    assert isinstance(filtered, VideoFrame)
-    return filtered

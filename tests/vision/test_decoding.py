@@ -175,6 +175,17 @@ def test_a_fault_costs_one_file(tmp_path, faulty, fault, cause, message):
     assert len(children()) == 1
 
 
+@pytest.fixture(params=["default", "blocked", "ignored"])
+def alarm(request):
+    """What this process, and so a worker at its start, does with the signal of the time limit."""
+    handler = signal.signal(signal.SIGALRM, signal.SIG_IGN if request.param == "ignored" else signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM} if request.param == "blocked" else ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGALRM, handler)
+
+
+@pytest.mark.usefixtures("alarm")
 def test_a_hang_ends_at_the_limit(tmp_path, faulty):
     faulty.seconds = 0.5
     start = time.monotonic()
