@@ -17,7 +17,8 @@ from demos.questions import LARGEST_UPLOAD
 from demos.storage import Uploads
 
 _API = "/gradio_api"
-_POSTS = ("/upload", "/queue/join", "/call", "/cancel", "/reset", "/login")
+_POSTS = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
+_CALLS = ("/call/", "/run/")  # and a name; "/run" serves what the page does without the queue
 _CLOSED = ("/proxy=", "/deep_link", "/stream", "/custom_component")
 _LARGEST_FORM = 64 * 2**10  # bytes of an upload beside its file
 _LARGEST_QUESTION = 2**20  # bytes of any other request
@@ -61,7 +62,7 @@ class Gate:
         return (404, "not found") if route.startswith(_CLOSED) else (0, "")
 
     def _post_refused(self, route: str, headers: Headers) -> tuple[int, str]:
-        if route not in _POSTS and not route.startswith("/call/"):
+        if route not in _POSTS and not route.startswith(_CALLS):
             return 404, "not found"
         length = headers.get("content-length", "")
         if not length.isascii() or not length.isdigit() or "transfer-encoding" in headers:

@@ -210,7 +210,7 @@ def test_files_outside_of_the_uploads_are_not_served(address):
         ("GET", "stream/a/0/1/playlist.m3u8"),
         ("POST", "process_recording"),
         ("POST", "component_server"),
-        ("POST", "run/generate"),
+        ("POST", "api/generate"),
         ("POST", "stream/a"),
         ("POST", "vibe-edit"),
     ],
