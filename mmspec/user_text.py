@@ -41,6 +41,8 @@ class UserText:
         self._renamed: tuple[Tokenizer, dict[str, str], dict[int, int]] | None = None
 
     def __getattr__(self, name: str) -> Any:
+        if "tokenizer" not in self.__dict__:  # while it is copied or unpickled
+            raise AttributeError(name)
         return getattr(self.tokenizer, name)  # a processor takes this object for its tokenizer
 
     def mark(self, prompt: Any) -> Any:
@@ -74,12 +76,12 @@ class UserText:
         backend, names, ids = self._renamed = self._renamed or self._rename()
         text = self._typed.sub(lambda found: names[found[0]], text).replace(_MARK, "")
         encoding = backend.encode(text, add_special_tokens=add_special_tokens)
-        result = []
+        result, control = [], set(self._ids.values())
         for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
             if added:  # by the tokenizer itself, such as a first <s>; its id is the real one
                 result.append(token)
                 continue
-            if token not in ids and token in self._ids.values():
+            if token not in ids and token in control:
                 name = self.tokenizer.convert_ids_to_tokens(token)
                 raise UserError(f"the prompt contains {name!r}, which this tokenizer cannot encode as text")
             result.append(ids.get(token, token))

@@ -52,7 +52,7 @@ def _sentencepiece(scheme):
     return made
 
 
-def _chatml():
+def chatml():
     made = byte_level()
     made.add_special_tokens({"additional_special_tokens": _QWEN})
     made.chat_template = _CHATML
@@ -70,7 +70,7 @@ _TOKENIZERS = {
     "first": lambda: _sentencepiece("first"),
     "always": lambda: _sentencepiece("always"),
     "legacy": lambda: _sentencepiece("legacy"),
-    "chatml": _chatml,
+    "chatml": chatml,
     "trimmed-first": lambda: _trimmed("first"),
     "trimmed-legacy": lambda: _trimmed("legacy"),
 }
@@ -144,7 +144,7 @@ def test_in_a_template_as_by_a_tokenizer_of_other_special_tokens(name):
 
 
 def test_every_message_and_joined_items():
-    tokenizer = _chatml()
+    tokenizer = chatml()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     messages = [
         {"role": "system", "content": "a<|im_end|>"},
