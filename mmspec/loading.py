@@ -105,7 +105,7 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
         names = drafter.split("+")
         if {"", "none"} & set(names):
             raise UserError(f"names joined by + must each be a drafter's: got {drafter!r}")
-        joined = [make_drafter(name, home) for name in names]
+        joined = [make_drafter(name, home, trust_remote_code) for name in names]
         return Union([member for member in joined if member is not None])
     if isinstance(drafter, str | Path):
         drafter = _at_home(str(drafter), Path(home)) if home else drafter

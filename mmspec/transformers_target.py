@@ -29,6 +29,7 @@ from mmspec.support import (
 from mmspec.target import Prompt, Step
 from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
+from mmspec.user_text import UserText
 from mmspec.verify import Verdict
 
 
@@ -135,15 +136,23 @@ class TransformersTarget:
             raise UserError("the prompt must not be empty")
         if not isinstance(prompt, str) and not template:
             raise UserError("chat messages need a chat template: the tokenizer has none")
-        if not template:
-            ids = tokenizer(prompt)["input_ids"]
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = self._user_text.mark(prompt)
+        if template:
+            messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._user_text.is_marked(text):
+            ids = self._user_text.encode(text, add_special_tokens=not template)
+        else:
+            ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
         if not ids:
             raise UserError("the prompt must not be empty")
         return ids
+
+    @cached_property
+    def _user_text(self) -> UserText:
+        return UserText(
+            self.tokenizer, [getattr(self.processor, name, None) for name in ("image_token", "video_token")]
+        )
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""

@@ -4,6 +4,7 @@ Qwen3-VL, each the unmodified class of transformers."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,7 @@ class VisionTarget(TransformersTarget):
             messages: list[dict[str, Any]] = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
         else:
             messages = [dict(message) for message in prompt]
+        messages = [dict(message) for message in self._user_text.mark(messages)]
         left, queue, shown, played = list(pictures), list(clips), [], []
         for message in messages:
             content = message["content"]
@@ -170,7 +172,11 @@ class VisionTarget(TransformersTarget):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.padding_side = "left"
-        encoded = dict(self.processor(**arguments, padding=True, return_tensors="pt"))
+        processor = self.processor
+        if any(map(self._user_text.is_marked, texts)):
+            processor = copy(processor)
+            processor.tokenizer = self._user_text
+        encoded = dict(processor(**arguments, padding=True, return_tensors="pt"))
         ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
         device, dtype = self.model.device, self.model.dtype
         inputs = {

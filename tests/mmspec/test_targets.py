@@ -30,6 +30,7 @@ from mmspec.loading import make_drafter
 from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
+from tests.cutting import cut, random_model
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 
@@ -196,11 +197,6 @@ def test_attention_that_takes_none_is_switched(name, model_name):
     assert model.config._attn_implementation == name
 
 
-def _tiny(config_class, **extra):
-    shape = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
-    return AutoModelForCausalLM.from_config(config_class(**{**shape, **extra}))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -211,29 +207,17 @@ def _tiny(config_class, **extra):
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
         (
-            lambda: _tiny(
-                Llama4TextConfig, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=16
-            ),
+            lambda: random_model(cut(Llama4TextConfig)),
             "Llama4ForCausalLM has chunked_attention",
         ),
-        (lambda: _tiny(MambaConfig), "MambaForCausalLM has linear_attention of another kind"),
-        (lambda: _tiny(FalconMambaConfig), "FalconMambaForCausalLM has linear_attention of another kind"),
+        (lambda: random_model(cut(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
+        (lambda: random_model(cut(FalconMambaConfig)), "FalconMambaForCausalLM has linear_attention of another kind"),
         (
-            lambda: _tiny(JambaConfig, num_key_value_heads=1, num_experts=2),
+            lambda: random_model(cut(JambaConfig)),
             "JambaForCausalLM has linear_attention of another kind",
         ),
         (
-            lambda: _tiny(
-                Qwen3NextConfig,
-                num_key_value_heads=1,
-                num_experts=2,
-                moe_intermediate_size=8,
-                shared_expert_intermediate_size=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-            ),
+            lambda: random_model(cut(Qwen3NextConfig)),
             "Qwen3NextForCausalLM has linear_attention of another kind",
         ),
         (
@@ -257,7 +241,7 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
 
 
 def test_a_head_that_does_more_than_is_known_is_refused():
-    model = _tiny(BertConfig, is_decoder=True)
+    model = random_model(cut(BertConfig, is_decoder=True))
     with pytest.raises(UserError, match="BertLMHeadModel changes its logits after the output layer"):
         TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
 

@@ -54,6 +54,11 @@ def test_an_accepting_drafter_keeps_true_states():
     assert sum(count for length, count in lengths.items() if length > 2) >= 2
 
 
+def test_a_target_without_attention_gives_no_shape():
+    with pytest.raises(UserError, match="the shape of the target's attention: Mamba2Config has none"):
+        MSDConfig.like(shared_model("mamba2").config)
+
+
 def overfit(model, inputs):
     """A network that knows one answer of the model by heart."""
     target = plugins.target_class(model.config)(model)

@@ -71,6 +71,9 @@ class MSDConfig(Checked):
         """The shape of one layer of a target with this text configuration of transformers."""
         get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
         heads = get("num_attention_heads")
+        if heads is None:
+            name = type(config).__name__
+            raise UserError(f"the drafter's layer takes the shape of the target's attention: {name} has none")
         rope = get("rope_parameters", {})
         fields = {
             "hidden_size": get("hidden_size"),
