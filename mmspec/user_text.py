@@ -92,13 +92,16 @@ class UserText:
         text: str | Sequence[str],
         *,
         padding: Any = False,
+        padding_side: str | None = None,
         return_tensors: str | None = None,
         add_special_tokens: bool = True,
         **_: Any,
     ) -> Any:
         """As the tokenizer, for the processor that calls it."""
         rows = [self.encode(row, add_special_tokens) for row in ([text] if isinstance(text, str) else text)]
-        return self.tokenizer.pad({"input_ids": rows}, padding=padding, return_tensors=return_tensors)
+        return self.tokenizer.pad(
+            {"input_ids": rows}, padding=padding, padding_side=padding_side, return_tensors=return_tensors
+        )
 
     def _marked(self, text: str) -> str:
         return self._typed.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from PIL import Image
 
+from mmspec.checks import number, optional, whole
 from mmspec.errors import UserError
 from vision.images import still_format
 from vision.media import Media, resolve
@@ -27,6 +28,9 @@ Backend = Literal["pyav", "decord"]
 DEFAULT_FRAMES = 8
 MAX_FRAMES = 512
 """Most frames picked from one video; at 1080p each holds 6 MB."""
+
+FRAMES = optional(whole(1, MAX_FRAMES))
+FPS = optional(number("a number > 0", lambda rate: rate > 0))
 
 _VIDEO_FORMATS = frozenset({"GIF", "PNG"})  # animated ones, as Pillow names them
 
@@ -75,10 +79,7 @@ def load_video(
     """
     if backend not in get_args(Backend):
         raise UserError(f"backend must be one of {', '.join(get_args(Backend))}: received {backend!r}")
-    if frames is not None and not 1 <= frames <= MAX_FRAMES:
-        raise UserError(f"frames must lie in 1..{MAX_FRAMES}: received {frames}")
-    if fps is not None and not 0 < fps < float("inf"):
-        raise UserError(f"fps must be a positive number: received {fps}")
+    frames, fps = FRAMES.check("frames", frames), FPS.check("fps", fps)
     media = resolve(source, expected="a video", name=name)
     kind = _kind(media)
     if kind == "image":

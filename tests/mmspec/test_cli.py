@@ -190,7 +190,7 @@ def test_mistakes_found_without_a_model(run: Run, args: list[str], expected: lis
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--stop", ""], ["stop strings must not be empty"]),
+        (["--stop", ""], ["stop must be", "none of them empty"]),
         (["--device", "toaster"], ["device", "'toaster'"]),
         (["--device", "meta"], ["device", "'meta'"]),
         (["--drafter", "psychic"], ["unknown drafter", "ngram", "'psychic'"]),

@@ -452,10 +452,11 @@ def test_what_is_not_a_video(tmp_path: Path) -> None:
 
 def test_options_out_of_range(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(50))
-    refused(path, f"frames must lie in 1..{MAX_FRAMES}: received 0", frames=0)
-    refused(path, "received 513", frames=513)
+    refused(path, f"frames must be None or a whole number in [1, {MAX_FRAMES}]: got 0", frames=0)
+    refused(path, "got 513", frames=513)
+    refused(path, "got '8'", frames="8")
     for fps in (0.0, -1.0, float("nan"), float("inf")):
-        refused(path, "fps must be a positive number", fps=fps)
+        refused(path, "fps must be None or a number > 0", fps=fps)
     refused(path, "is 5000 frames: expected at most 512", fps=1000.0)
     refused(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
 
