@@ -63,7 +63,7 @@ def assert_trees_equal_paths(
     for b in range(batch):
         torch.testing.assert_close(step.logits[b, 0], plain_logits(model, rows[b], [])[-1], **close)
     for number in range(steps):
-        drafted = random_tree(g, batch, 1 if number == 1 else nodes, 90, shape=shape)
+        drafted = random_tree(g, batch, 1 if number == 1 else nodes, 90, shape=shape, ragged=shape == "random")
         tree = TokenTree(drafted.tokens + 3, drafted.parents, drafted.valid)
         logits = target.forward_tree(tree).logits
         choices = torch.full_like(tree.tokens, -1)

@@ -19,8 +19,8 @@ from tests.tiny import root_path, valid_nodes
 class Watched(Budget):
     """Some steps are not drafted at all, others are shallow."""
 
-    def __init__(self, nodes, skip=()):
-        super().__init__(nodes, depth=4)
+    def __init__(self, nodes, depth, skip):
+        super().__init__(nodes, depth)
         self.skip, self.step = skip, 0
 
     def drafts(self):
@@ -28,7 +28,7 @@ class Watched(Budget):
         return super().drafts() and self.step not in self.skip
 
 
-def check_drafts(model, inputs, drafter, gains, *, nodes=7, skip=(), new=12, params=None):
+def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), new=12, params=None):
     """Decode; every node of every tree must have been given the probability that ``gains`` finds, and greedy output
     must be that of transformers.
 
@@ -41,7 +41,7 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, skip=(), new=12, par
     """
     target = plugins.target_class(model.config)(model)
     drafter.attach(target)
-    budget, trees = Watched(nodes, skip), []
+    budget, trees = Watched(nodes, depth, skip), []
     propose = drafter.propose
     drafter.propose = lambda token, b: trees.append(propose(token, b)) or trees[-1]
     sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)

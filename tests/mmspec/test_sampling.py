@@ -89,7 +89,7 @@ PROCESSORS = {
     "sequence bias": lambda: [hf.SequenceBiasLogitsProcessor([[[3, 4], 5.0], [[1], -4.0]])],
     # Whichever of those that end alike is looked at last: it has not begun where another has.
     "sequences that end alike": lambda: [hf.SequenceBiasLogitsProcessor(dict.fromkeys(ENDING_ALIKE, 5.0))],
-    "bad words that end alike": lambda: [hf.NoBadWordsLogitsProcessor(list(map(list, ENDING_ALIKE)))],
+    "bad words that end alike": lambda: [hf.NoBadWordsLogitsProcessor(list(map(list, ENDING_ALIKE[:-1])))],
     "length decay": lambda: [hf.ExponentialDecayLengthPenalty((1, 1.3), 5, 3)],
     "forced end": lambda: [hf.ForcedEOSTokenLogitsProcessor(8, 5)],
     "prefix": lambda: [hf.PrefixConstrainedLogitsProcessor(allowed, 1)],

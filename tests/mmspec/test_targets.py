@@ -240,10 +240,18 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
         TransformersTarget(shared_model("bamba"))
 
 
-def test_a_head_that_does_more_than_is_known_is_refused():
-    model = random_model(cut(BertConfig, is_decoder=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_head_that_does_more_than_is_known_is_refused(dtype):
+    torch.manual_seed(0)
+    model = random_model(cut(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel changes its logits after the output layer"):
         TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_head_that_is_known_is_taken_in_half_precision(name, dtype):
+    TransformersTarget(text_model(name).to(dtype)).prefill(Prompt(torch.tensor([[5, 6]])), 4)
 
 
 def test_no_adapter():
