@@ -55,8 +55,10 @@ def main(files: tuple[str, ...], minutes: float | None, mutants: int | None, fre
     if unknown := set(files) - set(config["files"]):
         raise click.UsageError(f"files must be listed in {CONFIG.name}: received {', '.join(sorted(unknown))}")
     os.nice(19)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on from here"))
     end = time.monotonic() + 60 * minutes if minutes else float("inf")
-    sys.path.remove(str(CONFIG.parent))  # or tests would import helpers from here, not from the copy
+    # Tests must import helpers from the copy, not from beside this file.
+    sys.path[:] = [path for path in sys.path if path != str(CONFIG.parent)]
     import pytest  # noqa: F401  imported once: every mutant's process is forked from this one
     import transformers  # noqa: F401
 
@@ -174,11 +176,13 @@ def _passes(tests: Sequence[str], copy: Path, limit: float) -> tuple[bool, float
     start = time.monotonic()
     process = multiprocessing.get_context("fork").Process(target=_test, args=(tests, copy))
     process.start()
-    process.join(limit)
-    late = process.is_alive()
     assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):  # what the tests have started ends with them
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.join(limit)
+        late = process.is_alive()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what the tests have started ends with them
+            os.killpg(process.pid, signal.SIGKILL)
     process.join()
     return not late and process.exitcode == 0, time.monotonic() - start
 
@@ -187,6 +191,7 @@ def _test(tests: Sequence[str], copy: Path) -> None:
     import pytest
 
     os.setpgrp()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(copy)
     sys.path.insert(0, str(copy))
     # A mutant may have the size and, to the second, the age of the one before: its bytecode must not be taken.

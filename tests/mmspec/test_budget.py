@@ -17,6 +17,15 @@ def test_costs_are_interpolated_and_carried_on():
     assert [table(n) for n in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 2.75, 3.0, 3.5])
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 2])
+def test_times_are_positive_and_finite(seconds, place):
+    times = [1.0, 2.0, 3.0]
+    times[place] = seconds
+    with pytest.raises(ValueError, match="times must be positive"):
+        CostTable((1, 2, 4), tuple(times))
+
+
 def test_width_is_the_cheapest_that_fits():
     dear_when_small = CostTable((1, 2, 4, 8, 16), (1.4, 1.5, 1.2, 1.0, 1.3))
     assert [dear_when_small.width(n) for n in (1, 2, 4, 8, 9, 16, 40)] == [8, 8, 8, 8, 9, 16, 40]

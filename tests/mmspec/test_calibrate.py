@@ -116,10 +116,20 @@ def test_other_threads_software_and_processors_are_measured_apart(target, measur
         assert len(measured) == len(list(calibrate.cache_folder().iterdir())) == count
 
 
-def test_a_real_measurement(target):
-    table = calibrate.measure(target, prefix=8, seconds=0.01)
-    assert table.tokens == calibrate.SIZES
-    assert all(0 < seconds < 5 for seconds in table.seconds)
+def test_a_measurement_is_the_median_pass_of_each_size(target, monkeypatch):
+    """Three rounds; a pass over n nodes takes n seconds, in the first round ten times that."""
+    now, forward, passes = [0.0], target.forward_tree, []
+
+    def timed(tree):
+        now[0] += tree.nodes * (10.0 if len(passes) < len(calibrate.SIZES) else 1.0)
+        passes.append(tree.nodes)
+        return forward(tree)
+
+    monkeypatch.setattr(calibrate, "clock", lambda: now[0])
+    monkeypatch.setattr(target, "forward_tree", timed)
+    table = calibrate.measure(target, prefix=8, seconds=1.0)
+    assert passes == list(calibrate.SIZES) * 3
+    assert table == CostTable(calibrate.SIZES, tuple(map(float, calibrate.SIZES)))
 
 
 def test_prefix_leaves_room_within_the_context(monkeypatch):

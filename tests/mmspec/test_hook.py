@@ -207,7 +207,7 @@ def test_an_iterator_streamer_gives_the_same_text():
     tokenizer, inputs, options = scripted(TEXT)
 
     def streamed(generate):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
         thread = threading.Thread(target=generate, kwargs={**inputs, **options, "streamer": streamer})
         thread.start()
         pieces = list(streamer)
