@@ -118,7 +118,8 @@ class PassAttention:
         # A decoder's layers may have been given a copy of the configuration.
         found = (getattr(module, "config", None) for module in decoder.modules())
         configs = [one for one in found if getattr(one, "_attn_implementation", None) == usual]
-        self._configs: list[Any] = list({id(one): one for one in [config, *configs]}.values())
+        # Their attributes, as a configuration's own way of setting one would take a percent of a small model's pass.
+        self._settings: list[dict[str, Any]] = list({id(one): vars(one) for one in [config, *configs]}.values())
         with _NEW_LOCK:
             self._lock = _LOCKS.setdefault(decoder, threading.RLock())
 
@@ -130,15 +131,16 @@ class PassAttention:
         """While one pass runs. Passes through one decoder, of whichever target, wait for each other: they share its
         configuration and its hooks."""
         with self._lock:
-            usual = [config._attn_implementation_internal for config in self._configs]
+            usual = [settings[_SETTING] for settings in self._settings]
             try:
-                for config in self._configs:
-                    config._attn_implementation_internal = self.name
+                for settings in self._settings:
+                    settings[_SETTING] = self.name
                 yield
             finally:
-                for config, name in zip(self._configs, usual, strict=True):
-                    config._attn_implementation_internal = name
+                for settings, name in zip(self._settings, usual, strict=True):
+                    settings[_SETTING] = name
 
 
+_SETTING = "_attn_implementation_internal"  # what ``set_attn_implementation`` writes
 _LOCKS: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()  # by decoder
 _NEW_LOCK = threading.Lock()
