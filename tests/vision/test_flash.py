@@ -90,7 +90,7 @@ def test_trees_deeper_than_several_passes(slots):
     drafter, deepest = Flash(network, top_k=1, depth=depth), []
     propose = drafter.propose
     drafter.propose = lambda *asked: deepest.append(propose(*asked)) or deepest[-1]
-    check(model, vision_inputs("llava", 2), drafter, nodes=depth, depth=depth, new=depth + 6)
+    check(model, vision_inputs("llava"), drafter, nodes=depth, depth=depth, new=depth + 2)
     assert max(tree.max_depth for tree in deepest) == depth
 
 
