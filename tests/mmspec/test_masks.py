@@ -61,6 +61,9 @@ def test_masks_equal_a_loop(lengths, padding, window, earlier):
     mask = tree_mask(config(window), cache, depth, tail, reach, torch.float32)
     assert torch.equal(mask, expected)
     assert torch.equal(tail_mask(config(window), depth, tail, reach), expected[..., cache.length :])
+    for other in ("custom", "mmspec_tree"):
+        found = tree_mask(config(window, attention=other), cache, depth, tail, reach, torch.bfloat16)
+        assert torch.equal(found, expected)
     added = tree_mask(config(window, attention="eager"), cache, depth, tail, reach, torch.bfloat16)
     assert added.dtype == torch.bfloat16
     assert torch.equal(added == 0, expected)

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process as hf
 
 import mmspec.sampling
-from mmspec import SamplingParams, TokenTree, UserError
+from mmspec import SamplingParams, TokenTree, UserError, verify
 from mmspec.sampling import Sampler, quantile
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
@@ -185,6 +185,7 @@ def test_greedy_takes_the_first_of_equals(dtype):
         ({"top_k": 2.5}, "top_k must be a whole number >= 0: got 2.5"),
         ({"min_p": 1.1}, r"min_p must be in \[0, 1\]: got 1.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0: got 0.0"),
+        ({"repetition_penalty": -1.5}, "repetition_penalty must be > 0: got -1.5"),
     ],
 )
 def test_values_out_of_range(keywords, message):
@@ -242,6 +243,20 @@ def test_one_generator_decides_the_draws():
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_trees_are_verified_with_each_nodes_processed_distribution(seed):
+    history, tree = histories_and_tree(seed)
+    g = torch.Generator().manual_seed(seed)
+    logits, q = torch.randn(2, 3, tree.nodes, VOCAB, generator=g)
+    drawn = TokenTree(tree.tokens, tree.parents, tree.valid, q.softmax(-1))
+    processors = [hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(9)]
+    scores = logits / 0.5
+    kept = scores >= scores.topk(9).values[..., -1:]
+    expected = verify(drawn, scores.where(kept, -torch.inf).softmax(-1), generator=torch.Generator().manual_seed(seed))
+    sampler = Sampler(processors, do_sample=True, generator=torch.Generator().manual_seed(seed))
+    assert sampler.verify(history, drawn, logits).host == expected.host
 
 
 def test_quantile_takes_each_token_as_often_as_it_is_probable():
