@@ -28,10 +28,20 @@ SHOWN = ("torch", "transformers", "numpy", "av", "gradio", "triton")
 
 
 def find(version: str) -> str | None:
-    """The interpreter of this version on this machine, or None."""
-    command = [UV, "python", "find", "--system", "--no-python-downloads", version]
-    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    """An interpreter of this version that can create environments: on the path, pyenv's or uv's; None without one."""
+    home = Path.home()
+    roots = (
+        Path(os.environ.get("PYENV_ROOT", home / ".pyenv"), "versions"),
+        home / ".local" / "share" / "uv" / "python",
+    )
+    installed = [path for root in roots for path in root.glob(f"*{version}.*/bin/python{version}")]
+    for python in filter(None, (shutil.which(f"python{version}"), *map(str, sorted(installed)))):
+        # A shim on the path may have nothing behind it.
+        command = [python, "-c", "import ensurepip, sys, venv; print(sys.executable)"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return None
 
 
 def oldest(python: str, out: Path) -> Path:
