@@ -7,10 +7,15 @@ import json
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 OPTIONAL = ("accelerate", "gradio", "datasets", "matplotlib", "pycocoevalcap", "tensorboard", "ray", "decord")
 for name in OPTIONAL:
     sys.modules[name] = None  # type: ignore[assignment]
+# Processes that decode videos import decord anew.
+hidden = TemporaryDirectory()
+Path(hidden.name, "decord.py").write_text("raise ModuleNotFoundError('No module named decord', name='decord')")
+sys.path.insert(0, hidden.name)
 
 from mmspec.cli import main  # noqa: E402
 from vision.embedded import samples  # noqa: E402

@@ -20,7 +20,6 @@ from mmspec import plugins
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafter import Drafter, members
-from mmspec.errors import UserError
 from mmspec.hub import is_on_hub
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
@@ -69,8 +68,6 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     keywords = {name: options[name] for name in GENERATING}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
-    if not all(keywords["stop"]):
-        raise UserError("stop strings must not be empty: got --stop ''")
     return keywords
 
 

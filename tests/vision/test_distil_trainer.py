@@ -573,8 +573,8 @@ def test_the_most_frequent_tokens_come_first() -> None:
     [
         (["--steps", "1", "--minutes", "1"], "one of steps, minutes and epochs: received"),
         (["--held-out", "24"], "held-out must leave conversations to train on: there are 24, received 24"),
-        (["--heads", "3"], "heads must be a multiple of kv-heads: received 3 and 2"),
-        (["--head-dim", "7"], "head-dim must be even: received 7"),
+        (["--heads", "3"], "kv_heads must divide heads: got 2 for 3"),
+        (["--head-dim", "7"], "head_dim must be even, as rotary positions turn pairs: got 7"),
         (["--device", "gpu"], "device must be auto, cpu or cuda: received 'gpu'"),
         (["--dtype", "bfloat16", "--precision", "float32"], "precision float32 needs a target in float32"),
     ],

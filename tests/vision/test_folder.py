@@ -241,7 +241,7 @@ def test_an_embedded_model_states_what_it_was_trained_on(tmp_path, monkeypatch, 
     [
         ([], "is a folder: expected --out FILE"),
         (["--out", "x.jsonl", "--prompt", " "], "the prompt must not be empty"),
-        (["--out", "x.jsonl", "--stop", ""], "stop strings must not be empty"),
+        (["--out", "x.jsonl", "--stop", ""], "stop must be text or a list of texts, none of them empty"),
         (["--out", "x.jsonl", "--temperature", "1e-9"], "temperature must be 0 or >= 0.0001"),
         (["--out", "x.jsonl", "--compare"], "--compare and --json are for one file"),
         (["--out", "x.jsonl"], "expected images or videos, there are no files"),
