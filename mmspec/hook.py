@@ -165,9 +165,10 @@ def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str
     return wrapper
 
 
-GenerationMixin._extract_generation_mode_kwargs = _hand_over(  # type: ignore[method-assign]
-    GenerationMixin._extract_generation_mode_kwargs
-)
+if hasattr(GenerationMixin, "_extract_generation_mode_kwargs"):  # a private method: a release may lack it
+    GenerationMixin._extract_generation_mode_kwargs = _hand_over(  # type: ignore[method-assign]
+        GenerationMixin._extract_generation_mode_kwargs
+    )
 
 
 def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt:

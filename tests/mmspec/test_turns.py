@@ -13,6 +13,7 @@ import mmspec
 from mmspec import Pipeline, UserError, turns
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.union import Union
 from mmspec.trace import Traced
 from mmspec.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -248,3 +249,13 @@ def test_a_drafter_follows_the_pipeline_that_uses_it():
     pipes = [pipeline(drafter), pipeline(drafter)]
     for using in (*pipes, *pipes):
         using.generate(PROMPTS[1], **KEYWORDS)
+
+
+def test_members_of_a_union_are_held_with_it():
+    shared = Recycle()
+    first, second = pipeline(Union([shared, Ngram()])), pipeline(shared)
+    stream = begun(first)
+    with pytest.raises(UserError, match=UNFINISHED):
+        second.generate(PROMPTS[0], **KEYWORDS)
+    stream.close()
+    assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == pipeline().generate(PROMPTS[0], **KEYWORDS).token_ids
