@@ -1,7 +1,10 @@
 # make caption   set up .venv and describe the sample image and the sample video
 # make test      run the tests          make slow   run those that take minutes, and record when they passed
+# make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make browser   test the web demo in Chromium (the system's)
 # make pythons   caption and test with every Python found, newest and oldest dependencies (up to an hour each)
+# make mutants   mutation score of the core's tests (resumable)
+# make docs      build the documentation site in build/docs
 # make lint      check style and types  make clean  remove .venv and caches
 #
 # Variables: PYTHON (3.11 or newer), TORCH (requirement to install torch by, e.g. TORCH=torch==2.13.0).
@@ -22,7 +25,7 @@ OPTIONAL := eval ray browser
 # Packages that have code, for mypy.
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: caption test slow browser pythons lint types format clean
+.PHONY: caption test slow fuzz browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -30,13 +33,16 @@ caption: $(VENV)/.installed
 	$(BIN)/mmspec caption $(SAMPLES)/clip.mp4
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
-test slow browser: export OMP_NUM_THREADS ?= 1
+test slow fuzz browser mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8 --dist worksteal
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m tests.slow
+
+fuzz: $(VENV)/.tested
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # MMSPEC_SCREENSHOTS=DIR keeps pictures of the page.
 browser: $(VENV)/.tested
@@ -46,6 +52,14 @@ browser: $(VENV)/.tested
 pythons: $(VENV)/.created
 	$(PIP) install --quiet uv
 	$(BIN)/python -m tests.pythons $(ARGS)
+
+# FILES=mmspec/verify.py tries that file alone; see tests/mutation.toml.
+mutants: $(VENV)/.linted
+	$(BIN)/python tests/mutation.py $(FILES)
+
+docs: $(VENV)/.linted
+	$(PIP) install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.linted types
 	$(BIN)/ruff check .
@@ -59,7 +73,7 @@ format: $(VENV)/.linted
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build *.egg-info .mutants .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -4,7 +4,6 @@ Each yields what there is so far, so that a client can stream it and cancel it; 
 """
 
 # No postponed annotations: the server reads the types of the endpoints from them.
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
@@ -13,7 +12,7 @@ import gradio as gr
 
 from demos.questions import PROMPTS, Kind, Question, Upload
 from demos.runs import Race, Run
-from demos.service import Service
+from demos.service import Service, not_uploaded
 from mmspec.errors import UserError
 
 
@@ -132,13 +131,12 @@ def _question(given: dict[str, Any]) -> Question:
 
 
 def _uploaded(file: Any, kind: Kind) -> Upload | None:
-    """The upload behind a file of the client's; only what was sent to this server is looked at."""
+    """The upload that a client's file stands for."""
     if file is None:
         return None
     path = file.get("path") if isinstance(file, dict) else None
-    folder = Path(os.environ["GRADIO_TEMP_DIR"]).resolve()
-    if not isinstance(path, str) or not Path(path).resolve().is_relative_to(folder):
-        raise UserError(f"the {kind} must be uploaded: expected gradio_client's handle_file(PATH)")
+    if not isinstance(path, str):
+        raise not_uploaded(kind)
     return Upload(path, str(file.get("orig_name") or Path(path).name))
 
 

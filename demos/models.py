@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from threading import Lock
+from collections.abc import Generator, Iterator
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -86,11 +86,11 @@ class Models:
 
     def __init__(self, keep: int = 2, device: str = "auto", dtype: str = "auto") -> None:
         self.keep = keep
-        self._options = {"device": device, "dtype": dtype}
+        self._options: dict[str, Any] = {"device": device, "dtype": dtype}
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._threads = torch.get_num_threads()
-        self._lock = Lock()
-        self._turn = object()
+        self._lock = RLock()  # a collected request ends its work in whatever thread collects it
+        self._work: Generator[Any, None, None] | None = None  # of the latest request
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -115,19 +115,26 @@ class Models:
             torch.set_num_threads(1 if loaded.target.model.num_parameters() < TINY else self._threads)
         return loaded
 
-    def one_at_a_time(self, work: Iterator[T]) -> Iterator[T]:
+    def one_at_a_time(self, work: Generator[T, None, None]) -> Iterator[T]:
         """Run a request's steps while no other request's are run.
 
-        The server runs requests one after the other, so that one which still stands here when the next begins was
-        cancelled: it ends before another of its steps.
+        The server runs requests one after the other, so that one which is unfinished when the next begins was
+        cancelled: it is closed, which frees the model for the next.
         """
-        turn = self._turn = object()
+        with self._lock:
+            if self._work is not None:
+                self._work.close()
+            self._work = work
         ended: Any = object()
-        while True:
-            with self._lock:
-                if self._turn is not turn:
+        try:
+            while True:
+                with self._lock:
+                    if self._work is not work:
+                        return
+                    result = next(work, ended)
+                if result is ended:
                     return
-                result = next(work, ended)
-            if result is ended:
-                return
-            yield result
+                yield result
+        finally:
+            with self._lock:
+                work.close()

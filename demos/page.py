@@ -12,7 +12,7 @@ import gradio as gr
 
 from demos import endpoints, samples, views
 from demos.inside import Inside, inside_of, plots_html, step_html
-from demos.questions import LONGEST_PROMPT, MODELS, MOST_FRAMES, MOST_TOKENS, PROMPTS, Kind, Question
+from demos.questions import LONGEST_PROMPT, MOST_FRAMES, MOST_TOKENS, PROMPTS, Kind, Question
 from demos.service import Service
 from demos.uploads import Film, Picture
 from mmspec import plugins
@@ -46,22 +46,18 @@ class Talk:
         return [(question, html) for question, _, html in self.turns]
 
 
-def build(
-    service: Service, folder: Path, model: str = MODELS["image"], kept: tuple[int, int] = (60, 1800)
-) -> gr.Blocks:
+def build(service: Service, folder: Path) -> gr.Blocks:
     """The page and the named endpoints.
 
     Args:
         service: what answers.
         folder: where samples are drawn.
-        model: what images and videos are shown to at first.
-        kept: how often uploads are looked through, and the age from which they are removed, in seconds.
     """
-    with gr.Blocks(title="mmspec", analytics_enabled=False, delete_cache=kept) as page:
+    with gr.Blocks(title="mmspec", analytics_enabled=False) as page:
         gr.HTML(TITLE, elem_id="mm-head")
         for kind in get_args(Kind):
             with gr.Tab(kind.capitalize(), id=kind):
-                _Panel(service, kind, folder, MODELS["text"] if kind == "text" else model)
+                _Panel(service, kind, folder)
         endpoints.add(service, _TOGETHER)
     page.queue(max_size=16, default_concurrency_limit=1)
     return page
@@ -70,17 +66,17 @@ def build(
 class _Panel:
     """One tab: what is asked on the left, what comes of it on the right."""
 
-    def __init__(self, service: Service, kind: Kind, folder: Path, model: str) -> None:
-        self.service, self.kind = service, kind
+    def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
+        self.service, self.kind, self.folder = service, kind, folder
         with gr.Row(equal_height=False):
             with gr.Column(scale=2, min_width=300, elem_classes="mm-side"):
-                self._asking(folder, model)
+                self._asking()
             with gr.Column(scale=3, min_width=300):
                 self._showing()
         self._connect()
 
-    def _asking(self, folder: Path, model: str) -> None:
-        kind = self.kind
+    def _asking(self) -> None:
+        kind, folder, offer = self.kind, self.folder, self.service.offer
         self.media: Any = None
         if kind == "image":
             sources: Any = ["upload", "clipboard"]
@@ -111,19 +107,19 @@ class _Panel:
             self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop")
             self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
         with gr.Accordion("Settings", open=False):
-            known = plugins.names("models")
+            # Names are checked where questions are answered, for the page and the endpoints alike.
             self.model = gr.Dropdown(
-                known if model in known else [model, *known],
-                value=model,
+                list(offer.models),
+                value=offer.model_for(kind),
                 label="Model",
-                info="or any hub id or folder",
+                info="or any hub id or folder" if offer.open else None,
                 allow_custom_value=True,
             )
             self.drafter = gr.Dropdown(
-                ["auto", *plugins.names("drafters"), "none"],
+                list(offer.drafters),
                 value="auto",
                 label="Drafter",
-                info="or a checkpoint's hub id or folder",
+                info="or a checkpoint's hub id or folder" if offer.open else None,
                 allow_custom_value=True,
             )
             self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy")
@@ -195,22 +191,29 @@ class _Panel:
             seed=talk.seed,
         )
 
+    def _limits(self, question: Question) -> str:
+        """What the model was trained on, where an embedded one is asked about something else than a sample."""
+        told = plugins.limits(self.service.named(question).model)
+        return "" if told is None or samples.provided(question, self.folder) else told
+
     def _ask(self, talk: Talk, prompt: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
         here, rest = gr.Tabs(selected="answer"), (gr.skip(),) * 3
         run = None
         try:
             question = self._question(talk, prompt, settings)
             yield talk, views.conversation_html(talk.shown, prompt, None), here, gr.Column(visible=False), *rest
+            limits = self._limits(question)
             for run in self.service.answer(question):
                 if run.stats is None:
-                    yield talk, views.conversation_html(talk.shown, prompt, run), gr.skip(), gr.skip(), *rest
+                    html = views.conversation_html(talk.shown, prompt, run, limits=limits)
+                    yield talk, html, gr.skip(), gr.skip(), *rest
         except UserError as error:
             html = views.conversation_html(talk.shown, "", None, note=str(error))
             yield talk, html, here, gr.Column(visible=False), *rest
             return
         if run is None or run.stats is None:  # another request has taken over
             return
-        html = views.conversation_html(talk.shown, prompt, run)
+        html = views.conversation_html(talk.shown, prompt, run, limits=limits)
         talk = replace(talk, turns=[*talk.turns, (prompt, run.text.strip(), views.tokens_html(run.tokens))])
         talk.inside = inside_of(run)
         yield talk, html, gr.skip(), *_look_inside(talk.inside)
@@ -221,16 +224,17 @@ class _Panel:
         try:
             question = replace(self._question(talk, prompt, settings), earlier=[])
             yield talk, views.race_html(None), here, gr.Column(visible=False), *rest
+            limits = self._limits(question)
             for race in self.service.race(question):
                 if not race.finished:
-                    yield talk, views.race_html(race), gr.skip(), gr.skip(), *rest
+                    yield talk, views.race_html(race, limits=limits), gr.skip(), gr.skip(), *rest
         except UserError as error:
             yield talk, views.race_html(None, str(error)), here, gr.Column(visible=False), *rest
             return
         if race is None or not race.finished:
             return
         talk = replace(talk, inside=inside_of(race.speculative))
-        yield talk, views.race_html(race), gr.skip(), *_look_inside(talk.inside)
+        yield talk, views.race_html(race, limits=limits), gr.skip(), *_look_inside(talk.inside)
 
     @staticmethod
     def _look(talk: Talk, number: int) -> str:

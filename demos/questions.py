@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from mmspec.errors import UserError
 from mmspec.sampling import SamplingParams
-from vision.images import load_image
-from vision.video import load_video
+from vision.decoding import Decoder
 
 Kind = Literal["image", "video", "text"]
 
@@ -110,11 +110,15 @@ class Question:
             raise UserError(
                 f"{self.upload.name} is no longer here (uploads are removed after a while): upload it again"
             )
-        try:
-            if self.kind == "image":
-                return {"images": [load_image(self.upload.path, name=self.upload.name)]}
-            if not 1 <= self.frames <= MOST_FRAMES:
-                raise UserError(f"frames must lie in 1..{MOST_FRAMES}: got {self.frames}")
-            return {"videos": [load_video(self.upload.path, frames=int(self.frames), longest=LONGEST_VIDEO)]}
-        except UserError as error:  # where the server keeps its files is nobody's business
-            raise UserError(str(error).replace(self.upload.path, self.upload.name)) from None
+        path, name = self.upload.path, self.upload.name
+        if self.kind == "image":
+            return {"images": [_decoder().load(path, "image", name=name)]}
+        if not 1 <= self.frames <= MOST_FRAMES:
+            raise UserError(f"frames must lie in 1..{MOST_FRAMES}: got {self.frames}")
+        return {"videos": [_decoder().load(path, "video", name=name, frames=int(self.frames), longest=LONGEST_VIDEO)]}
+
+
+@cache
+def _decoder() -> Decoder:
+    """Shared by all visitors."""
+    return Decoder(seconds=20, memory=2 << 30)

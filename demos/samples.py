@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 
 from PIL import Image
 
+from demos.questions import Question
 from vision.embedded import samples
 from vision.scenes.__main__ import SCALE, write_clip
 from vision.scenes.clips import sample_clip
@@ -26,6 +28,17 @@ TEXTS = {
     ),
 }
 """Prompts by what they are called on the page."""
+
+
+def provided(question: Question, folder: Path) -> bool:
+    """Whether a question is about a sample: one of the package's, or of those drawn into ``folder``."""
+    if question.upload is None:
+        return question.prompt.strip() in TEXTS.values()
+    known = [*samples().iterdir(), *folder.iterdir()]
+    try:
+        return any(filecmp.cmp(question.upload.path, sample, shallow=False) for sample in known)
+    except OSError:  # it is no longer here, which the answer will tell
+        return False
 
 
 def pictures(folder: Path) -> list[str]:

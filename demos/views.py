@@ -45,7 +45,9 @@ def tokens_html(tokens: Iterable[Token]) -> str:
     return "".join(parts)
 
 
-def conversation_html(earlier: Iterable[tuple[str, str]], question: str, run: Run | None, note: str = "") -> str:
+def conversation_html(
+    earlier: Iterable[tuple[str, str]], question: str, run: Run | None, note: str = "", limits: str = ""
+) -> str:
     """A conversation.
 
     Args:
@@ -53,6 +55,7 @@ def conversation_html(earlier: Iterable[tuple[str, str]], question: str, run: Ru
         question: the latest one; empty for none.
         run: its answer so far; None before its first token.
         note: what else is to be told below, in plain text.
+        limits: what the model was not trained for, where that concerns the answer, in plain text.
     """
     turns = [_turn(asked, answered) for asked, answered in earlier]
     if question:
@@ -61,12 +64,16 @@ def conversation_html(earlier: Iterable[tuple[str, str]], question: str, run: Ru
     body = "".join(turns) or f'<p class="mm-empty">{hint}</p>'
     figures = figures_html(run) if run and run.stats else ""
     legend = LEGEND if turns else ""
-    return f'<div class="mm-talk">{body}</div>{legend}{figures}{note_html(note)}'
+    return f'<div class="mm-talk">{body}</div>{legend}{_limits_html(limits)}{figures}{note_html(note)}'
 
 
 def note_html(message: str) -> str:
     """A message to the visitor; nothing where there is none."""
     return f'<p class="mm-note" role="alert">{escape(message)}</p>' if message else ""
+
+
+def _limits_html(limits: str) -> str:
+    return f'<p class="mm-limits">{escape(limits)}</p>' if limits else ""
 
 
 def figures_html(run: Run) -> str:
@@ -86,15 +93,15 @@ def figures_html(run: Run) -> str:
     return f'<div class="mm-figures">{cells}</div><p class="mm-made">{made}</p>'
 
 
-def race_html(race: Race | None, note: str = "") -> str:
-    """Two lanes, and the verdict when both have arrived."""
+def race_html(race: Race | None, note: str = "", limits: str = "") -> str:
+    """Two lanes, and the verdict when both have arrived; ``note`` and ``limits`` as in ``conversation_html``."""
     if race is None:
         hint = "Press Race: plain and speculative decoding answer the same prompt here, side by side."
         return f'<p class="mm-empty">{hint}</p>{note_html(note)}'
     most = max(len(race.speculative.token_ids), len(race.plain.token_ids), 1)
     lanes = _lane("Speculative", race.speculative, most) + _lane("Plain", race.plain, most)
     verdict = _verdict(race) if race.finished else '<p class="mm-verdict">racing…</p>'
-    return f'<div class="mm-lanes">{lanes}</div>{LEGEND}{verdict}{_FAIR}{note_html(note)}'
+    return f'<div class="mm-lanes">{lanes}</div>{LEGEND}{_limits_html(limits)}{verdict}{_FAIR}{note_html(note)}'
 
 
 _FAIR = (

@@ -29,7 +29,7 @@ from eval.prompts import FIRST, SUITES, suite
 from eval.study import Key, Study
 from eval.tally import Tally, difference
 from mmspec.calibrate import describe
-from mmspec.cli.options import Number
+from mmspec.cli.options import OUT_FILE, Number
 from mmspec.drafter import Drafter, learns
 from mmspec.errors import UserError
 from mmspec.sampling import SamplingParams
@@ -163,7 +163,7 @@ def _count_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--device", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 def main(
     model: str,
     drafters: str,

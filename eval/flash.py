@@ -33,8 +33,9 @@ from rich.table import Table
 import mmspec
 from eval.command import Measurement, console, print_result
 from eval.prompts import held_out_requests
-from eval.rounds import PLAIN, Way, measure
+from eval.rounds import PLAIN, Way, measure, ratios
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE, OUT_FOLDER
 from mmspec.drafter import fork
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -164,36 +165,29 @@ def compare(
     for way in ways:
         way.clear()
     measure(pipe, asked, ways, settings["rounds"], settings["max_new_tokens"])
-    tokens = [len(pipe.generate(**one, max_new_tokens=settings["max_new_tokens"]).token_ids) for one in asked]
     rows = []
     for cell in drafters:
         own, tree = free[cell], fixed[cell]
-        seconds = own.column("decoding")
         rows.append(
             {
                 **asdict(cell),
                 "mean_acceptance_length": statistics.mean(tree.lengths),
                 "tree_seconds": statistics.median(tree.column("tree")),
                 "adaptive_acceptance_length": statistics.mean(own.lengths),
-                "draft_seconds_per_token": sum(own.column("draft")) / sum(tokens),
-                "tokens_per_second": (sum(tokens) - len(tokens)) / sum(seconds),
-                "ratio_plain": _ratio(plain.column("decoding"), seconds),
+                "draft_seconds_per_token": sum(own.column("draft")) / sum(own.tokens),
+                "tokens_per_second": (sum(own.tokens) - len(asked)) / sum(own.column("decoding")),
+                "ratio_plain": statistics.median(ratios(plain, own, "decoding")),
                 "equal": tree.equal + own.equal,
                 "answers": 2 * len(asked),
             }
         )
     if MSD in drafters:
-        base = free[MSD].column("decoding")
         first = rows[list(drafters).index(MSD)]
         for cell, row in zip(drafters, rows, strict=True):
             row["draft_cost_to_msd"] = row["draft_seconds_per_token"] / first["draft_seconds_per_token"]
             row["tree_cost_to_msd"] = row["tree_seconds"] / first["tree_seconds"]
-            row["ratio_msd"] = _ratio(base, free[cell].column("decoding"))
+            row["ratio_msd"] = statistics.median(ratios(free[MSD], free[cell], "decoding"))
     return rows
-
-
-def _ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
 def summary(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -270,7 +264,7 @@ def _latents(part: str) -> int:
 
 @click.command(cls=Measurement)
 @click.option("--model", default="tiny-llava", show_default=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the cells.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the cells.")
 @click.option("--train", "training", default="", help='Options of `mmspec train flash`, e.g. "--data FILE".')
 @click.option("--minutes", type=float, help="Training of each cell.")
 @click.option("--steps", type=click.IntRange(1), help="Or its length in steps.")
@@ -291,13 +285,13 @@ def _latents(part: str) -> int:
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--max-new-tokens", default=120, show_default=True)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of all of it.")
-@click.option("--result", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--result", type=OUT_FILE, help="Write the JSON line here too.")
 def main(model: str, out: Path, training: str, minutes: float | None, steps: int | None, **options: Any) -> None:
     """Train the cells that are not trained yet, measure all, print a table and one JSON line."""
     if (minutes is None) == (steps is None):
         raise UserError(f"give minutes or steps: received {minutes} and {steps}")
     length = ["--minutes", f"{minutes:g}"] if steps is None else ["--steps", str(steps)]
-    extra = ["--target", model, "--threads", str(options["threads"]), *shlex.split(training)]
+    extra = ["--model", model, "--threads", str(options["threads"]), *shlex.split(training)]
     cells = grid(options["slots"], options["latents"], options["glancing"], options["levels"])
     errors = Console(stderr=True)
     for number, cell in enumerate(cells, start=1):

@@ -36,6 +36,7 @@ from eval.gpu_run import Rows, attempt, earlier, machine, run
 from eval.scale_up import SHAPES, Shape
 from eval.scale_up_models import shape_of
 from mmspec import plugins
+from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
 from mmspec.loading import load_target
 
@@ -237,7 +238,7 @@ def _folder(model: str) -> str:
 
 
 @click.command(cls=Measurement)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON here, after every row.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON here, after every row.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--minutes", default=8.0, show_default=True, help="Begin nothing after so many.")
 @click.option("--quick", is_flag=True, help="Tiny shapes, to try the flow.")

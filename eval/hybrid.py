@@ -20,10 +20,11 @@ import mmspec
 from eval.command import Measurement, console, print_result, whole_numbers
 from eval.drafters import chain, named_drafters
 from eval.prompts import held_out_texts
-from eval.rounds import PLAIN, TRANSFORMERS, Way, measure
+from eval.rounds import PLAIN, TRANSFORMERS, Way, measure, ratios
 from eval.speed import report
 from eval.unrolled import Unrolled
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE
 from mmspec.drafter import Drafter, fork
 from mmspec.transformers_target import TransformersTarget
 
@@ -80,11 +81,11 @@ def against_chains(found: dict[str, dict[str, list[Way]]], plain: Way) -> list[d
 
 def tokens_per_second(way: Way) -> float:
     """New tokens behind the first over the time that they took; median over the prompts."""
-    return median((n - 1) / s for n, s in zip(map(len, way.answers), way.column("decoding"), strict=True) if n > 1)
+    return median((n - 1) / s for n, s in zip(way.tokens, way.column("decoding"), strict=True) if n > 1)
 
 
 def _ratio(slow: Way, fast: Way) -> float:
-    return median(a / b for a, b in zip(slow.column("decoding"), fast.column("decoding"), strict=True))
+    return median(ratios(slow, fast, "decoding"))
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -112,7 +113,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 @click.option("--max-new-tokens", default=160, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="Above 0, transformers takes no part.")
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 def main(
     model: str,
     drafters: str,

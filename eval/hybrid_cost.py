@@ -30,6 +30,7 @@ from transformers import BambaForCausalLM, DynamicCache
 from eval.command import Measurement, console, print_result, whole_numbers
 from eval.unrolled import Unrolled, unroll
 from mmspec.calibrate import describe
+from mmspec.cli.options import OUT_FILE
 from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
@@ -237,7 +238,7 @@ def _place(row: dict[str, Any]) -> tuple[int, ...]:
 @click.option("--rounds", default=9, show_default=True)
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUT_FILE,
     help="Write the JSON line here too, beside what the file holds of other shapes, precisions, prefixes and threads.",
 )
 def main(shape: str, dtype: str, threads: str, prefixes: str, nodes: str, rounds: int, out: Path | None) -> None:

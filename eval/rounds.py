@@ -71,6 +71,7 @@ class Way:
         seconds: for each prompt, medians over the rounds, as ``Run`` names them.
         lengths: for each prompt, the mean acceptance length.
         answers: for each prompt, the tokens.
+        tokens: for each prompt, how many these are.
         equal: prompts whose tokens were those of the way that is compared with, see ``measure``.
     """
 
@@ -83,6 +84,7 @@ class Way:
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     equal: int = 0
 
     def __post_init__(self) -> None:
@@ -96,11 +98,23 @@ class Way:
 
     def clear(self) -> None:
         """Forget what was measured; drafter and budget keep what they learnt."""
-        self.seconds, self.lengths, self.answers, self.equal = [], [], [], 0
+        self.seconds, self.lengths, self.answers, self.tokens, self.equal = [], [], [], [], 0
 
     def column(self, name: str) -> list[float]:
         """One of the times, by prompt."""
         return [seconds[name] for seconds in self.seconds]
+
+
+def ratios(slow: Way, fast: Way, name: str) -> list[float]:
+    """How much longer ``slow`` takes per token, by prompt.
+
+    Args:
+        name: ``total``, over all new tokens, or ``decoding``, over those after the first. Prompts of which an answer
+            has no such tokens are left out.
+    """
+    first = 0 if name == "total" else 1
+    spent = [zip(way.column(name), (count - first for count in way.tokens), strict=True) for way in (slow, fast)]
+    return [a * n / (b * m) for (a, m), (b, n) in zip(*spent, strict=True) if min(m, n) > 0]
 
 
 def measure(
@@ -126,6 +140,7 @@ def measure(
             way.equal += first.answers[0] == expected
             way.lengths.append(first.length)
             way.answers.append(first.answers[0])
+            way.tokens.append(len(first.answers[0]))
             each = [run.seconds for run in runs[way.name]]
             way.seconds.append({name: statistics.median(s[name] for s in each) for name in each[0]})
 

@@ -33,6 +33,7 @@ from eval.scale_up_drafters import scaled
 from eval.scale_up_models import scale_up
 from eval.speed import report
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE
 from mmspec.compare import first_difference
 from mmspec.drafter import Drafter, fork
 from mmspec.errors import UserError
@@ -109,6 +110,7 @@ def record(target: TransformersTarget, request: Mapping[str, Any], ways: Sequenc
     """What was measured of the last prompt."""
     return {
         "new_tokens": len(ways[0].answers[-1]),
+        "tokens": {way.name: way.tokens[-1] for way in ways},
         "prompt_tokens": target.encode([request]).input_ids.shape[1],
         "seconds": {way.name: way.seconds[-1] for way in ways},
         "lengths": {way.name: way.lengths[-1] for way in ways},
@@ -122,6 +124,7 @@ def replay(names: Sequence[str], prompts: Sequence[Mapping[str, Any]]) -> list[W
     for way in ways:
         way.seconds = [prompt["seconds"][way.name] for prompt in prompts]
         way.lengths = [prompt["lengths"][way.name] for prompt in prompts]
+        way.tokens = [prompt["tokens"][way.name] for prompt in prompts]
         way.equal = sum(way.name not in prompt["differences"] for prompt in prompts)
     return ways
 
@@ -132,7 +135,8 @@ def _earlier(out: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
         found = json.loads(out.read_text()) if out is not None else {}
     except (OSError, ValueError):
         return []
-    return found["prompts"] if found.get("options") == options else []
+    same = found.get("options") == options and all("tokens" in prompt for prompt in found["prompts"])
+    return found["prompts"] if same else []
 
 
 @click.command(cls=Measurement)
@@ -146,7 +150,7 @@ def _earlier(out: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--threads", default=0, help="Of the CPU; 0 leaves them.")
 @click.option("--seconds", default=0, help="Begin no prompt after so many; 0: no limit.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
     """Measure decoding speed in a big shape: two tables, then one JSON line."""
     start = clock()

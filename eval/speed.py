@@ -26,13 +26,14 @@ import mmspec
 from eval.command import Measurement, console, print_result
 from eval.drafters import named_drafters, tree_sizes
 from eval.prompts import held_out_requests
-from eval.rounds import PARTS, PLAIN, TRANSFORMERS, Way, measure
+from eval.rounds import PARTS, PLAIN, TRANSFORMERS, Way, measure, ratios
 from mmspec.calibrate import cost_table, describe
+from mmspec.cli.options import OUT_FILE
 from mmspec.drafter import fork
 
 
 def report(ways: Sequence[Way], wide: Console) -> list[dict[str, Any]]:
-    """Print the tables and return their rows. Ratios are per prompt, then their median and worst over the prompts.
+    """Print the tables and return their rows. Ratios are of seconds per token by prompt, then their median and worst.
 
     Transformers' own way need not be among ``ways``, plain decoding must be.
     """
@@ -41,16 +42,15 @@ def report(ways: Sequence[Way], wide: Console) -> list[dict[str, Any]]:
     table = Table("way", "acceptance", "vs HF", "vs plain", "worst", "decoding", "worst", "equal")
     rows = []
     for way in ways:
-        against = _ratios(plain, way, "total")
-        decoding = _ratios(plain, way, "decoding")
+        against, decoding = ratios(plain, way, "total"), ratios(plain, way, "decoding")
         row = {
             "way": way.name,
             "mean_acceptance_length": statistics.mean(way.lengths),
-            "ratio_transformers": statistics.median(_ratios(theirs, way, "total")) if theirs else None,
+            "ratio_transformers": statistics.median(ratios(theirs, way, "total")) if theirs else None,
             "ratio_plain": statistics.median(against),
             "ratio_plain_worst": min(against),
-            "decoding_ratio_plain": statistics.median(decoding),
-            "decoding_ratio_plain_worst": min(decoding),
+            "decoding_ratio_plain": statistics.median(decoding) if decoding else None,
+            "decoding_ratio_plain_worst": min(decoding, default=None),
             "equal": way.equal,
             "prompts": len(way.seconds),
         }
@@ -60,10 +60,6 @@ def report(ways: Sequence[Way], wide: Console) -> list[dict[str, Any]]:
     wide.print(table)
     wide.print(_split_table(rows))
     return rows
-
-
-def _ratios(slow: Way, fast: Way, name: str) -> list[float]:
-    return [a / b for a, b in zip(slow.column(name), fast.column(name), strict=True)]
 
 
 def split(way: Way, plain: Way) -> dict[str, Any]:
@@ -111,7 +107,7 @@ def _split_table(rows: Sequence[dict[str, Any]]) -> Table:
 )
 @click.option("--nodes", default="default", show_default=True, help="Fixed tree sizes, beside the adaptive one.")
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 def main(
     model: str,
     images: int,

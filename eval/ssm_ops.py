@@ -26,6 +26,7 @@ from torch import Tensor
 from eval.command import Measurement, console, print_result, whole_numbers
 from eval.ssm_memory import peak
 from mmspec import kernels
+from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
 from mmspec.tree import TokenTree
 from ssm import ops
@@ -189,7 +190,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--rounds", default=50, show_default=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line here too.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON line here too.")
 @torch.inference_mode()
 def main(shapes: str, nodes: str, batch: int, dtype: str, device: str, rounds: int, out: Path | None) -> None:
     """Time the operations of a Mamba-2 layer over trees: a table, then one JSON line."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from mmspec.support import from_pretrained
 from vision.embedded import tiny_llava
 from vision.training.accuracy import measure
 
@@ -38,8 +39,8 @@ def main(model: str | None, scenes: int, threads: int | None) -> None:
         torch.set_num_threads(threads)
     folder = model or tiny_llava()
     began = time.monotonic()
-    network = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
-    report = measure(network, AutoProcessor.from_pretrained(folder), scenes)
+    network = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")
+    report = measure(network, from_pretrained(AutoProcessor, folder), scenes)
     Console().print(table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
     click.echo(

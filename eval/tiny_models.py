@@ -29,10 +29,13 @@ from transformers import (
     NemotronHConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2_5_VLTextConfig,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen2VLTextConfig,
     Qwen3Config,
     Qwen3VLConfig,
+    Qwen3VLTextConfig,
     SiglipVisionConfig,
     Zamba2Config,
 )
@@ -59,16 +62,32 @@ _TEXT: dict[str, Any] = dict(
     tie_word_embeddings=False,
 )
 
+
+def _small(config_class: Any, **changes: Any) -> Any:
+    """A class's default configuration with sizes cut.
+
+    Args:
+        changes: other values for fields that the class has.
+
+    Raises:
+        TypeError: a change names a field that the class lacks, as no published configuration has it either.
+    """
+    known = vars(config_class()).keys() | config_class.attribute_map.keys()
+    if unknown := sorted(changes.keys() - known):
+        raise TypeError(f"{config_class.__name__} must have the fields that are changed: it lacks {', '.join(unknown)}")
+    return config_class(**{name: value for name, value in (_TEXT | changes).items() if name in known})
+
+
 TEXT_CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**_TEXT),
-    "mistral": lambda: MistralConfig(**_TEXT, sliding_window=None),
-    "mistral-window": lambda: MistralConfig(**_TEXT, sliding_window=5),
-    "qwen2": lambda: Qwen2Config(**_TEXT),
-    "qwen2-window": lambda: Qwen2Config(**_TEXT, use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen3": lambda: Qwen3Config(**_TEXT),
-    "gemma": lambda: GemmaConfig(**_TEXT),
-    "gemma2": lambda: Gemma2Config(**_TEXT, sliding_window=6, query_pre_attn_scalar=12),
-    "gemma3": lambda: Gemma3TextConfig(**_TEXT, sliding_window=6, query_pre_attn_scalar=12),
+    "llama": lambda: _small(LlamaConfig),
+    "mistral": lambda: _small(MistralConfig, sliding_window=None),
+    "mistral-window": lambda: _small(MistralConfig, sliding_window=5),
+    "qwen2": lambda: _small(Qwen2Config),
+    "qwen2-window": lambda: _small(Qwen2Config, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": lambda: _small(Qwen3Config),
+    "gemma": lambda: _small(GemmaConfig),
+    "gemma2": lambda: _small(Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
+    "gemma3": lambda: _small(Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
 }
 
 _RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"
@@ -78,20 +97,24 @@ _MIXER: dict[str, Any] = dict(
 
 
 def _bamba(**changes: Any) -> BambaConfig:
-    return BambaConfig(**{**_TEXT, **_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes})
+    return _small(BambaConfig, **{**_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes})
 
 
 HYBRID_CONFIGS: dict[str, Any] = {
-    "mamba2": lambda: Mamba2Config(
-        **{**_TEXT, "num_hidden_layers": 3, "head_dim": 16}, num_heads=6, n_groups=2, state_size=8, chunk_size=8
+    "mamba2": lambda: _small(
+        Mamba2Config, num_hidden_layers=3, head_dim=16, num_heads=6, n_groups=2, state_size=8, chunk_size=8
     ),
     "bamba": _bamba,
     # Step sizes are clamped to these limits in a prompt, and not at all where transformers decodes token by token.
     "bamba-limits": lambda: _bamba(time_step_limit=(0.4, 1.0)),
-    "zamba2": lambda: Zamba2Config(
-        # Attention reads states and embeddings side by side, and its adapters are as wide for keys as for queries. With
-        # wider weights, passes of transformers itself in one go and token by token were measured to be 1e-3 apart.
-        **{**_TEXT, "num_hidden_layers": 5, "head_dim": 24, "num_key_value_heads": 4, "initializer_range": 0.1},
+    "zamba2": lambda: _small(
+        Zamba2Config,
+        num_hidden_layers=5,
+        # Attention reads states and embeddings side by side, and its adapters are as wide for keys as for queries.
+        head_dim=24,
+        num_key_value_heads=4,
+        # With wider weights, transformers' own passes in one go and token by token were measured to be 1e-3 apart.
+        initializer_range=0.1,
         layers_block_type=[_RECURRENT, _BOTH, _BOTH, _RECURRENT, _BOTH],
         num_mem_blocks=2,
         use_shared_attention_adapter=True,
@@ -103,8 +126,8 @@ HYBRID_CONFIGS: dict[str, Any] = {
         chunk_size=8,
         time_step_min=1e-9,
     ),
-    "nemotron_h": lambda: NemotronHConfig(
-        **{**_TEXT, "num_hidden_layers": 6},
+    "nemotron_h": lambda: _small(
+        NemotronHConfig,
         layers_block_type=[_RECURRENT, _ATTENDING, "mlp", _RECURRENT, "moe", _ATTENDING],
         mamba_num_heads=6,
         mamba_head_dim=16,
@@ -116,8 +139,9 @@ HYBRID_CONFIGS: dict[str, Any] = {
         moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=32,
     ),
-    "falcon_h1": lambda: FalconH1Config(
-        **{**_TEXT, "num_hidden_layers": 3},
+    "falcon_h1": lambda: _small(
+        FalconH1Config,
+        num_hidden_layers=3,
         **{**_MIXER, "mamba_n_groups": 1, "mamba_n_heads": 4},
         mamba_d_ssm=64,
         lm_head_multiplier=0.7,
@@ -126,11 +150,16 @@ HYBRID_CONFIGS: dict[str, Any] = {
         ssm_in_multiplier=1.2,
         ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
     ),
-    "falcon_h1-norm": lambda: FalconH1Config(
-        **_TEXT, **{**_MIXER, "mamba_n_heads": 4}, mamba_d_ssm=64, mamba_rms_norm=True, mamba_norm_before_gate=False
+    "falcon_h1-norm": lambda: _small(
+        FalconH1Config,
+        **{**_MIXER, "mamba_n_heads": 4},
+        mamba_d_ssm=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
     ),
-    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
-        **{**_TEXT, "num_hidden_layers": 4},
+    "granitemoehybrid": lambda: _small(
+        GraniteMoeHybridConfig,
+        num_hidden_layers=4,
         **{**_MIXER, "mamba_n_groups": 1},
         layer_types=[_RECURRENT, _ATTENDING, _RECURRENT, _ATTENDING],
         num_local_experts=4,
@@ -180,8 +209,9 @@ def _siglip() -> SiglipVisionConfig:
     )
 
 
-def _qwen_text() -> dict[str, Any]:
-    return {**_TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}}
+def _qwen_text(config_class: Any) -> Any:
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
+    return _small(config_class, rope_parameters=rope)
 
 
 def _qwen_marks() -> dict[str, Any]:
@@ -192,39 +222,39 @@ def _qwen_marks() -> dict[str, Any]:
 
 VISION_CONFIGS: dict[str, Any] = {
     "llava": lambda: LlavaConfig(
-        vision_config=_clip(), text_config=LlamaConfig(**_TEXT), image_token_index=IMAGE, image_seq_length=16
+        vision_config=_clip(), text_config=_small(LlamaConfig), image_token_index=IMAGE, image_seq_length=16
     ),
     "llava_bamba": lambda: LlavaConfig(
         vision_config=_clip(), text_config=_bamba(), image_token_index=IMAGE, image_seq_length=16
     ),
     "llava_next": lambda: LlavaNextConfig(
         vision_config=_clip(),
-        text_config=MistralConfig(**_TEXT, sliding_window=None),
+        text_config=_small(MistralConfig, sliding_window=None),
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
     "llava_next_video": lambda: LlavaNextVideoConfig(
         vision_config=_clip(),
-        text_config=LlamaConfig(**_TEXT),
+        text_config=_small(LlamaConfig),
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
     "llava_onevision": lambda: LlavaOnevisionConfig(
         vision_config=_siglip(),
-        text_config=Qwen2Config(**_TEXT),
+        text_config=_small(Qwen2Config),
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         image_grid_pinpoints=[[16, 32], [32, 16]],
         vision_feature_layer=-1,
     ),
     "qwen2_vl": lambda: Qwen2VLConfig(
-        text_config=_qwen_text(),
+        text_config=_qwen_text(Qwen2VLTextConfig),
         vision_config=dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, patch_size=4, mlp_ratio=2),
         **_qwen_marks(),
     ),
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
-        text_config=_qwen_text(),
+        text_config=_qwen_text(Qwen2_5_VLTextConfig),
         vision_config=dict(
             depth=2,
             hidden_size=32,
@@ -238,7 +268,7 @@ VISION_CONFIGS: dict[str, Any] = {
         **_qwen_marks(),
     ),
     "qwen3_vl": lambda: Qwen3VLConfig(
-        text_config=_qwen_text(),
+        text_config=_qwen_text(Qwen3VLTextConfig),
         vision_config=dict(
             depth=3,
             hidden_size=32,

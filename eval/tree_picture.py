@@ -13,6 +13,7 @@ import click
 import mmspec
 from eval.prompts import held_out_requests
 from mmspec import plugins
+from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.picture import draw_tree
@@ -24,7 +25,7 @@ _DEEPEST = 6  # drafts in a row; more would make a page's width unreadable
 @click.command()
 @click.option("--model", default="tiny-llava", show_default=True)
 @click.option("--drafter", default="auto", show_default=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option("--out", type=OUT_FILE, required=True)
 @click.option("--nodes", default=12, show_default=True)
 def main(model: str, drafter: str, out: Path, nodes: int) -> None:
     """Draw the most telling step of held-out captions as SVG."""

@@ -7,8 +7,12 @@ mask at all, and ``mmspec.ops.tree_attention`` reads it: Triton's kernel on CUDA
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -91,8 +95,52 @@ AttentionInterface.register(NAME, tree_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def install(model: PreTrainedModel) -> None:
-    """Let the layers of a model's decoder that run torch's attention run ``tree_attention``."""
-    config = model.config.get_text_config()
-    if config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME if config is model.config else {"text_config": NAME})
+class PassAttention:
+    """The attention that a target's passes run with. Between passes the model keeps the one that its user chose.
+
+    ``tree_attention`` takes the place of torch's, and of what takes 2D masks only (FlashAttention) or aborts on a dense
+    4D mask (flex attention). Eager attention stays.
+
+    Args:
+        model: the target's model.
+
+    Attributes:
+        name: what transformers calls the attention of a pass.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        config, decoder = model.config.get_text_config(), model.get_decoder()
+        usual = config._attn_implementation
+        self.name = NAME if usual != "eager" and model._supports_sdpa else "eager"
+        if usual in ("sdpa", "eager") and not decoder._can_set_attn_implementation():
+            self.name = usual
+        # A decoder's layers may have been given a copy of the configuration.
+        found = (getattr(module, "config", None) for module in decoder.modules())
+        configs = [one for one in found if getattr(one, "_attn_implementation", None) == usual]
+        # Their attributes, as a configuration's own way of setting one would take a percent of a small model's pass.
+        self._settings: list[dict[str, Any]] = list({id(one): vars(one) for one in [config, *configs]}.values())
+        with _NEW_LOCK:
+            self._lock = _LOCKS.setdefault(decoder, threading.RLock())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PassAttention, (self._model,)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While one pass runs. Passes through one decoder, of whichever target, wait for each other: they share its
+        configuration and its hooks."""
+        with self._lock:
+            usual = [settings[_SETTING] for settings in self._settings]
+            try:
+                for settings in self._settings:
+                    settings[_SETTING] = self.name
+                yield
+            finally:
+                for settings, name in zip(self._settings, usual, strict=True):
+                    settings[_SETTING] = name
+
+
+_SETTING = "_attn_implementation_internal"  # what ``set_attn_implementation`` writes
+_LOCKS: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()  # by decoder
+_NEW_LOCK = threading.Lock()

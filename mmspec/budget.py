@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, log2
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmspec.tree import TokenTree
 
 _BINS = 16
 _PRIOR = 6.0  # an untried bin counts as this many observations that agree with the drafter
@@ -102,19 +106,14 @@ class Budget:
         return self.remaining > 0 and self.nodes > 0
 
     def deeper(self, gain: float) -> bool:
-        """Whether one more level of the tree, expected to add ``gain`` tokens to this step, pays."""
+        """Whether one more level of the tree pays, which is expected to add ``gain`` tokens per row to this step."""
         return True
 
-    def ahead(self) -> int | None:
-        """How many candidates per row to keep at most, where no path probability is needed to tell; None where it is.
-
-        Probabilities are computed where the drafter is: to look at them, the host has to wait for them.
-        """
-        return self.nodes
-
-    def take(self, gains: Sequence[Sequence[float]]) -> int:
-        """How many candidates per row to keep, given each row's path probabilities in descending order."""
-        return min(self.nodes, max(map(len, gains), default=0))
+    def prune(self, tree: TokenTree) -> TokenTree:
+        """The part of a proposed tree that this step verifies: its likeliest nodes, as many as pay. Drawn trees stay
+        whole, and so do those without ``log_probs``."""
+        prunable = tree.log_probs is not None and tree.draft_probs is None
+        return tree.first(1 + self.nodes) if prunable else tree
 
     def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
         """Learn from a step: tree size with root, accepted path of each row, and what drafting and verifying took."""
@@ -129,7 +128,8 @@ class AdaptiveBudget(Budget):
 
     Args:
         cost: the target's verify time.
-        nodes, depth: as for ``Budget``; the limits within which to choose.
+        nodes: largest tree size to choose.
+        depth: as for ``Budget``.
         batch: rows of the batch.
     """
 
@@ -165,15 +165,17 @@ class AdaptiveBudget(Budget):
             return False
         return super().drafts() and self._account > self._extra(1) + self._draft
 
-    def ahead(self) -> int | None:
-        return None
-
     def deeper(self, gain: float) -> bool:
-        pays = gain * self._seconds / self._tokens > self._level_seconds
+        pays = gain * self.batch * self._seconds / self._tokens > self._level_seconds
         self._levels += pays
         return pays
 
+    def prune(self, tree: TokenTree) -> TokenTree:
+        prunable = tree.log_probs is not None and tree.draft_probs is None
+        return tree.first(1 + self.take(tree.path_probs)) if prunable else tree
+
     def take(self, gains: Sequence[Sequence[float]]) -> int:
+        """How many drafted nodes per row pay, given each row's path probabilities in descending order."""
         widest = min(self.nodes, max(map(len, gains), default=0))
         corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
         price = _THRIFT * self._tokens / self._seconds

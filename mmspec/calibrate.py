@@ -108,7 +108,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
     return {
         "architecture": type(model).__name__,
         **shape,
-        "attention": config._attn_implementation,
+        "attention": target.attention.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,

@@ -25,10 +25,12 @@ class Speed:
     Attributes:
         tokens_per_second: decoding alone, prefill and first token left out.
         seconds: the whole call, preprocessing of images and prefill included.
+        seconds_per_token: the same over the new tokens.
     """
 
     tokens_per_second: float
     seconds: float
+    seconds_per_token: float
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Comparison:
 
     @property
     def end_to_end_ratio(self) -> float:
-        """Plain over speculative seconds of the whole call."""
-        return self.plain.seconds / self.speculative.seconds
+        """Plain over speculative seconds per token of the whole call: sampled answers may differ in length."""
+        return self.plain.seconds_per_token / self.speculative.seconds_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
@@ -116,10 +118,7 @@ def compare(
     for turn in range(rounds):
         for speculate in (True, False) if turn % 2 == 0 else (False, True):
             runs[speculate].append(run(speculate))
-    fast, slow = (
-        Speed(median(g.stats.tokens_per_second for g, _ in runs[kind]), median(s for _, s in runs[kind]))
-        for kind in (True, False)
-    )
+    fast, slow = _speed(runs[True]), _speed(runs[False])
     sampled = keywords.get("temperature", 0.0) > 0
     if sampled and keywords.get("seed") is None:
         return Comparison(rounds, fast, slow, None, None)
@@ -127,6 +126,14 @@ def compare(
     unequal = next((pair for pair in pairs if pair[0] != pair[1]), None)
     difference = first_difference(target, request, keywords, *unequal) if unequal else None
     return Comparison(rounds, fast, slow, unequal is None, difference)
+
+
+def _speed(runs: Sequence[tuple[Generation, float]]) -> Speed:
+    return Speed(
+        median(generation.stats.tokens_per_second for generation, _ in runs),
+        median(seconds for _, seconds in runs),
+        median(seconds / len(generation.token_ids) for generation, seconds in runs),
+    )
 
 
 def first_difference(

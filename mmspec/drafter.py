@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,20 +31,26 @@ class Drafter(Protocol):
         first), and is kept up to date by the engine: read it, do not write to it."""
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        """A tree per row that continues ``token``, (batch,) int64, the last emitted ones. Nodes stand in descending
-        order of the path probabilities that were shown to ``budget.take``."""
+        """A tree per row that continues ``token``, (batch,) int64, the last emitted ones. ``budget`` says how deep and
+        wide growing pays; the engine prunes the tree to its likeliest nodes by ``TokenTree.log_probs``."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """The target has judged ``tree``: ``step`` is its pass, ``verdict`` what was kept. The next pass may overwrite
-        the tensors of ``step``."""
+        """The target has verified the pruned ``tree``: ``step`` is its pass, ``verdict`` what was kept.
+
+        The next pass may overwrite the tensors of ``step``."""
 
 
-def build_tree(token: Tensor, rows: list[tuple[list[int], list[int]]]) -> TokenTree:
+def build_tree(
+    token: Tensor,
+    rows: Sequence[tuple[list[int], list[int]]],
+    path_probs: list[list[float]] | None = None,
+) -> TokenTree:
     """A batch from ragged rows on the host.
 
     Args:
         token: (batch,) int64, the roots.
         rows: per row ``(tokens, parents)`` of the drafted nodes, parents being node indices with the root as 0.
+        path_probs: per row the probability of each drafted node's path, in descending order.
     """
     widest = max(len(tokens) for tokens, _ in rows)
     if widest == 0:
@@ -69,15 +76,24 @@ def build_tree(token: Tensor, rows: list[tuple[list[int], list[int]]]) -> TokenT
     )
     tree.max_depth = deepest
     tree.drafted = [len(tokens) for tokens, _ in rows]
+    if path_probs is not None:
+        padded = [[1.0, *row, *[0.0] * (widest - len(row))] for row in path_probs]
+        tree.log_probs, tree.path_probs = on_device(padded, device).log(), path_probs
     return tree
 
 
 def fork(drafter: Drafter | None, target: Target) -> Any:
     """A copy that learns on its own. Weights and the target are shared with the original: nothing learns them."""
     shared: list[Any] = [target]
-    for value in vars(drafter).values() if drafter is not None else ():
-        shared += value.modules() if isinstance(value, nn.Module) else []
+    for member in members(drafter):
+        for value in vars(member).values():
+            shared += value.modules() if isinstance(value, nn.Module) else []
     return copy.deepcopy(drafter, {id(value): value for value in shared})
+
+
+def members(drafter: Drafter | None) -> list[Drafter]:
+    """The drafters whose trees a drafter merges; most are their own only member."""
+    return [] if drafter is None else getattr(drafter, "drafters", [drafter])
 
 
 def learns(drafter: Drafter | None) -> bool:

@@ -50,8 +50,8 @@ def decode(
     """
     start = clock()
     budget.begin()
-    step = target.prefill(prompt, stopper.max_new_tokens)
     rows = [Row(ids, len(ids), Stats(), []) for ids in prompt.histories()]
+    step = target.prefill(prompt, [stopper.room(row.prompt_length) for row in rows])
     history = [row.history for row in rows]
     token = sampler.first(history, step.logits)
     for row, first in zip(rows, token.tolist(), strict=True):
@@ -69,9 +69,11 @@ def decode(
 
     while alive := [row for row in rows if row.finish_reason is None]:
         began = clock()
-        budget.remaining = stopper.max_new_tokens - 1 - min(len(row.token_ids) for row in alive)
+        budget.remaining = max(stopper.room(row.prompt_length) - len(row.token_ids) for row in alive) - 1
         drafting = drafter is not None and budget.drafts()
-        tree = drafter.propose(token, budget) if drafter is not None and drafting else TokenTree.root(token)
+        tree = TokenTree.root(token)
+        if drafter is not None and drafting:
+            tree = budget.prune(drafter.propose(token, budget))
         drafted = clock()
         step = target.forward_tree(tree)
         verdict = sampler.verify(history, tree, step.logits).only([row.finish_reason is None for row in rows])

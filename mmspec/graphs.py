@@ -92,6 +92,9 @@ class Graphed:
         """Shapes that are replayed."""
         return sum(not isinstance(graph, _Buffers) for graph in self._seen.values())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Graphed, (self._function,)  # graphs belong to this process
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphed:
         # A copy's tensors stand elsewhere.
         return Graphed(copy.deepcopy(self._function, memo))

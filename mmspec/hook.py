@@ -1,27 +1,35 @@
 """Speculative decoding inside transformers' own ``generate``: the same arguments, the same tokens, fewer passes.
 
 ``model.generate(**inputs, custom_generate=mmspec.decode, drafter=d)`` keeps everything that ``generate`` prepares:
-processors, criteria, generation config, image inputs. ``generate`` keeps its streamer and stop strings from a custom
-function, so ``mmspec.generate`` brings these along.
+processors, criteria, generation config, image inputs. ``mmspec.generate(model, drafter=d, **inputs)`` is the same call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    MaxLengthCriteria,
+    StopStringCriteria,
+)
 
 from mmspec import plugins
+from mmspec.checks import shown
 from mmspec.engine import Row
-from mmspec.engine import decode as run_engine
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
-from mmspec.pipeline import Pipeline, budget_for
+from mmspec.pipeline import Pipeline
+from mmspec.request import NODES
 from mmspec.sampling import Sampler
 from mmspec.stats import Stats
 from mmspec.stopping import Stopper
@@ -43,6 +51,9 @@ def decode(
     generation_config: GenerationConfig,
     drafter: Any = "auto",
     nodes: int | None = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    assistant_model: Any = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """The decoding method for ``generate(custom_generate=...)``.
@@ -51,21 +62,42 @@ def decode(
         drafter: whatever ``mmspec.load`` takes as one. Pass a ``Drafter`` object to keep what it learns between calls,
             or the ``Pipeline`` that holds the model to keep all that calls prepare: tree sizes, captured graphs.
         nodes: drafted nodes per step; None takes as many as are expected to be fastest.
+        streamer: fed token by token (batch 1); the prompt is left to the caller.
+        tokenizer: what ``generate`` needs for stop strings, which arrive here as a criterion.
 
     Returns:
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
 
     Raises:
-        UserError: beams, returned scores or hidden states, ``inputs_embeds``, a cache that is already filled, or a
-            model or processor that speculation cannot serve exactly.
+        UserError: a generation mode other than greedy search and sampling, returned scores or hidden states,
+            ``inputs_embeds``, a cache that is already filled, or a model or processor that speculation cannot serve
+            exactly.
     """
-    return _run(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, drafter, nodes, None, model_kwargs
-    )
+    try:
+        _refuse_unsupported(generation_config, input_ids, model_kwargs, assistant_model)
+        NODES.check("nodes", nodes)
+        if streamer is not None and len(input_ids) > 1:
+            raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
+        prompt = _prompt(input_ids, model_kwargs)
+        stopper = _stopper(stopping_criteria, input_ids.shape[1])
+        sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
+        with closing(_pipeline(model, drafter).steps(prompt, sampler, stopper, nodes)) as steps:
+            for rows in steps:
+                for token in rows[0].emitted if streamer is not None else ():
+                    streamer.put(torch.tensor([token]))
+    finally:
+        if streamer is not None:
+            streamer.end()  # after an error too: its reader would wait for ever
+    sequences = _join(input_ids, rows, generation_config)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
 
 
 def generate(
     model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
     *,
     drafter: Any = "auto",
     nodes: int | None = None,
@@ -73,18 +105,22 @@ def generate(
     streamer: Any = None,
     stop_strings: str | Sequence[str] | None = None,
     stopping_criteria: Sequence[Any] = (),
-    **inputs: Any,
+    **arguments: Any,
 ) -> SpeculativeOutput | Tensor:
-    """``model.generate`` with speculation, streamers and stop strings.
+    """``model.generate`` with speculation.
 
     Args:
+        inputs, generation_config: as for ``model.generate``; the prompt may as well be named ``input_ids``.
+        drafter, nodes: as for ``decode``.
         tokenizer: needed for ``stop_strings``.
         streamer: a transformers streamer, fed token by token (batch 1, as there).
-        **inputs: everything else that ``model.generate`` takes.
+        **arguments: everything else that ``model.generate`` takes.
 
     Raises:
         UserError: as ``decode``; stop strings without a tokenizer.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"model must be a model of transformers: got {shown(model)}")
     criteria = StoppingCriteriaList(stopping_criteria)
     if stop_strings:
         if tokenizer is None:
@@ -92,67 +128,58 @@ def generate(
         criteria.append(
             StopStringCriteria(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
         )
+    assistant = arguments.pop("assistant_model", None)
 
-    def method(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: Sequence[Any],
-        stopping_criteria: Sequence[Any],
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> SpeculativeOutput | Tensor:
-        return _run(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            drafter,
-            nodes,
-            streamer,
-            model_kwargs,
+    def method(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> SpeculativeOutput | Tensor:
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        return decode(
+            model, input_ids, drafter=drafter, nodes=nodes, streamer=streamer, assistant_model=assistant, **given
         )
 
-    return model.generate(**inputs, stopping_criteria=criteria, custom_generate=method)  # type: ignore[operator]
+    return model.generate(  # type: ignore[operator]
+        inputs, generation_config, stopping_criteria=criteria, custom_generate=method, **arguments
+    )
 
 
-def _run(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    processors: Sequence[Any],
-    criteria: Sequence[Any],
-    config: GenerationConfig,
-    drafter: Any,
-    nodes: int | None,
-    streamer: Any,
-    model_kwargs: dict[str, Any],
-) -> SpeculativeOutput | Tensor:
-    _refuse_unsupported(config, input_ids, model_kwargs)
-    pipe = _pipeline(model, drafter)
+def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """``GenerationMixin._extract_generation_mode_kwargs``, for ``decode`` without its gap.
+
+    transformers (5.17 to 5.23) drops streamer, tokenizer and assistant for every custom function without an error:
+    whoever reads the streamer would wait for ever. Other custom functions still receive what transformers passes.
+    """
+
+    @functools.wraps(extract)
+    def wrapper(
+        self: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any
+    ) -> dict[str, Any]:
+        kept = {"streamer": streamer, "tokenizer": kwargs.get("tokenizer"), "assistant_model": assistant_model}
+        passed = extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+        function = custom_generate
+        while isinstance(function, functools.partial):
+            function = function.func
+        if function is decode:
+            passed |= {name: value for name, value in kept.items() if value is not None}
+        return passed
+
+    return wrapper
+
+
+if hasattr(GenerationMixin, "_extract_generation_mode_kwargs"):  # a private method: a release may lack it
+    GenerationMixin._extract_generation_mode_kwargs = _hand_over(  # type: ignore[method-assign]
+        GenerationMixin._extract_generation_mode_kwargs
+    )
+
+
+def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt:
     mask = model_kwargs.get("attention_mask")
     skipped = ("attention_mask", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
-    prompt = Prompt(
+    return Prompt(
         input_ids,
         None if mask is None or bool(mask.all()) else mask,
         {name: value for name, value in model_kwargs.items() if name not in skipped and value is not None},
         padding_in_history=True,
     )
-    stopper = _stopper(criteria, input_ids.shape[1])
-    budget = budget_for(pipe.target, pipe.drafter, nodes, input_ids.shape[0], pipe.budgets)
-    sampler = Sampler(processors, do_sample=bool(config.do_sample))
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    rows: list[Row] = []
-    for rows in run_engine(pipe.target, pipe.drafter, prompt, sampler, stopper, budget):
-        if streamer is not None:
-            for token in rows[0].emitted:
-                streamer.put(torch.tensor([token]))
-    if streamer is not None:
-        streamer.end()
-    sequences = _join(input_ids, rows, config)
-    if not config.return_dict_in_generate:
-        return sequences
-    return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
 
 
 def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
@@ -180,9 +207,13 @@ def _stopper(criteria: Sequence[Any], prompt_length: int) -> Stopper:
     return Stopper(min(limits), eos_token_ids=eos, criteria=others)
 
 
-def _refuse_unsupported(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    if (config.num_beams or 1) > 1:
-        raise UserError(f"num_beams must be 1: speculation keeps one sequence per prompt, got {config.num_beams}")
+def _refuse_unsupported(
+    config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], assistant_model: Any
+) -> None:
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked = str(mode.value).replace("_", " ")
+        raise UserError(f"generation must be greedy search or sampling: got {asked}, use model.generate for it")
     wanted = [
         name
         for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

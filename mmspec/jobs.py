@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mmspec.errors import UserError
+from mmspec.extras import missing
 
 Worker = Callable[[Any], Any]
 Factory = Callable[[dict[str, Any]], Worker]
@@ -65,7 +66,7 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
     try:
         import ray
     except ImportError:
-        raise UserError("--engine ray needs the package ray: pip install 'mmspec[ray]'") from None
+        raise missing("engine ray", "ray", "ray") from None
     if not jobs:
         return
     own = not ray.is_initialized()

@@ -12,7 +12,7 @@ from mmspec.cache import TreeCache
 
 def tree_mask(
     config: Any, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor, dtype: torch.dtype
-) -> Tensor | dict[str, Tensor] | None:
+) -> Tensor | dict[str, Tensor | None] | None:
     """The ``attention_mask`` of a pass over tree nodes.
 
     Args:
@@ -25,24 +25,30 @@ def tree_mask(
 
     Returns:
         (batch, 1, nodes, slots): bool, or additive for eager attention, which misreads bool masks without a word. One
-        per kind of layer where a model has several. None where a single node attends to everything, or nothing attends.
+        per kind of layer where a model has several. None where a single node attends to everything, or the model has no
+        attention.
     """
     batch, nodes = reach.shape[:2]
-    if (nodes == 1 and tail_depth is None and not cache.padded) or not cache.attending:
+    kinds, window = _windows(config)
+    all_allowed = nodes == 1 and tail_depth is None and not cache.padded
+    if (all_allowed and window is None) or not cache.attending:
         return None
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
     full = torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
     additive = dtype if config._attn_implementation == "eager" else None
-    kinds, window = _windows(config)
     if window is None:
         return _in_form(full, additive)
     if depth is None:
         depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
+    # A single node gets a window's mask too: some models (Moshi, OLMoE) leave the window to transformers' cache.
     slid = _in_form(full & _within(window, cache, depth, tail_depth), additive)
-    return {"full_attention": _in_form(full, additive), "sliding_attention": slid} if kinds else slid
+    everything = None if all_allowed else _in_form(full, additive)
+    return {"full_attention": everything, "sliding_attention": slid} if kinds else slid
 
 
-def tail_mask(config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor) -> Tensor | dict[str, Tensor]:
+def tail_mask(
+    config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor
+) -> Tensor | dict[str, Tensor | None]:
     """The ``attention_mask`` of a pass over tree nodes behind a cache that stays in place; see ``tree_mask``.
 
     Returns:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from mmspec import kernels, plugins
 from mmspec.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.calibrate import cost_table, stored_cost
+from mmspec.checks import shown
 from mmspec.drafter import Drafter
 from mmspec.engine import Row, decode, generator_for
 from mmspec.errors import UserError
 from mmspec.loading import load_target, make_drafter
-from mmspec.sampling import Sampler, SamplingParams
+from mmspec.request import Call, parse
+from mmspec.sampling import Sampler
 from mmspec.stats import Stats
 from mmspec.stopping import FinishReason, Stopper
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
+from mmspec.turns import Turn
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. ``text`` ends before a stop string; ``token_ids`` are the tokens as generated."""
+    """One answer.
+
+    ``token_ids`` are the tokens as generated. ``text`` is what the tokenizer decodes them to, up to a stop string, and
+    without the blank that some chat templates put before an answer ("ASSISTANT: answer").
+    """
 
     text: str
     token_ids: list[int]
@@ -43,30 +54,55 @@ class Piece:
 
 
 def load(
-    model: str = "tiny-llava", drafter: Any = "auto", device: str = "auto", dtype: str = "auto", **options: Any
+    model: Any = "tiny-llava",
+    drafter: Any = "auto",
+    device: str = "auto",
+    dtype: Any = "auto",
+    processor: Any = None,
+    **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
 
     Args:
-        model: hub id, local folder, or an embedded name (``tiny-llava``).
+        model: hub id, local folder, an embedded name (``tiny-llava``), or a model of transformers, which is left as it
+            is: on its device, in its dtype.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
         device: ``"auto"`` takes a GPU where there is one; else a torch device name.
         dtype: ``"auto"`` is float32 on a CPU for models below a billion parameters and the checkpoint's own
-            otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        **options: passed on to transformers' ``from_pretrained``.
+            otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``, or the torch dtype.
+        processor: the tokenizer or processor of a model that is given as an object.
+        **options: passed on to transformers' ``from_pretrained``. Python code that a folder brings along runs only with
+            ``trust_remote_code=True``.
 
     Raises:
         UserError: the model, drafter, device or dtype is unknown or cannot be had.
     """
+    if isinstance(model, PreTrainedModel):
+        if processor is None:
+            raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
+        asked = {"device": device, "dtype": dtype, **options}
+        if given := [f"{name}={shown(value)}" for name, value in asked.items() if value != "auto"]:
+            raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(given)}")
+        home = model.config.name_or_path or ""
+        return Pipeline(plugins.target_class(model.config)(model, processor), make_drafter(drafter, home))
+    if not isinstance(model, str | PathLike):
+        raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
+    if processor is not None:
+        raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
+    model = fspath(model)
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    speculator = make_drafter(drafter, folder)  # first: a misspelt name should not cost the loading of a large model
+    # First: a misspelt name should not cost the loading of a large model.
+    speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     return Pipeline(load_target(folder, device, dtype, **options), speculator, name=model)
 
 
 class Pipeline:
     """A target and its drafter.
+
+    It serves one request at a time: threads wait for each other, and a request made before a stream of the same thread
+    is finished is refused. So it is with pipelines that share a target or a drafter.
 
     Attributes:
         model, processor: the plain transformers objects.
@@ -81,7 +117,8 @@ class Pipeline:
         self.budgets: dict[int, Any] = {}
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
         if drafter is not None:
-            drafter.attach(target)
+            with Turn(drafter):
+                drafter.attach(target)
 
     @property
     def model(self) -> Any:
@@ -100,22 +137,27 @@ class Pipeline:
             prompt: text, or chat messages in transformers' format.
             images: paths, bytes, PIL images or arrays, in the order of their place in the prompt.
             videos: paths (or whatever the target's adapter takes as a video).
-            **keywords: ``max_new_tokens`` (256), ``temperature`` (0.0), ``top_p`` (1.0), ``top_k`` (0), ``min_p``
-                (0.0), ``repetition_penalty`` (1.0), ``stop`` (strings), ``seed``, ``nodes`` (tree size per step; None
-                takes the size that is expected to be fastest), ``logits_processor`` and ``stopping_criteria`` (lists
-                as for transformers' ``generate``), ``frames`` (per video).
+            **keywords: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ``stop``, ``seed``, ...),
+                ``nodes`` (tree size per step; None takes the size that is expected to be fastest),
+                ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
+                (per video).
 
         Raises:
-            UserError: an option out of range, input that cannot be read, or a prompt beyond the context limit.
+            UserError: an option out of range, input that cannot be read, a prompt beyond the context limit, or a stream
+                of this thread that is not finished.
         """
         return self.generate_batch([{"prompt": prompt, "images": images, "videos": videos}], **keywords)[0]
 
     def generate_batch(self, requests: Sequence[Mapping[str, Any]], **keywords: Any) -> list[Generation]:
-        """Answer several prompts at once, ``{"prompt": ..., "images": ..., "videos": ...}`` each; see ``generate``."""
+        """Answer several prompts at once, ``{"prompt": ..., "images": ..., "videos": ...}`` each; see ``generate``.
+
+        In float32, each row's tokens are those of its answer alone.
+        """
+        call = parse(requests, keywords)
         if not requests:
             return []
-        request = _Request(self, requests, **keywords)
-        *_, rows = request.run()
+        request = _Request(self, call)
+        *_, rows = request.steps()
         return [
             Generation(request.text(row.token_ids), row.token_ids, row.finish_reason or "length", row.stats)
             for row in rows
@@ -124,68 +166,70 @@ class Pipeline:
     def stream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> Iterator[Piece]:
-        """Answer one prompt piece by piece, as tokens are accepted; see ``generate``."""
-        request = _Request(self, [{"prompt": prompt, "images": images, "videos": videos}], **keywords)
+        """Answer one prompt piece by piece, as tokens are accepted; see ``generate``.
+
+        The request begins when the first piece is asked for, and ends with the last one, or when the iterator is closed
+        or dropped.
+        """
+        request = _Request(self, parse([{"prompt": prompt, "images": images, "videos": videos}], keywords))
         shown, pending = "", []
-        for (row,) in request.run():
-            pending += row.emitted
-            text = request.text(row.token_ids, final=row.finish_reason is not None)
-            if row.finish_reason is not None:
-                yield Piece(text[len(shown) :], pending, row.finish_reason, row.stats)
-            elif len(text) > len(shown):
-                yield Piece(text[len(shown) :], pending)
-                shown, pending = text, []
+        with closing(request.steps()) as steps:
+            for (row,) in steps:
+                pending += row.emitted
+                text = request.text(row.token_ids, final=row.finish_reason is not None)
+                if row.finish_reason is not None:
+                    last = Piece(text[len(shown) :], pending, row.finish_reason, row.stats)
+                elif len(text) > len(shown):
+                    yield Piece(text[len(shown) :], pending)
+                    shown, pending = text, []
+        yield last
+
+    def steps(
+        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None
+    ) -> Generator[list[Row], None, None]:
+        """Decode as ``mmspec.engine.decode`` does. Target and drafter belong to this request from the first step until
+        the generator ends, is closed or is dropped.
+
+        Raises:
+            UserError: another request has them and may never end; see ``Turn``.
+        """
+        with Turn(self.target, self.drafter) as turn:
+            if self.drafter is not None:
+                self.drafter.attach(self.target)  # another pipeline may have attached it to its own target
+            budget = budget_for(self.target, self.drafter, nodes, len(prompt.input_ids), self.budgets)
+            for rows in decode(self.target, self.drafter, prompt, sampler, stopper, budget):
+                with turn.paused():
+                    yield rows
 
 
 class _Request:
-    """One call's options, checked, and its run."""
+    """A call that was checked, with what its decoding needs."""
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        requests: Sequence[Mapping[str, Any]],
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
-        nodes: int | None = None,
-        logits_processor: Sequence[Any] = (),
-        stopping_criteria: Sequence[Any] = (),
-        **inputs: Any,
-    ) -> None:
-        self.target, self.drafter = pipe.target, pipe.drafter
-        params = SamplingParams(temperature, top_p, top_k, min_p, repetition_penalty)
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1: got {max_new_tokens}")
-        if nodes is not None and nodes < 0:
-            raise UserError(f"nodes must be at least 0: got {nodes}")
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        self.prompt: Prompt = self.target.encode(requests, **inputs)
+    def __init__(self, pipe: Pipeline, call: Call) -> None:
+        self.pipe, self.target = pipe, pipe.target
+        params, extras = call.params, call.extras
+        self.stop, self.nodes = params.stop_strings, extras.nodes
+        with self.target.attention.applied():  # targets of one model share its tokenizer as well
+            self.prompt: Prompt = self.target.encode(call.requests, **call.inputs)
         length, limit = self.prompt.input_ids.shape[1], self.target.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        room = max_new_tokens if limit is None else min(max_new_tokens, limit - length)
         self.sampler = Sampler(
-            params.processors(logits_processor),
+            params.processors(extras.logits_processor),
             do_sample=params.do_sample,
-            generator=generator_for(seed, self.prompt.input_ids.device),
+            generator=generator_for(params.seed, self.prompt.input_ids.device),
         )
         self.stopper = Stopper(
-            room,
+            params.max_new_tokens,
+            context_limit=limit,
             eos_token_ids=self.target.eos_token_ids,
             stop=self.stop,
-            criteria=stopping_criteria,
+            criteria=extras.stopping_criteria,
             tokenizer=self.target.tokenizer,
         )
-        self.budget = budget_for(self.target, self.drafter, nodes, len(requests), pipe.budgets)
 
-    def run(self) -> Iterator[list[Row]]:
-        return decode(self.target, self.drafter, self.prompt, self.sampler, self.stopper, self.budget)
+    def steps(self) -> Generator[list[Row], None, None]:
+        return self.pipe.steps(self.prompt, self.sampler, self.stopper, self.nodes)
 
     def text(self, token_ids: list[int], *, final: bool = True) -> str:
         """The answer's text; unless ``final``, without an end that later tokens may still change."""

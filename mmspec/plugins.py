@@ -6,16 +6,33 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 - ``mmspec.layers``: classes that let trees pass through layers other than attention (see ``mmspec/layers.py``); the
   first whose ``supports(config)`` holds for a text configuration is taken.
 - ``mmspec.drafters``: drafter classes, made with the text behind the colon of ``name:argument`` if there is one.
-- ``mmspec.models``: functions that return the folder of an embedded model.
+- ``mmspec.models``: ``EmbeddedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from mmspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model that a package carries; calling it returns its folder.
+
+    Attributes:
+        folder: what ``from_pretrained`` loads.
+        limits: one sentence on what it was trained on, for users who give it input of their own.
+    """
+
+    folder: str
+    limits: str
+
+    def __call__(self) -> str:
+        return self.folder
 
 
 def names(group: str) -> list[str]:
@@ -39,6 +56,11 @@ def find(group: str, name: str) -> Any:
         if entry.name == name:
             return entry.load()
     raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(names(group))}, got {name!r}")
+
+
+def limits(model: str) -> str | None:
+    """One sentence on what an embedded model was trained on; None for all other models."""
+    return getattr(find("models", model), "limits", None) if model in names("models") else None
 
 
 def target_class(config: Any) -> Any:

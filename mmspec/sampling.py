@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from mmspec.checks import Checked, Rule, is_text, number, option, optional, whole
 from mmspec.errors import UserError
 from mmspec.histories import Histories
 from mmspec.ops import quantile
@@ -46,11 +47,15 @@ _UNSUPPORTED = tuple(
 
 _COLDEST = 1e-4  # logits divided by less may overflow
 _BLOCK = 64  # random numbers drawn at a time per row
+_STOP = Rule(
+    "text or a list of texts, none of them empty",
+    lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
+)
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen. The names and meanings are those of transformers' generation config.
+class SamplingParams(Checked):
+    """How an answer is decoded. Names and meanings are those of transformers' generation config where it has them.
 
     Attributes:
         temperature: 0 is greedy decoding; above 0, logits are divided by it and sampled.
@@ -58,24 +63,26 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 keeps all.
         min_p: keep tokens at least this fraction as probable as the most probable one, in [0, 1].
         repetition_penalty: above 1 makes tokens of the prompt and the output less probable; 1 changes nothing.
+        max_new_tokens: length of the answer at most, in tokens.
+        stop: text or texts that end the answer, which is cut before them.
+        seed: of the draws; None takes torch's global generator.
+
+    Raises:
+        UserError: a value of another type or out of range.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = option(0.0, number(f"0 or >= {_COLDEST}", lambda t: t == 0 or t >= _COLDEST))
+    top_p: float = option(1.0, number("in (0, 1]", lambda p: 0 < p <= 1))
+    top_k: int = option(0, whole(0))
+    min_p: float = option(0.0, number("in [0, 1]", lambda p: 0 <= p <= 1))
+    repetition_penalty: float = option(1.0, number("> 0", lambda penalty: penalty > 0))
+    max_new_tokens: int = option(256, whole(1, 1 << 31))
+    stop: str | Sequence[str] | None = option(None, _STOP)
+    seed: int | None = option(None, optional(whole(-(1 << 63), (1 << 64) - 1)))  # what torch's generators take
 
-    def __post_init__(self) -> None:
-        for name, holds, rule in (
-            ("temperature", self.temperature == 0 or self.temperature >= _COLDEST, f"0 or >= {_COLDEST}"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k, "a whole number >= 0"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
-        ):
-            if not holds:
-                raise UserError(f"{name} must be {rule}: got {getattr(self, name)}")
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def do_sample(self) -> bool:

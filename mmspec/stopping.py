@@ -18,31 +18,30 @@ class Stopper:
 
     Args:
         max_new_tokens: emit at most this many tokens per row.
+        context_limit: tokens of prompt and answer at most, row by row; None for no limit.
         eos_token_ids: tokens that end a row; the token itself is kept.
         stop: strings that end a row as soon as the text contains one; they need ``tokenizer``.
         criteria: transformers' stopping criteria, called with one row's tokens (prompt included), shape (1, length).
         tokenizer: turns new tokens into text for ``stop``.
 
     Raises:
-        UserError: ``max_new_tokens`` below 1, an empty stop string, or stop strings without a tokenizer.
+        UserError: stop strings without a tokenizer.
     """
 
     def __init__(
         self,
         max_new_tokens: int,
         *,
+        context_limit: int | None = None,
         eos_token_ids: Iterable[int] = (),
         stop: Sequence[str] = (),
         criteria: Sequence[StoppingCriteria] = (),
         tokenizer: Any = None,
     ) -> None:
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1: got {max_new_tokens}")
-        if any(not text for text in stop):
-            raise UserError("stop strings must not be empty")
         if stop and tokenizer is None:
             raise UserError("stop strings need a tokenizer: none was given")
         self.max_new_tokens = max_new_tokens
+        self.context_limit = context_limit
         self.eos_token_ids = frozenset(eos_token_ids)
         self.stop = tuple(stop)
         self.criteria = list(criteria)
@@ -50,16 +49,23 @@ class Stopper:
         # A token carries at least one byte, so a stop string lies within this many tokens of the end.
         self._window = max((len(text.encode()) for text in stop), default=0) + 8
 
+    def room(self, prompt_length: int) -> int:
+        """Tokens that may follow a prompt of so many tokens, padding left out."""
+        if self.context_limit is None:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, self.context_limit - prompt_length)
+
     def keep(self, history: list[int], prompt_length: int, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of ``tokens`` up to and including the first one that ends the row, and why it ended.
 
         Appends what is kept to ``history`` (the row's prompt and emitted tokens).
         """
+        end = prompt_length + self.room(prompt_length)
         for count, token in enumerate(tokens, start=1):
             history.append(token)
             if token in self.eos_token_ids or self.at_stop_string(history, prompt_length) or self._criterion(history):
                 return tokens[:count], "stop"
-            if len(history) - prompt_length >= self.max_new_tokens:
+            if len(history) >= end:
                 return tokens[:count], "length"
         return tokens, None
 

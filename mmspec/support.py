@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmspec import attention as tree_attention
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.layers import ATTENTION, TreeLayers
 
 
-def read_whole(auto_class: Any, name: str, config: Any, **options: Any) -> PreTrainedModel:
-    """A model whose every weight comes from the checkpoint, in the checkpoint's dtype.
+def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """``auto_class.from_pretrained`` that runs Python code of the folder only if ``trust_remote_code``.
+
+    Left unset, transformers would ask on standard input.
 
     Raises:
-        UserError: the checkpoint lacks weights or has them in other shapes. transformers would draw them at random and
-            merely warn.
+        UserError: the folder needs code of its own, which is not allowed.
     """
-    model, report = auto_class.from_pretrained(
-        name, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+    try:
+        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{str(name)!r} needs Python code that it brings along, which runs only if it is trusted: expected "
+            "trust_remote_code=True (--trust-remote-code on the command line) or a folder without such code"
+        ) from error
+
+
+def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
+    """A model that has exactly the checkpoint's weights, in the checkpoint's dtype.
+
+    Raises:
+        UserError: the checkpoint lacks weights, has them in other shapes, or has further ones, such as layers beyond
+            those of its configuration. transformers would draw them at random or drop them, and merely warn.
+    """
+    model, report = from_pretrained(
+        auto_class, name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     problems = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in report["mismatched_keys"]]
+    problems += [f"{key} is not one of them" for key in sorted(report["unexpected_keys"])]
     if problems:
         shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
-        raise UserError(f"cannot load model {name!r}: expected all weights of {type(model).__name__}, but {shown}")
+        raise UserError(
+            f"cannot load model {name!r}: expected exactly the weights of {type(model).__name__}, but {shown}"
+        )
     return model
 
 
@@ -54,8 +78,12 @@ def cache_argument(decoder: nn.Module) -> str:
     return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
 
 
+_NEVER_EXACT = {"git": "caches image tokens that the prompt does not contain"}
+"""Model types that pass all other checks, and why their tokens would differ."""
+
+
 def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers | None) -> None:
-    """Name what trees cannot pass through exactly; switch attention that takes no 4D mask to one that does.
+    """Name what trees cannot pass through exactly.
 
     Args:
         layers: what serves the layers other than attention, if anything does.
@@ -65,6 +93,10 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
             which logits to compute.
     """
     name = type(model).__name__
+    if reason := _NEVER_EXACT.get(model.config.model_type):
+        raise UserError(f"the target must be one that trees can reproduce: {name} {reason}")
+    if model.get_output_embeddings() is None:
+        raise UserError(f"the target must have an output layer: {name} has none")
     if model.config.is_encoder_decoder:
         raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())
@@ -81,10 +113,6 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         accepted = signature(part.forward).parameters
         if lacking := sorted(needed - accepted.keys()):
             raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
-    attention = config._attn_implementation
-    if attention not in ("sdpa", "eager", tree_attention.NAME):
-        # FlashAttention takes 2D masks only, and a dense 4D mask makes flex attention abort.
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def refuse_rope_switch(config: Any, length: int, room: int) -> None:
@@ -95,6 +123,8 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
     given = getattr(config, "rope_parameters", None) or {}
     for rope in [part for part in given.values() if isinstance(part, dict)] or [given]:
         kind = rope.get("rope_type", "default")
+        if kind not in ("dynamic", "longrope"):
+            continue  # Mamba-2 has neither rotary embeddings nor max_position_embeddings
         switch = config.max_position_embeddings
         if kind == "longrope":
             switch = rope.get("original_max_position_embeddings") or getattr(
@@ -107,15 +137,22 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
             )
 
 
-def logit_scaling(config: Any) -> Any:
+def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
     """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap:
-        return lambda logits: torch.tanh(logits / cap) * cap
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return partial(_capped, cap=cap)
     if scale := getattr(config, "logit_scale", None):
-        return lambda logits: logits * scale
+        return partial(torch.mul, other=scale)
     if scale := getattr(config, "logits_scaling", None):
-        return lambda logits: logits / scale
+        return partial(torch.div, other=scale)
     if scale := getattr(config, "lm_head_multiplier", None):
-        return lambda logits: logits * scale
-    return lambda logits: logits
+        return partial(torch.mul, other=scale)
+    return _unscaled
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
+
+
+def _unscaled(logits: Tensor) -> Tensor:
+    return logits

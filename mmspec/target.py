@@ -5,7 +5,7 @@ A target absorbs the prompt, checks trees and keeps accepted paths. Its caches a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,8 +65,9 @@ class Target(Protocol):
     def device(self) -> torch.device:
         """Where its tensors are."""
 
-    def prefill(self, prompt: Prompt, room: int) -> Step:
-        """Forget everything and absorb the prompt; ``room`` is the number of tokens that may follow it."""
+    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
+        """Forget everything and absorb the prompt; ``room`` is the number of tokens that may follow it in every row, or
+        in each."""
 
     def forward_tree(self, tree: TokenTree) -> Step:
         """Logits and hidden states at every node; absorbs nothing yet."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -52,7 +51,6 @@ class Traced:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.rows: list[list[JudgedTree]] = []
-        self._gains: list[list[float]] = []
 
     def attach(self, target: Target) -> None:
         self.drafter.attach(target)
@@ -62,34 +60,14 @@ class Traced:
         self.drafter.begin(prompt, step, history)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        shown: Any = _Shown(budget)
-        tree = self.drafter.propose(token, shown)
-        self._gains = shown.gains
-        return tree
+        return self.drafter.propose(token, budget)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         for row, (path, emitted) in enumerate(verdict.host):
             if path:  # the row has not finished
-                gains = self._gains[row] if row < len(self._gains) else []
+                gains = tree.path_probs[row] if tree.log_probs is not None else []
                 self.rows[row].append(_judged(tree, row, path, emitted[-1], step.logits[row], gains))
-        self._gains = []
         self.drafter.observe(tree, verdict, step)
-
-
-class _Shown:
-    """A budget that notes the path probabilities of the candidates that it keeps."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self.gains: list[list[float]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._budget, name)
-
-    def take(self, gains: Any) -> int:
-        kept = self._budget.take(gains)
-        self.gains = [list(row[:kept]) for row in gains]
-        return kept
 
 
 def _judged(tree: TokenTree, row: int, path: list[int], bonus: int, logits: Tensor, gains: list[float]) -> JudgedTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +18,18 @@ from mmspec.errors import UserError
 from mmspec.graphs import Graphed
 from mmspec.layers import tree_layers
 from mmspec.masks import tail_mask, tree_mask
-from mmspec.support import cache_argument, logit_scaling, read_whole, refuse_rope_switch, refuse_unsupported
+from mmspec.support import (
+    cache_argument,
+    from_pretrained,
+    logit_scaling,
+    read_whole,
+    refuse_rope_switch,
+    refuse_unsupported,
+)
 from mmspec.target import Prompt, Step
 from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
+from mmspec.user_text import UserText
 from mmspec.verify import Verdict
 
 
@@ -36,6 +45,7 @@ class TransformersTarget:
         processor: its tokenizer or processor, for text in and out.
 
     Attributes:
+        attention: what the model's passes run with.
         layers: what serves the model's layers other than attention; None where it has no such.
         cost: measured time of a pass; where it is known, trees are padded to a width at which the pass is cheapest.
 
@@ -49,7 +59,7 @@ class TransformersTarget:
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
-        attention.install(model)
+        self.attention = attention.PassAttention(model)
         self.decoder = model.get_decoder()
         self._cache_argument = cache_argument(self.decoder)
         self._embedding: Any = model.get_input_embeddings()
@@ -64,16 +74,24 @@ class TransformersTarget:
         self._check = Graphed(self._pass)
         self._keep = Graphed(self.absorb)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "layers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.layers = tree_layers(self.model, self.config)  # prepares the modelling module of this process
+
     @classmethod
     def supports(cls, config: Any) -> bool:
         """Whether this class is the adapter for models of this configuration."""
-        return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        own_code = getattr(config, "auto_map", None) or {}  # of the folder; read only where it is trusted
+        return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
 
     @classmethod
     def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
         """Model and processor from a local folder or hub id, with the weights' own dtype, on the CPU."""
-        model = read_whole(AutoModelForCausalLM, name, config, **options)
-        return model, AutoTokenizer.from_pretrained(name, **options)
+        model = read_whole(AutoModelForCausalLM, name, config=config, **options)
+        return model, from_pretrained(AutoTokenizer, name, **options)
 
     @property
     def device(self) -> torch.device:
@@ -118,19 +136,50 @@ class TransformersTarget:
             raise UserError("the prompt must not be empty")
         if not isinstance(prompt, str) and not template:
             raise UserError("chat messages need a chat template: the tokenizer has none")
-        if not template:
-            ids = tokenizer(prompt)["input_ids"]
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = self._user_text.mark(prompt)
+        if template:
+            messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._user_text.is_marked(text):
+            ids = self._user_text.encode(text, add_special_tokens=not template)
+        else:
+            ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
         if not ids:
             raise UserError("the prompt must not be empty")
         return ids
 
+    @cached_property
+    def _user_text(self) -> UserText:
+        return UserText(
+            self.tokenizer, [getattr(self.processor, name, None) for name in ("image_token", "video_token")]
+        )
+
     def decode(self, token_ids: list[int]) -> str:
-        """Text of generated tokens, special tokens left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
+
+    @cached_property
+    def _answer_prefix(self) -> str:
+        """Blanks between the chat template's generation prompt and an answer.
+
+        A template that ends a prompt with "ASSISTANT:" and writes earlier answers as "ASSISTANT: answer" lets the model
+        generate the blank. It is the template's: as content of a later turn, the answer must not contain it.
+        """
+        if not getattr(self.processor, "chat_template", None):
+            return ""
+        plain = self.processor is self.tokenizer  # a processor's template takes lists of items
+        asked, answered = (
+            {"role": role, "content": text if plain else [{"type": "text", "text": text}]}
+            for role, text in (("user", "question"), ("assistant", "answer"))
+        )
+        try:
+            prompt = self.processor.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
+            whole = self.processor.apply_chat_template([asked, answered], tokenize=False)
+        except Exception:  # a template is a program of the checkpoint's, and may raise anything
+            return ""
+        between, found, _ = whole.removeprefix(prompt).partition("answer")
+        return between if found and whole.startswith(prompt) and between.isspace() else ""
 
     @property
     def context_limit(self) -> int | None:
@@ -149,11 +198,12 @@ class TransformersTarget:
         return self._cache.length if self._cache is not None else 0
 
     @torch.inference_mode()
-    def prefill(self, prompt: Prompt, room: int) -> Step:
+    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
-        refuse_rope_switch(self.config, length, room if batch == 1 else 2 * room)
-        self._cache = self._cache_for(batch, length + min(room, 4096) + 64, mask)
+        longest = room if isinstance(room, int) else max(room)
+        refuse_rope_switch(self.config, length, longest if batch == 1 else 2 * longest)
+        self._cache = self._cache_for(batch, length + min(longest, 4096) + 64, mask)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
             positions = self._prompt_positions(ids, mask)
@@ -166,29 +216,30 @@ class TransformersTarget:
             if inputs.get(self._cache_argument) is cache:
                 seen.update(inputs) if out is None else seen.update(hidden=self._in_dtype(out[0]))
 
-        handles = [
-            self.decoder.register_forward_pre_hook(note, with_kwargs=True),
-            self.decoder.register_forward_hook(note, with_kwargs=True),
-            self._output.register_forward_pre_hook(_compact),
-        ]
-        try:
-            out = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: self._cache},
-                **inputs,
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self.attention.applied():
+            handles = [
+                self.decoder.register_forward_pre_hook(note, with_kwargs=True),
+                self.decoder.register_forward_hook(note, with_kwargs=True),
+                self._output.register_forward_pre_hook(_compact),
+            ]
+            try:
+                out = self.model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{self._cache_argument: self._cache},
+                    **inputs,
+                )
+            finally:
+                for handle in handles:
+                    handle.remove()
         self._cache.commit_prompt(length, mask, batch, ids.device)
         # A decoder without attention is not given any.
         given = seen.get("position_ids") if self._cache.attending else positions
         position = self._next_position(prompt, given)
-        last = (position.amax() + room - 1).clamp(min=(self.context_limit or 0) - 1)
+        last = (position + on_device(room, ids.device) - 1).amax().clamp(min=(self.context_limit or 0) - 1)
         if self._position is None or self._last_position is None or len(self._position) != batch:
             self._position, self._last_position = position.clone(), last
         else:  # where passes were captured to look for them
@@ -238,7 +289,7 @@ class TransformersTarget:
         rows = slice(len(ids)) if first else ids
         weight = layer.weight.detach()[rows]
         bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
-        return lambda hidden: self._scale_logits(_by_rows(lambda rows: F.linear(rows, weight, bias), hidden))
+        return _NarrowHead(weight, bias, self._scale_logits)
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         """Last hidden states of new nodes behind the committed prefix and the nodes already forwarded.
@@ -248,6 +299,10 @@ class TransformersTarget:
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means all are 0.
             reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each node attends to.
         """
+        with self.attention.applied():
+            return self._forward_nodes(tokens, depth, reach)
+
+    def _forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         assert self._cache is not None, "prefill comes first"
         assert self._position is not None
         assert self._last_position is not None
@@ -314,7 +369,7 @@ class TransformersTarget:
     def _cache_for(self, batch: int, reserve: int, mask: Tensor | None) -> TreeCache:
         """An empty cache for a prompt. One that stays in place serves further prompts, and what was captured of it."""
         kept, weight = self._cache, self._embedding.weight
-        served = self.config._attn_implementation == attention.NAME or (self.layers and not self.layers.attends)
+        served = self.attention.name == attention.NAME or (self.layers and not self.layers.attends)
         if not (kernels.fixed_shapes(weight.device) and served):
             return self._new_cache(reserve, False)
         if mask is not None and not bool((mask.long().diff(dim=1) >= 0).all()):
@@ -352,14 +407,27 @@ class TransformersTarget:
         """Once per model: the head as applied to trees must give the logits that the model itself gives."""
         if self._head_checked:
             return
-        ours = self.head(hidden)
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
-        if not torch.allclose(ours.float(), logits.float(), atol=tolerance, rtol=tolerance):
+        fits = self._output.weight.shape[-1] == hidden.shape[-1]  # other widths: a projection before the output layer
+        if not fits or not torch.allclose(self.head(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
             raise UserError(
                 f"{type(self.model).__name__} changes its logits after the output layer in a way that is not known "
                 "here: expected head(hidden) to equal the model's logits"
             )
         self._head_checked = True
+
+
+class _NarrowHead:
+    """The rows of an output layer that belong to some tokens."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Callable[[Tensor], Tensor]) -> None:
+        self._weight, self._bias, self._scale = weight, bias, scale
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._scale(_by_rows(lambda rows: F.linear(rows, self._weight, self._bias), hidden))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NarrowHead:
+        return self  # copies of a drafter share weights
 
 
 def bucket(nodes: int) -> int:

@@ -7,7 +7,8 @@ siblings is the order in which a drafter prefers (or drew) them.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ class TokenTree:
         draft_probs: (batch, nodes, vocab) float, row i being the distribution that the children of node i were drawn
             from, without replacement, in node order; None means that the children were fixed before any draw
             (top-k trees, n-grams).
+        log_probs: (batch, nodes) float, the drafter's log probability of the path down to each node: 0 at the root, at
+            most the parent's elsewhere. Nodes are listed in descending order of it, padding last. None where the
+            drafter has no probabilities.
         check: False skips the validation, for drafters whose trees are right by construction.
 
     Raises:
@@ -37,12 +41,14 @@ class TokenTree:
         valid: Tensor | None = None,
         draft_probs: Tensor | None = None,
         *,
+        log_probs: Tensor | None = None,
         check: bool = True,
     ) -> None:
         self.tokens = tokens
         self.parents = parents
         self.valid = valid
         self.draft_probs = draft_probs
+        self.log_probs = log_probs
         if check:
             _validate(self)
 
@@ -91,15 +97,111 @@ class TokenTree:
             return [self.nodes - 1] * self.batch
         return (self.valid.sum(1) - 1).tolist()
 
+    @cached_property
+    def path_probs(self) -> list[list[float]]:
+        """By row, the probability of each drafted node's path, descending; padding and impossible nodes are left out.
+
+        A drafter that has them on the host sets them, which spares a device-to-host copy."""
+        assert self.log_probs is not None, "the drafter has no probabilities"
+        rows = self.log_probs[:, 1:].exp().tolist()
+        return [[p for p in row[:drafted] if p > 0.0] for row, drafted in zip(rows, self.drafted, strict=True)]
+
+    def first(self, nodes: int) -> TokenTree:
+        """The tree of the first ``nodes`` nodes, root included: where there are ``log_probs``, the likeliest ones."""
+        if nodes >= self.nodes:
+            return self
+        if nodes == 1:
+            return TokenTree.root(self.tokens[:, 0])
+        parts = (self.tokens, self.parents, self.valid, self.draft_probs)
+        tokens, parents, valid, draft_probs = (None if part is None else part[:, :nodes] for part in parts)
+        log_probs = None if self.log_probs is None else self.log_probs[:, :nodes]
+        assert tokens is not None
+        assert parents is not None
+        tree = TokenTree(tokens, parents, valid, draft_probs, log_probs=log_probs, check=False)
+        if "path_probs" in vars(self):
+            tree.path_probs = [row[: nodes - 1] for row in self.path_probs]
+        if "drafted" in vars(self):
+            tree.drafted = [min(drafted, nodes - 1) for drafted in self.drafted]
+            tree.valid = None if min(tree.drafted) == nodes - 1 else valid
+        return tree
+
     def __repr__(self) -> str:
         return f"TokenTree(batch={self.batch}, nodes={self.nodes}, drawn={self.draft_probs is not None})"
+
+
+def merge(trees: Sequence[TokenTree]) -> TokenTree:
+    """The union of trees over the same roots: every path of any of them, once.
+
+    A path that several trees hold has the greatest of their probabilities. The cost is that of a few tensor operations
+    over (batch, nodes of one tree, nodes of the other).
+
+    Args:
+        trees: at least one; each with ``log_probs`` and without ``draft_probs``.
+
+    Returns:
+        A tree whose nodes are in descending order of ``log_probs``, padding last.
+
+    Raises:
+        ValueError: no trees, different roots, or a tree that was drawn or has no probabilities.
+    """
+    if not trees:
+        raise ValueError("merge needs at least one tree: got none")
+    for number, tree in enumerate(trees):
+        if tree.nodes > 1 and (tree.draft_probs is not None or tree.log_probs is None):
+            what = "draft_probs" if tree.draft_probs is not None else "no log_probs"
+            raise ValueError(f"merged trees must have log_probs and no draft_probs: trees[{number}] has {what}")
+        if tree.batch != trees[0].batch:
+            raise ValueError(f"merged trees must have one batch size: got {trees[0].batch} and {tree.batch}")
+    return reduce(_merge_two, trees)
+
+
+def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
+    if a.nodes == 1 or b.nodes == 1:
+        return b if a.nodes == 1 else a
+    assert a.log_probs is not None
+    assert b.log_probs is not None
+    # same[i, j]: node i of a and node j of b end equal paths.
+    root = torch.zeros(a.batch, a.nodes, b.nodes, dtype=torch.bool, device=a.tokens.device)
+    root[:, 0, 0] = True
+    alike = (a.tokens[:, :, None] == b.tokens[:, None]) & _alive(a)[:, :, None] & _alive(b)[:, None]
+    above = a.parents.clamp(min=0)[:, :, None].expand_as(root), b.parents.clamp(min=0)[:, None].expand_as(root)
+    same = root
+    for _ in range(min(a.max_depth, b.max_depth)):
+        same = root | (alike & same.gather(1, above[0]).gather(2, above[1]))
+        same[:, 0, 1:] = same[:, 1:, 0] = False  # a root's parent is clamped to itself
+    twin = same.any(1)  # (batch, nodes of b)
+    index = torch.arange(a.nodes - 1, a.nodes + b.nodes - 1, device=root.device)
+    place = torch.where(twin, same.int().argmax(1), index)  # of each node of b among all nodes
+    both = torch.where(same, b.log_probs[:, None], -torch.inf).amax(2)
+    scores = torch.cat([torch.maximum(a.log_probs, both), b.log_probs[:, 1:]], dim=1)
+    alive = torch.cat([_alive(a), (_alive(b) & ~twin)[:, 1:]], dim=1) & (scores > -torch.inf)
+    tokens = torch.cat([a.tokens, b.tokens[:, 1:]], dim=1)
+    parents = torch.cat([a.parents, place.gather(1, b.parents[:, 1:])], dim=1)
+    # Stable: of equal scores the first stays first, and a parent stands before its children.
+    scores, order = scores.masked_fill(~alive, -torch.inf).sort(dim=1, descending=True, stable=True)
+    moved = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    alive = alive.gather(1, order)
+    parents = moved.gather(1, parents.gather(1, order).clamp(min=0)).where(alive, 0)
+    parents[:, 0] = -1
+    merged = TokenTree(tokens.gather(1, order), parents, alive, log_probs=scores, check=False)
+    if merged.tokens.device.type == "cuda":  # the number of nodes stays fixed, and the host need not know it
+        merged.max_depth = max(a.max_depth, b.max_depth)
+        return merged
+    merged.drafted = (alive.sum(1) - 1).tolist()
+    return merged.first(1 + max(merged.drafted))
+
+
+def _alive(tree: TokenTree) -> Tensor:
+    return torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
 
 
 def _validate(tree: TokenTree) -> None:
     tokens, parents, valid, probs = tree.tokens, tree.parents, tree.valid, tree.draft_probs
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be (batch, nodes) with at least the root: got shape {tuple(tokens.shape)}")
-    for name, other in (("parents", parents), ("valid", valid)):
+    for name, other in (("parents", parents), ("valid", valid), ("log_probs", tree.log_probs)):
         if other is not None and other.shape != tokens.shape:
             raise ValueError(f"{name} must have the shape of tokens {tuple(tokens.shape)}: got {tuple(other.shape)}")
     if probs is not None and (probs.ndim != 3 or probs.shape[:2] != tokens.shape):

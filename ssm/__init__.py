@@ -1,1 +1,1 @@
-"""Tree verification for Mamba-2 and hybrid targets: not part of this release yet."""
+"""State-space side of mmspec: Mamba-2 and hybrid targets, their tree operations, drafters and training."""

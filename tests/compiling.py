@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping
@@ -35,7 +36,8 @@ def compiled(
 
     Returns:
         ``shared`` bytes of memory of a program; ``registers`` of a thread, and bytes of its ``stack``, to which those
-        go that it lacks; sizes of ``ptx`` and ``cubin``; loads issued ``ahead`` of their use by a loop.
+        go that it lacks; sizes of ``ptx`` and ``cubin``; loads issued ``ahead`` of their use by a loop; ``narrow``, see
+        ``narrow_products``.
     """
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
@@ -49,7 +51,32 @@ def compiled(
     entry = {"kernel": kernel.__name__, "capability": capability, "shared": built.metadata.shared}
     entry |= {kind: len(built.asm[kind]) for kind in ("ptx", "cubin")}
     entry["ahead"] = built.asm["ttgir"].count("async_copy_global_to_local")
+    entry["narrow"] = narrow_products(built.asm["ttir"])
     return entry | _resources(built.asm["cubin"])
+
+
+def narrow_products(ttir: str) -> list[str]:
+    """Products of a program's number and an argument that are taken in 32 bits: used as an offset, such a product
+    overflows in buffers of 2**31 elements."""
+    constants: set[str] = set()
+    numbers: set[str] = set()  # 32-bit values that follow from a program's number, or from how many programs there are
+    narrow = []
+    for line in ttir.splitlines():
+        operation = line.partition(" loc(")[0].strip()
+        found = re.match(r"%(\w+) = \"?(?:arith|tt)\.(\w+)\"?(.*)", operation)
+        if not found:
+            continue
+        name, kind, rest = found.groups()
+        operands = set(re.findall(r"%(\w+)", rest))
+        if kind == "constant":
+            constants.add(name)
+        elif kind in ("get_program_id", "get_num_programs"):
+            numbers.add(name)
+        elif operands & numbers and rest.endswith(("i32", "i32>")) and kind not in ("cmpi", "load"):
+            numbers.add(name)
+            if kind == "muli" and not operands & constants:
+                narrow.append(operation)
+    return narrow
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

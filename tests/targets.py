@@ -43,7 +43,13 @@ def plain_logits(model: PreTrainedModel, row: dict[str, Any], continuation: list
 
 
 def assert_trees_equal_paths(
-    model: PreTrainedModel, inputs: dict[str, Tensor], *, nodes: int = 9, steps: int = 2, seed: int = 0
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    *,
+    nodes: int = 9,
+    steps: int = 2,
+    seed: int = 0,
+    shape: str = "random",
 ) -> TransformersTarget:
     """Prefill, then trees whose accepted paths differ by row: every logit of every valid node is compared."""
     g = torch.Generator().manual_seed(seed)
@@ -57,7 +63,7 @@ def assert_trees_equal_paths(
     for b in range(batch):
         torch.testing.assert_close(step.logits[b, 0], plain_logits(model, rows[b], [])[-1], **close)
     for number in range(steps):
-        drafted = random_tree(g, batch, 1 if number == 1 else nodes, 90)
+        drafted = random_tree(g, batch, 1 if number == 1 else nodes, 90, shape=shape, ragged=shape == "random")
         tree = TokenTree(drafted.tokens + 3, drafted.parents, drafted.valid)
         logits = target.forward_tree(tree).logits
         choices = torch.full_like(tree.tokens, -1)

@@ -17,22 +17,18 @@ from tests.tiny import root_path, valid_nodes
 
 
 class Watched(Budget):
-    """Notes what it is shown; some steps are not drafted at all, others are shallow."""
+    """Some steps are not drafted at all, others are shallow."""
 
-    def __init__(self, nodes, skip=()):
-        super().__init__(nodes, depth=4)
-        self.skip, self.step, self.shown = skip, 0, None
+    def __init__(self, nodes, depth, skip):
+        super().__init__(nodes, depth)
+        self.skip, self.step = skip, 0
 
     def drafts(self):
         self.step += 1
         return super().drafts() and self.step not in self.skip
 
-    def take(self, gains):
-        self.shown = gains
-        return super().take(gains)
 
-
-def check_drafts(model, inputs, drafter, gains, *, nodes=7, skip=(), new=12, params=None):
+def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), new=12, params=None):
     """Decode; every node of every tree must have been given the probability that ``gains`` finds, and greedy output
     must be that of transformers.
 
@@ -45,15 +41,15 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, skip=(), new=12, par
     """
     target = plugins.target_class(model.config)(model)
     drafter.attach(target)
-    budget, trees = Watched(nodes, skip), []
+    budget, trees = Watched(nodes, depth, skip), []
     propose = drafter.propose
-    drafter.propose = lambda token, b: trees.append((propose(token, b), budget.shown)) or trees[-1][0]
+    drafter.propose = lambda token, b: trees.append(propose(token, b)) or trees[-1]
     sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
     said: list[list[int]] = [[] for _ in inputs["input_ids"]]
     lengths: Counter[int] = Counter()
     for state in decode(target, drafter, prompt_of(inputs), sampler, Stopper(new, eos_token_ids=[]), budget):
         if trees:
-            tree, shown = trees.pop()
+            tree = trees.pop()
             for b, tokens in enumerate(said):
                 if len(tokens) == new:
                     continue  # finished: what is drafted for it is not looked at
@@ -61,7 +57,7 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, skip=(), new=12, par
                 drafted = valid_nodes(tree, b)[1:]
                 paths = [[int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]] for node in drafted]
                 expected = gains(target, b, tokens, paths)
-                assert [shown[b][node - 1] for node in drafted] == pytest.approx(expected, rel=2e-3, abs=1e-6)
+                assert [tree.path_probs[b][node - 1] for node in drafted] == pytest.approx(expected, rel=2e-3, abs=1e-6)
         for b, row in enumerate(state):
             said[b] += row.emitted if said[b] != row.token_ids else []
             lengths[len(row.emitted)] += 1

@@ -3,7 +3,9 @@ Qwen3-VL, each the unmodified class of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from mmspec.errors import UserError
-from mmspec.support import read_whole
+from mmspec.support import from_pretrained, read_whole
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
 from vision.images import load_image
-from vision.video import Backend, Video, load_video
+from vision.video import FPS, FRAMES, Backend, Video, load_video
 
 FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _PLAIN_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
@@ -35,8 +37,8 @@ class VisionTarget(TransformersTarget):
 
     @classmethod
     def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        model = read_whole(AutoModelForImageTextToText, name, config, **options)
-        return model, AutoProcessor.from_pretrained(name, **options)
+        model = read_whole(AutoModelForImageTextToText, name, config=config, **options)
+        return model, from_pretrained(AutoProcessor, name, **options)
 
     def encode(
         self,
@@ -62,6 +64,8 @@ class VisionTarget(TransformersTarget):
         """
         if unknown:
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
+        FRAMES.check("frames", frames)  # also where no video is read
+        FPS.check("fps", fps)
         texts, images, videos = [], [], []
         for request in requests:
             pictures = [load_image(source) for source in _listed(request.get("images"))]
@@ -120,6 +124,7 @@ class VisionTarget(TransformersTarget):
             messages: list[dict[str, Any]] = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
         else:
             messages = [dict(message) for message in prompt]
+        messages = [dict(message) for message in self._user_text.mark(messages)]
         left, queue, shown, played = list(pictures), list(clips), [], []
         for message in messages:
             content = message["content"]
@@ -166,11 +171,12 @@ class VisionTarget(TransformersTarget):
         if videos:
             arguments["videos"] = [np.stack([np.asarray(frame) for frame in clip.frames]) for clip in videos]
             arguments["videos_kwargs"] = {"do_sample_frames": False}
-        tokenizer = self.tokenizer
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        tokenizer.padding_side = "left"
-        encoded = dict(self.processor(**arguments, padding=True, return_tensors="pt"))
+        processor = self.processor
+        if any(map(self._user_text.is_marked, texts)):
+            processor = copy(processor)
+            processor.tokenizer = self._user_text
+        with _pad_token(self.tokenizer):
+            encoded = dict(processor(**arguments, padding=True, padding_side="left", return_tensors="pt"))
         ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
         device, dtype = self.model.device, self.model.dtype
         inputs = {
@@ -193,6 +199,19 @@ class VisionTarget(TransformersTarget):
         config = self.model.config
         marks = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
         return torch.isin(ids, torch.tensor([mark for mark in marks if mark is not None], device=ids.device))
+
+
+@contextmanager
+def _pad_token(tokenizer: Any) -> Iterator[None]:
+    """Lend a tokenizer without a pad token its end-of-sequence token: which one pads is all the same under a mask."""
+    lent = tokenizer.pad_token_id is None
+    if lent:
+        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        yield
+    finally:
+        if lent:
+            tokenizer.pad_token = None
 
 
 def _listed(sources: Any) -> Iterable[Any]:

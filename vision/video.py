@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from PIL import Image
 
+from mmspec.checks import number, optional, whole
 from mmspec.errors import UserError
 from vision.images import still_format
 from vision.media import Media, resolve
@@ -27,6 +28,9 @@ Backend = Literal["pyav", "decord"]
 DEFAULT_FRAMES = 8
 MAX_FRAMES = 512
 """Most frames picked from one video; at 1080p each holds 6 MB."""
+
+FRAMES = optional(whole(1, MAX_FRAMES))
+FPS = optional(number("a number > 0", lambda rate: rate > 0))
 
 _VIDEO_FORMATS = frozenset({"GIF", "PNG"})  # animated ones, as Pillow names them
 
@@ -51,6 +55,7 @@ class Video:
 def load_video(
     source: object,
     *,
+    name: str | None = None,
     frames: int | None = None,
     fps: float | None = None,
     backend: Backend = "pyav",
@@ -60,6 +65,7 @@ def load_video(
 
     Args:
         source: path (str or path-like), bytes, or binary file object (left open).
+        name: what error messages call the source.
         frames: how many; 8 where neither `frames` nor `fps` is given. With `fps`, the most that may be picked: where
             the rate asks for more, that many are spread evenly over the whole duration instead.
         fps: frames per second of the video's own time.
@@ -73,11 +79,8 @@ def load_video(
     """
     if backend not in get_args(Backend):
         raise UserError(f"backend must be one of {', '.join(get_args(Backend))}: received {backend!r}")
-    if frames is not None and not 1 <= frames <= MAX_FRAMES:
-        raise UserError(f"frames must lie in 1..{MAX_FRAMES}: received {frames}")
-    if fps is not None and not 0 < fps < float("inf"):
-        raise UserError(f"fps must be a positive number: received {fps}")
-    media = resolve(source, expected="a video")
+    frames, fps = FRAMES.check("frames", frames), FPS.check("fps", fps)
+    media = resolve(source, expected="a video", name=name)
     kind = _kind(media)
     if kind == "image":
         found = media.description if media.description.endswith("image") else "an image"
@@ -101,13 +104,13 @@ def load_video(
     return Video([image for _, image in picked], [float(time) for time, _ in picked], float(duration), media.name)
 
 
-def kind_of(path: object) -> Literal["image", "video"]:
-    """Whether a file is an image or a video, by its content; takes what `load_video` takes.
+def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:
+    """Whether a source is an image or a video, by its content; takes what `load_video` takes.
 
     Raises:
         UserError: missing, empty, or neither of both.
     """
-    media = resolve(path, expected="an image or a video")
+    media = resolve(source, expected="an image or a video", name=name)
     kind = _kind(media)
     if kind is None:
         raise UserError(f"{media.name}: expected an image or a video, received {media.description}")

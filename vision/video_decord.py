@@ -7,14 +7,28 @@ notice a file that is cut short. It reads neither animated GIF nor raw streams.
 import importlib
 from contextlib import ExitStack
 from fractions import Fraction
+from types import ModuleType
 
 import numpy as np
 from PIL import Image
 
 from mmspec.errors import UserError
+from mmspec.extras import missing
 from vision.media import Media
 from vision.video_container import open_video
 from vision.video_pyav import Choose, Picked
+
+
+def import_decord() -> ModuleType:
+    """The optional dependency.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module("decord")
+    except ImportError:
+        raise missing("video backend decord", "decord", "decord") from None
 
 
 def pick_with_decord(media: Media, choose: Choose) -> tuple[Picked, Fraction]:
@@ -23,12 +37,7 @@ def pick_with_decord(media: Media, choose: Choose) -> tuple[Picked, Fraction]:
     Raises:
         UserError: decord is not installed; not a video, or one that decord cannot read to the end.
     """
-    try:
-        decord = importlib.import_module("decord")
-    except ImportError:
-        raise UserError(
-            "backend 'decord' needs the decord package, which is not installed: pip install 'mmspec[decord]'"
-        ) from None
+    decord = import_decord()
     with ExitStack() as stack:
         open_video(media, stack)  # decord writes to stderr about what is no video; say it our way instead
     decord.logging.set_level(decord.logging.QUIET)

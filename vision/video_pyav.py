@@ -5,14 +5,13 @@ from contextlib import ExitStack
 from fractions import Fraction
 
 import av
-import numpy as np
 from av.container import InputContainer
-from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
 from mmspec.errors import UserError
+from vision.display_matrix import display_matrix
 from vision.images import flatten
 from vision.media import Media
 from vision.video_container import SEEKABLE, PacketScan, open_video
@@ -204,11 +203,11 @@ def _upright(frame: VideoFrame) -> Image.Image:
         image = flatten(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
         image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-    matrix = frame.side_data.get("DISPLAYMATRIX")
-    if not isinstance(matrix, SideData):
+    matrix = display_matrix(frame)
+    if matrix is None:
         return image
     # ISO 14496-12, 8.5.2: (x, y, 1) times the matrix, 16.16 fixed point: x' = a x + c y, y' = b x + d y.
-    a, b, _, c, d = (int(v) for v in np.frombuffer(bytes(matrix), np.int32)[:5])
+    a, b, _, c, d = (int(value) for value in matrix[:5])
     turn = Image.Transpose
     if abs(b) > abs(a):
         image = image.transpose(turn.TRANSPOSE)

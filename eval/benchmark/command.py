@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import Number, model_options
+from mmspec.cli.options import OUT_FOLDER, Number, model_options
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 
@@ -30,7 +30,9 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
 @model_options
 @click.option("--tasks", default="embedded", show_default=True, help="Names and groups, separated by commas.")
 @click.option("--list", "listing", is_flag=True, help="List tasks with the fields of their data, and exit.")
-@click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="Folder of benchmarks in local files.")
+@click.option(
+    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of benchmarks in local files."
+)
 @click.option(
     "--methods",
     default="auto",
@@ -48,7 +50,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default.")
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of the run; needed to measure.")
+@click.option("--out", type=OUT_FOLDER, help="Folder of the run; needed to measure.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object instead of tables.")
 def evaluate(
     listing: bool,

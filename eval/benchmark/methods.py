@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from eval.drafters import chain, named_drafters
 from eval.rounds import Way
 from mmspec import checkpoint
 from mmspec.drafter import fork
 from mmspec.errors import UserError
+from mmspec.hub import cache_if_offline
+from mmspec.support import from_pretrained
 from mmspec.transformers_target import TransformersTarget
 
 BASELINE, PLAIN = "generate", "none"
@@ -83,8 +84,11 @@ def _assistant(name: str, target: TransformersTarget) -> object:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=target.model.dtype)
+        with cache_if_offline("model", name) as found:
+            model = from_pretrained(AutoModelForCausalLM, name, dtype=target.model.dtype, **found)
         return model.to(target.device).eval()
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot load the assistant {name!r}: {first_line}") from error

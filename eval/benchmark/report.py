@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmspec.extras import install
 from mmspec.training.records import write
 
 Row = dict[str, Any]
@@ -100,7 +101,7 @@ def _pictures(rows: Sequence[Row], folder: Path) -> list[str]:
     try:
         from eval.benchmark.plots import draw_all
     except ImportError:
-        return ["No pictures: they need the package matplotlib (pip install 'mmspec[eval]').", ""]
+        return [f"No plots: they need the package matplotlib; run {install('eval')}.", ""]
     drawn = draw_all(rows, folder / "plots")
     cells = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
     which = [f"The pictures show temperature {cells[0][0]:g}, batch {cells[0][1]}.", ""] if len(cells) > 1 else []

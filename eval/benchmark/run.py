@@ -19,7 +19,9 @@ from eval.benchmark.summary import summarise
 from eval.tasks import TASKS
 from mmspec import plugins
 from mmspec.errors import UserError
+from mmspec.hub import cache_if_offline
 from mmspec.jobs import run_jobs
+from mmspec.support import from_pretrained
 from mmspec.training.records import write
 from vision.targets import VisionTarget
 
@@ -32,7 +34,10 @@ def sees(model: str) -> bool:
     """
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        with cache_if_offline("model", folder) as found:
+            config = from_pretrained(AutoConfig, folder, **found)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot load model {model!r}: {first_line}") from error
@@ -54,7 +59,8 @@ def run(settings: Settings, out: Path, engine: str = "local", workers: int = 1) 
     journal = Journal(out, plain)
     jobs = jobs_of(settings, {task: len(found) for task, found in samples.items()})
     missing = journal.missing(jobs)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    notes = Console(stderr=True)
+    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         bar = progress.add_task("measuring", total=len(jobs), completed=len(jobs) - len(missing))
         for _, record in run_jobs(missing, Evaluator, plain, engine, workers):
             journal.add(record)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from eval.sample import Answered
-from mmspec.errors import UserError
+from mmspec.extras import missing
 
 
 def cider(answered: Sequence[Answered]) -> dict[str, float]:
@@ -21,7 +21,7 @@ def cider(answered: Sequence[Answered]) -> dict[str, float]:
     try:
         from pycocoevalcap.cider.cider import Cider
     except ImportError:
-        raise UserError("CIDEr needs the package pycocoevalcap: pip install 'mmspec[eval]'") from None
+        raise missing("CIDEr", "pycocoevalcap", "eval") from None
     wanted = {k: [_words(one) for one in sample.references[0]] for k, (sample, _) in enumerate(answered)}
     said = {k: [_words(answers[0])] for k, (_, answers) in enumerate(answered)}
     score, _ = Cider().compute_score(wanted, said)

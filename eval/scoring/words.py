@@ -18,8 +18,8 @@ def plain(text: str) -> str:
     The normalisation of the VQA challenge, without its table of misspelt contractions: apostrophes go on both sides.
     """
     text = text.lower().replace("'", "").replace("\u2019", "")
-    text = re.sub(r"(?<=\d),(?=\d)", "", text)
-    words = re.sub(r"(?<!\d)[.](?!\d)|[^\w\s.%$:/-]", " ", text).replace("-", " ").split()
+    text = re.sub(r"(?<=\d),(?=\d)|[.](?!\d)", "", text)
+    words = re.sub(r"[^\w\s.%$:/-]", " ", text).replace("-", " ").split()
     words = [str(_NUMBERS.index(word)) if word in _NUMBERS else word.strip(".:/") for word in words]
     return " ".join(word for word in words if word and word not in _ARTICLES)
 

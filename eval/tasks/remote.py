@@ -8,6 +8,7 @@ from typing import Any
 
 from eval.tasks.local import Row
 from mmspec.errors import UserError
+from mmspec.extras import install
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ def hub_rows(name: str, hub: Hub, limit: int | None) -> Iterator[Row]:
         import datasets
     except ImportError:
         raise UserError(
-            f"{name}: expected --data FOLDER with local files, or the package datasets (pip install 'mmspec[eval]') "
-            "and a network, received neither"
+            f"{name}: expected --data FOLDER with local files, or the package datasets and a network, received neither "
+            f"({install('eval')})"
         ) from None
     try:
         # A benchmark read in part should not be downloaded whole.

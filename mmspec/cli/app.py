@@ -14,6 +14,7 @@ import click
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
 from mmspec.errors import UserError
+from mmspec.extras import extra_of, missing
 
 FAILURE, MISTAKE, INTERRUPTED = 1, 2, 128 + 2
 
@@ -34,8 +35,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit status: 0; 2 after a mistake of the user's, 1 after a failure of ours, each told in one line on stderr;
-        130 after Ctrl-C; 141 where the reader of a pipe went away.
+        The exit status: 0; 2 after a mistake of the user's, 1 after a failure of ours, each reported in one line on
+        stderr; 3 where some files of a folder were skipped; 130 after Ctrl-C; 141 where the reader of a pipe went away.
     """
     _be_quiet()
     _accept_any_text()
@@ -48,6 +49,12 @@ def main(args: Sequence[str] | None = None) -> int:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         status = CLOSED_PIPE
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = extra_of(package)
+        if extra is None:
+            return _report("internal error", error, FAILURE)
+        return _report("error", missing("this command", package, extra), MISTAKE)
     except Exception as error:
         return _report("internal error", error, FAILURE)
     if status == CLOSED_PIPE:

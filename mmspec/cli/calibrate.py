@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import json_option, model_options
+from mmspec.cli.options import json_option, model_options, trust_option
 
 
 @click.command()
 @model_options
+@trust_option
 @click.option("--refresh", is_flag=True, help="Measure again, even if this was measured before.")
 @json_option
 def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:

@@ -22,9 +22,11 @@ _HELP = {
     "info": "Show devices, versions, models and drafters.",
     "calibrate": "Measure what a tree of N nodes costs here.",
     "tiny-llava": "The embedded vision-language model.",
+    "tiny-hybrid": "The embedded hybrid language model.",
     "make-data": "Let a model answer prompts, for its drafters to learn from.",
     "msd": "An MSD drafter for a model.",
     "flash": "A FLASH drafter for a model.",
+    "mamba": "A Mamba drafter for a model.",
     "recycle": "A recycle drafter's table for a model.",
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -32,16 +34,38 @@ def _stack(*options: Decorator) -> Decorator:
     return decorate
 
 
+class Output(click.Path):
+    """A file or folder to write. An unwritable path is refused when options are parsed, before a model is loaded.
+
+    Missing folders on the way to it are no mistake: the command makes them.
+    """
+
+    def __init__(self, folder: bool) -> None:
+        super().__init__(file_okay=not folder, dir_okay=folder, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
+        kind = "file" if self.file_okay else "folder"
+        at = path if self.dir_okay else path.parent
+        try:
+            if path.exists() and not (path.is_dir() if self.dir_okay else path.is_file()):
+                raise OSError(f"it is not a {kind}")
+            while not at.exists():
+                at = at.parent
+            with TemporaryDirectory(dir=at):  # access rights alone do not tell: a superuser passes them on /proc
+                pass
+        except OSError as error:
+            self.fail(
+                f"expected a {kind} that can be written, received {path} ({error.strerror or error}).", param, ctx
+            )
+        return path
+
+
+OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
-model_options = _stack(
-    click.option(
-        "--model",
-        default="tiny-llava",
-        show_default=True,
-        help="Embedded name, local folder or hub id.",
-        metavar="NAME",
-    ),
+device_options = _stack(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
     click.option(
         "--dtype",
@@ -52,10 +76,26 @@ model_options = _stack(
     ),
 )
 
+model_options = _stack(
+    click.option(
+        "--model",
+        default="tiny-llava",
+        show_default=True,
+        help="Embedded name, local folder or hub id.",
+        metavar="NAME",
+    ),
+    device_options,
+)
+
+trust_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run Python code that the folders of models bring along."
+)
+
 _DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none for plain decoding."
 
 generation_options = _stack(
     model_options,
+    trust_option,
     click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP),
     click.option("--max-new-tokens", type=click.IntRange(1, 2**31), default=256, show_default=True),
     click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy."),
@@ -74,7 +114,7 @@ generation_options = _stack(
     json_option,
 )
 
-LOADING = ("model", "drafter", "device", "dtype")
+LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code")
 GENERATING = (
     "max_new_tokens",
     "temperature",

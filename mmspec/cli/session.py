@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,10 +17,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mmspec import plugins
-from mmspec.cli.hub import fail_fast_offline, is_on_hub
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
-from mmspec.drafter import Drafter
+from mmspec.drafter import Drafter, members
+from mmspec.hub import is_on_hub
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling import SamplingParams
@@ -28,24 +29,28 @@ TINY = 20_000_000  # parameters below which threads cost more than they give
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
-def answer(request: dict[str, Any], options: Mapping[str, Any]) -> None:
+def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = False) -> None:
     """Answer one request as the options of ``generation_options`` say.
 
     Args:
         request: ``prompt``, ``images``, ``videos``.
         options: values of all options of ``generation_options``.
+        sample: the request is an embedded sample, which embedded models are made for.
     """
-    keywords = {name: options[name] for name in GENERATING}
-    SamplingParams(
-        **{name: keywords[name] for name in SamplingParams.__dataclass_fields__}
-    )  # before minutes of loading
+    keywords = generation_keywords(options)
     notes = Console(stderr=True)
+    if not sample:
+        show_limits(notes, options["model"])
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING})
     with notes.status("reading the prompt"):
         pieces = pipe.stream(**request, **keywords)
         first = next(pieces)
     generation = _collect(chain([first], pieces), show=not options["as_json"])
-    comparison = _compare(notes, pipe, options["drafter"], request, keywords) if options["compare"] else None
+    comparison = None
+    if options["compare"]:
+        home = pipe.model.config.name_or_path
+        fresh = partial(make_drafter, options["drafter"], home, options["trust_remote_code"])
+        comparison = _compare(notes, pipe, fresh, request, keywords)
     drafter = drafter_name(pipe.drafter)
     if options["as_json"]:
         click.echo(json.dumps(as_object(generation, pipe.name, drafter, comparison)))
@@ -55,29 +60,45 @@ def answer(request: dict[str, Any], options: Mapping[str, Any]) -> None:
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def open_pipeline(notes: Console, model: str, drafter: str | None, device: str, dtype: str) -> Pipeline:
+def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``.
+
+    Raises:
+        UserError: one is out of range, which is known before a model is loaded.
+    """
+    keywords = {name: options[name] for name in GENERATING}
+    SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
+    return keywords
+
+
+def show_limits(notes: Console, model: str) -> None:
+    """Say what an embedded model was trained on, before it answers input of the user's own."""
+    if limits := plugins.limits(model):
+        notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
+
+
+def open_pipeline(
+    notes: Console, model: str, drafter: str | None, device: str, dtype: str, trust_remote_code: bool = False
+) -> Pipeline:
     """``mmspec.load`` with a sign of life on a terminal, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
-    if is_on_hub(model) or "/" in (drafter or ""):
-        fail_fast_offline()
     if is_on_hub(model) and notes.is_terminal:  # a download of gigabytes shows its own progress
-        pipe = load(model, drafter, device, dtype)
+        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
     else:
         transformers.logging.disable_progress_bar()
         with notes.status(f"loading {model}"):
-            pipe = load(model, drafter, device, dtype)
+            pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < TINY:
         torch.set_num_threads(1)
     return pipe
 
 
 def drafter_name(drafter: Drafter | None) -> str | None:
-    """The name under which a drafter's class is registered."""
-    if drafter is None:
-        return None
-    home = f"{type(drafter).__module__}:{type(drafter).__qualname__}"
-    return next((entry.name for entry in plugins.registered("drafters") if entry.value == home), type(drafter).__name__)
+    """The name under which a drafter's class is registered; those of several joined by +."""
+    known = {entry.value: entry.name for entry in plugins.registered("drafters")}
+    classes = [type(member) for member in members(drafter)]
+    return "+".join(known.get(f"{cls.__module__}:{cls.__qualname__}", cls.__name__) for cls in classes) or None
 
 
 def as_object(
@@ -129,13 +150,18 @@ def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
 
 
 def _compare(
-    notes: Console, pipe: Pipeline, drafter: str, request: dict[str, Any], keywords: dict[str, Any], rounds: int = 3
+    notes: Console,
+    pipe: Pipeline,
+    fresh: Callable[[], Drafter | None],
+    request: dict[str, Any],
+    keywords: dict[str, Any],
+    rounds: int = 3,
 ) -> Comparison:
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("comparing with plain decoding", total=2 * (rounds + 1))
         return compare(
             pipe.target,
-            lambda: make_drafter(drafter, pipe.model.config.name_or_path),
+            fresh,
             request,
             keywords,
             rounds=rounds,
@@ -167,7 +193,7 @@ def _parting(comparison: Comparison, pipe: Pipeline) -> str:
     found = comparison.difference
     assert found is not None
     said = [
-        repr(pipe.target.decode([token])) if token is not None else "the end"
+        repr(pipe.target.tokenizer.decode([token])) if token is not None else "the end"
         for token in (found.speculative, found.plain)
     ]
     where = f"differ first at position {found.position}: {said[0]} against {said[1]}"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from mmspec.cli.options import Number
+from mmspec.cli.options import OUT_FOLDER, Number
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FOLDER = click.Path(file_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 POSITIVE = Number(0, min_open=True)
 SHARE = Number(0, 1)
 
@@ -18,15 +18,23 @@ FREE = ("out", "threads", "cache", "device", "checkpoint_minutes", "report_minut
 """Options that may change when a run goes on; all others make it another run."""
 
 DATA = (
-    click.option("--target", default="tiny-llava", show_default=True, metavar="NAME", help="The model to draft for."),
+    click.option(
+        "--model",
+        "--target",
+        "target",
+        default="tiny-llava",
+        show_default=True,
+        metavar="NAME",
+        help="The model to draft for.",
+    ),
     click.option("--text", type=FILE, multiple=True, help="Conversations without media (stage 1); repeatable."),
     click.option("--data", type=FILE, multiple=True, help="Conversations with images or videos; repeatable."),
     click.option("--images", type=FOLDER, help="Folder of the media; by default each file's own."),
-    click.option("--out", type=FOLDER, required=True, help="Folder of the run."),
+    click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run."),
     click.option(
         "--held-out", type=Number(0), default=0.02, show_default=True, help="Not trained on: share or number."
     ),
-    click.option("--cache", type=FOLDER, help="Keep the target's features here instead of computing them each time."),
+    click.option("--cache", type=OUT_FOLDER, help="Keep the target's features here between runs."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     click.option("--dtype", default="auto", show_default=True, help="Of the target: as in `mmspec generate`."),
 )

@@ -63,19 +63,22 @@ class CapturedSteps(ABC):
             self.count(before)
         deepest, most = self.limits()
         depth, nodes = min(deepest, budget.depth), min(most, budget.nodes)
-        tokens, parents = self._grow(token, *last, version=self.make_room(last[0].shape[1]), nodes=nodes, depth=depth)
+        tokens, parents, log_probs = self._grow(
+            token, *last, version=self.make_room(last[0].shape[1]), nodes=nodes, depth=depth
+        )
         if counted:
             self.count(counted)
-        tree = TokenTree(tokens, parents, check=False)
+        tree = TokenTree(tokens, parents, log_probs=log_probs, check=False)
         tree.max_depth = min(depth, tree.nodes - 1)
         return tree
 
-    def _grown(self, token: Tensor, *told: Tensor, nodes: int, depth: int) -> tuple[Tensor, Tensor]:
-        """Absorb a step, and grow the next tree: its tokens and parents."""
+    def _grown(self, token: Tensor, *told: Tensor, nodes: int, depth: int) -> tuple[Tensor, ...]:
+        """Absorb a step, and grow the next tree: its tokens, parents and log probabilities."""
         if told[0].shape[1]:
             self.absorb(*told)
         tree = self.grow(token, Budget(nodes, depth))
-        return tree.tokens, tree.parents
+        assert tree.log_probs is not None
+        return tree.tokens, tree.parents, tree.log_probs
 
     def _absorbed(self, *told: Tensor) -> tuple[Tensor, ...]:
         self.absorb(*told)

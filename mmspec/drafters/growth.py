@@ -78,10 +78,11 @@ def grow_tree(
     depth: int | None = None,
     nodes: int | None = None,
 ) -> TokenTree:
-    """Grow one tree per row and cut it to the budget: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
+    """Grow one tree per row: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
 
     Level by level, the ``top_k`` likeliest nodes are extended by their likeliest children; of everything seen, the
-    nodes with the highest path probability are kept.
+    nodes with the highest path probability are kept. On fixed shapes the depth is the budget's: to ask whether a level
+    pays, the host would have to wait for its probabilities.
 
     Args:
         token: (batch,) int64, the roots.
@@ -95,13 +96,13 @@ def grow_tree(
     """
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
-    ahead = budget.ahead() if kernels.fixed_shapes(token.device) else None
+    fixed = kernels.fixed_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     tokens, scores, extended = [first[0]], [first[1]], []
     seen, children = 0, first[0].shape[1]  # candidates above the last level, and how many of it share a parent
     for _ in range(1, deepest):
         score, beam, at = ops.next_beam(scores[-1], tokens[-1], top_k)
-        if ahead is None and not budget.deeper(float(score.exp().sum()) / batch):
+        if not fixed and not budget.deeper(float(score.exp().sum()) / batch):
             break
         child, log_prob = extend(beam, at // children)
         children = child.shape[2]
@@ -114,14 +115,11 @@ def grow_tree(
     if extended:
         parents.append(torch.cat(extended, 1).repeat_interleave(children, dim=1))
     candidates = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
-    kept, above, score = ops.keep_best(token, *candidates, most if ahead is None else min(most, ahead))
-    keep = score.shape[1]
-    if ahead is None:
-        keep = budget.take([[g for g in row if g > 0.0] for row in score.exp().tolist()])
-    if keep == 0:
+    kept, above, score = ops.keep_best(token, *candidates, most)
+    if score.shape[1] == 0:
         return TokenTree.root(token)
-    tree = TokenTree(kept[:, : 1 + keep], above[:, : 1 + keep], check=False)
-    if ahead is not None:
+    tree = TokenTree(kept, above, log_probs=torch.nn.functional.pad(score, (1, 0)), check=False)
+    if fixed:
         tree.max_depth = min(levels, tree.nodes - 1)  # it may not reach as far, which is not worth asking
     return tree
 

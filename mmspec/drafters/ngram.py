@@ -61,9 +61,8 @@ class Ngram:
         self._texts = [_Text(self._past, row, self.lengths) for row in history]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        tries = [text.continuations(budget, self.width) for text in self._texts]
-        keep = budget.take([gains for _, _, gains in tries])
-        return build_tree(token, [(tokens[:keep], parents[:keep]) for tokens, parents, _ in tries])
+        found = [text.continuations(budget, self.width) for text in self._texts]
+        return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """The history grows by itself; suffixes are indexed when the next tree is asked for."""

@@ -9,8 +9,9 @@ instead of the latest ranking, so that its confidences hold on average.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from mmspec.drafter import build_tree
 from mmspec.drafters.growth import best_first
 from mmspec.drafters.recycled import NEWEST, UNLIKELY, Recycled
 from mmspec.errors import UserError
+from mmspec.fields import Checked, Within
 from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
@@ -30,6 +32,14 @@ Ranking = dict[int, float]  # successor -> probability
 
 _ANY = -1
 _ENTRIES = 200_000  # contexts kept, the oldest given up first
+
+
+@dataclass(frozen=True)
+class _Settings(Checked):
+    """What ``config.json`` holds."""
+
+    top_k: Annotated[int, Within(1, 64)]
+    pairs: bool = True
 
 
 class Recycle:
@@ -44,12 +54,11 @@ class Recycle:
         width: children of a node at most; 1 drafts chains, None trees.
 
     Raises:
-        UserError: ``top_k`` is below 1.
+        UserError: ``top_k`` is not an integer from 1 to 64.
     """
 
     def __init__(self, top_k: int = 8, pairs: bool = True, width: int | None = None) -> None:
-        if top_k < 1:
-            raise UserError(f"top_k must be at least 1: got {top_k}")
+        _Settings(top_k, pairs)
         self.top_k, self.width = top_k, width
         self.pairs = pairs
         self._table: dict[Context, Ranking] = {}
@@ -65,10 +74,10 @@ class Recycle:
         Raises:
             UserError: the folder does not hold one.
         """
-        config, tensors = checkpoint.read(folder, {"contexts", "tokens", "probs"})
-        drafter = cls(config["top_k"], config["pairs"])
-        drafter._verifier = config["verifier"]
-        drafter._vocab = config["verifier"]["vocab_size"]
+        settings, verifier, tensors = checkpoint.read(folder, _Settings)
+        _check(tensors, settings.top_k, verifier["vocab_size"], folder)
+        drafter = cls(settings.top_k, settings.pairs)
+        drafter._verifier, drafter._vocab = verifier, verifier["vocab_size"]
         rows = zip(*(tensors[name].tolist() for name in ("contexts", "tokens", "probs")), strict=True)
         for (before, last), tokens, probs in rows:
             drafter._table[before, last] = {t: p for t, p in zip(tokens, probs, strict=True) if p > 0.0}
@@ -133,9 +142,8 @@ class Recycle:
         if self._recycled is not None:
             return self._recycled.propose(token, budget)
         limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        grown = [best_first(last, self._successors, *limits) for last in self._last]
-        keep = budget.take([gains for _, _, gains in grown])
-        return build_tree(token, [(tokens[:keep], parents[:keep]) for tokens, parents, _ in grown])
+        found = [best_first(last, self._successors, *limits) for last in self._last]
+        return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         if self._recycled is not None:
@@ -186,3 +194,22 @@ class Recycle:
         if len(ranking) > 2 * self.top_k:
             for token in sorted(ranking, key=ranking.__getitem__)[: -self.top_k]:
                 del ranking[token]
+
+
+def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) -> None:
+    """Refuse what ``Recycle.save`` cannot have written."""
+    rows = len(tensors["contexts"]) if "contexts" in tensors and tensors["contexts"].ndim else 0
+    expected = {"contexts": (rows, 2), "tokens": (rows, top_k), "probs": (rows, top_k)}
+    if (received := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
+        raise UserError(f"{folder}: expected the tensors {expected}, received {received}")
+    contexts, tokens, probs = (tensors[name] for name in expected)
+    if [tensor.is_floating_point() for tensor in (contexts, tokens, probs)] != [False, False, True]:
+        found = ", ".join(str(tensor.dtype) for tensor in (contexts, tokens, probs))
+        raise UserError(f"{folder}: contexts and tokens must be integers, probs floating point numbers: got {found}")
+    if not rows:
+        return
+    lowest, highest = min(int(contexts[:, 1].min()), int(tokens.min())), max(int(contexts.max()), int(tokens.max()))
+    if lowest < 0 or highest >= vocab or int(contexts.min()) < _ANY:
+        raise UserError(f"{folder}: contexts and tokens must be tokens below {vocab}: got {lowest} to {highest}")
+    if not bool(((probs >= 0) & (probs <= 1)).all()):
+        raise UserError(f"{folder}: probs must lie between 0 and 1")

@@ -17,6 +17,8 @@ from mmspec.budget import Budget
 from mmspec.drafters.captured import CapturedSteps, hold
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
+from mmspec.hub import cache_if_offline
+from mmspec.support import read_whole
 from mmspec.target import Prompt, Step, Target
 from mmspec.transformers_target import TransformersTarget
 from mmspec.tree import TokenTree
@@ -31,6 +33,7 @@ class Small:
     Args:
         model: a causal language model of the target's vocabulary, or the name or folder of one.
         top_k: nodes extended per level, and children per node.
+        trust_remote_code: let the model's folder run Python code that it brings along.
 
     Raises:
         UserError: no model given, one with layers other than attention, or (at ``attach``) one of another vocabulary
@@ -39,12 +42,16 @@ class Small:
 
     learns: ClassVar[bool] = False
 
-    def __init__(self, model: PreTrainedModel | str | None = None, top_k: int = 8) -> None:
+    def __init__(
+        self, model: PreTrainedModel | str | None = None, top_k: int = 8, trust_remote_code: bool = False
+    ) -> None:
         if model is None:
             raise UserError(
                 "the small drafter needs a model: expected small:NAME or mmspec.drafters.small.Small(model)"
             )
-        self.model = AutoModelForCausalLM.from_pretrained(model).eval() if isinstance(model, str) else model
+        if isinstance(model, str):
+            model = _read(model, trust_remote_code)
+        self.model: PreTrainedModel = model.eval()
         self.top_k = top_k
         self.lm = TransformersTarget(self.model)
         if self.lm.layers is not None:
@@ -132,6 +139,11 @@ class Small:
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return ops.top_log_probs(self.lm.head(hidden), self.top_k)
+
+
+def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
+    with cache_if_offline("drafter", name) as found:
+        return read_whole(AutoModelForCausalLM, name, trust_remote_code=trust_remote_code, **found)
 
 
 class _Captured(CapturedSteps):

@@ -29,8 +29,10 @@ def tree_attention(
 
     Args:
         query: (batch, heads, nodes, head_dim) float16, bfloat16 or float32.
-        key, value: (batch, kv_heads, slots, head_dim); consecutive heads share one of ``kv_heads``.
-        begin, end: (batch,) int, a row's prefix is the slots ``begin <= slot < end``; it may be empty.
+        key: (batch, kv_heads, slots, head_dim); consecutive heads share one of ``kv_heads``.
+        value: as ``key``.
+        begin: (batch,) int, a row's prefix is the slots ``begin <= slot < end``; it may be empty.
+        end: (batch,) int.
         mask: (batch, nodes, tail) bool, which slots of the tail each node attends to; one at least.
         scale: of the scores; None means ``head_dim ** -0.5``.
         start: (1,) int, the slot of the tail's first node; None means that the tail is the last slots.

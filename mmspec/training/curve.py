@@ -13,6 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
 
 AXES = {"step": "step", "minutes": "minutes"}
@@ -20,9 +21,7 @@ AXES = {"step": "step", "minutes": "minutes"}
 
 @click.command()
 @click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Picture to write, SVG or PNG."
-)
+@click.option("--out", required=True, type=OUT_FILE, help="Picture to write, SVG or PNG.")
 @click.option("--name", "names", multiple=True, help="Name of a log, in their order; by default its folder's.")
 @click.option(
     "--against", type=click.Choice(list(AXES)), default="step", show_default=True, help="What runs rightwards."

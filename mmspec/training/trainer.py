@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,9 @@ class Trainer:
     def _generator(self) -> torch.Generator:
         """This step's randomness, another in each process."""
         index = self.step * self.accelerator.num_processes + self.accelerator.process_index
-        return torch.Generator(self.accelerator.device).manual_seed(self.plan.seed * 2**40 + index)
+        # Of a CPU generator's seed only the low 32 bits count.
+        seed = zlib.crc32(f"{self.plan.seed} {index}".encode())
+        return torch.Generator(self.accelerator.device).manual_seed(seed)
 
     def _asked(self, stop: Callable[[], bool]) -> bool:
         """Whether any process was asked to stop. All take the first one's clock."""

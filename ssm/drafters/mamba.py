@@ -6,7 +6,7 @@ of a beam carries a state of its own, taken from its parent's. The state behind 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmspec import checkpoint, kernels, ops
 from mmspec.budget import Budget
+from mmspec.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
 from mmspec.support import lay_out_for_few_rows
@@ -23,6 +24,13 @@ from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 from ssm.drafters.captured import Captured
 from ssm.drafters.network import MambaConfig, MambaNetwork, State
+
+
+@dataclass(frozen=True)
+class _Settings(TreeShape):
+    """What ``config.json`` holds."""
+
+    network: MambaConfig
 
 
 class Mamba:
@@ -53,6 +61,7 @@ class Mamba:
     ) -> None:
         self.network = network
         self.draft_ids = draft_ids
+        TreeShape(top_k, depth, total_tokens)
         self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
         self.verifier = verifier
         self._target: Target | None = None
@@ -67,24 +76,20 @@ class Mamba:
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
         """Read what ``save`` wrote; raises ``UserError`` where it is damaged."""
-        config, tensors = checkpoint.read(folder)
-        try:
-            shape = MambaConfig(**config["network"])
-            settings = {name: config[name] for name in ("top_k", "depth", "total_tokens", "verifier")}
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{folder}: expected the settings of a drafter {cls.name}, received {error}") from error
-        draft_ids = tensors.pop("draft_ids", None)
+        settings, verifier, tensors = checkpoint.read(folder, _Settings)
+        draft_ids = checkpoint.take_draft_ids(tensors, settings.network.vocab_size, folder)
         with torch.device("meta"):
-            network = MambaNetwork(shape)
+            network = MambaNetwork(settings.network)
         checkpoint.load_exactly(network, tensors, folder)
-        return cls(network, draft_ids, **settings)
+        tree = {name: getattr(settings, name) for name in TREE}
+        return cls(network, draft_ids, **tree, verifier=verifier)
 
     def save(self, folder: Path, target: Any) -> None:
         """Write a drafter checkpoint for ``target``."""
         tensors = dict(self.network.state_dict())
         if self.draft_ids is not None:
             tensors["draft_ids"] = self.draft_ids
-        settings = {name: getattr(self, name) for name in ("top_k", "depth", "total_tokens")}
+        settings = {name: getattr(self, name) for name in TREE}
         checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     def attach(self, target: Target) -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from mmspec.fields import Checked, Within
 
 CHUNK = 64
 """Tokens that are read at once."""
@@ -30,7 +32,7 @@ float32 whatever the network's precision."""
 
 
 @dataclass(frozen=True)
-class MambaConfig:
+class MambaConfig(Checked):
     """The shape of a drafter.
 
     Attributes:
@@ -43,14 +45,14 @@ class MambaConfig:
         norm_eps: of all norms.
     """
 
-    vocab_size: int
-    hidden_size: int = 128
-    layers: int = 1
-    heads: int = 8
-    head_dim: int = 32
-    state: int = 32
-    window: int = 4
-    norm_eps: float = 1e-5
+    vocab_size: Annotated[int, Within(1, 2**24)]
+    hidden_size: Annotated[int, Within(1, 2**16)] = 128
+    layers: Annotated[int, Within(1, 2**8)] = 1
+    heads: Annotated[int, Within(1, 2**10)] = 8
+    head_dim: Annotated[int, Within(1, 2**12)] = 32
+    state: Annotated[int, Within(1, 2**12)] = 32
+    window: Annotated[int, Within(1, 2**8)] = 4
+    norm_eps: Annotated[float, Within(1e-12, 1)] = 1e-5
 
     @property
     def inner(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from mmspec.cli.options import OUT_FILE
 from ssm.texts.examples import KINDS, SPLITS, example
 
 
@@ -16,7 +17,7 @@ from ssm.texts.examples import KINDS, SPLITS, example
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first.")
 @click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True, help="Which examples.")
 @click.option("--kind", type=click.Choice(list(KINDS)), help="Only this kind; by default a mix.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="File to write.")
+@click.option("--out", type=OUT_FILE, required=True, help="File to write.")
 def main(count: int, first: int, split: str, kind: str | None, out: Path) -> None:
     """Write generated requests and answers as conversations that `mmspec train make-data --prompts` reads."""
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
+from mmspec.cli.options import OUT_FOLDER
 from mmspec.training.stopping import stoppable
 
 
 @click.command("tiny-hybrid")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run.")
 @click.option(
     "--minutes", type=click.FloatRange(min=0, min_open=True), default=75.0, show_default=True, help="Wall-clock budget."
 )

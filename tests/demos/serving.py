@@ -1,4 +1,4 @@
-"""A demo for tests: a real server in this process, on a free port; and a film that is too long for it."""
+"""A demo for tests: a real server in this process, one at a time, on a free port; and what is sent to it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import av
+import httpx
 import numpy as np
 
 from demos.models import Models
+from demos.offer import offer
 from demos.server import serving
+
+SHORT = {"max_new_tokens": 12}
+PATIENCE = 600  # seconds; only what hangs reaches it
 
 
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
     """Its address, while it listens."""
-    with serving(Models(device="cpu"), server_port=0, **options) as page:
+    with serving(Models(device="cpu"), options.pop("offered", offer()), server_port=0, **options) as page:
         yield page.local_url
 
 
@@ -33,3 +38,12 @@ def ten_minutes(path: Path) -> str:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return str(path)
+
+
+def upload(url, content=b"an upload", **options):
+    return httpx.post(f"{url}gradio_api/upload", files={"files": ("a.png", content)}, timeout=PATIENCE, **options)
+
+
+def stored(url):
+    """The path that the server gives to an upload."""
+    return upload(url).json()[0]

@@ -2,12 +2,13 @@
 
 import gc
 import weakref
+from itertools import zip_longest
 
 import pytest
 
 from demos import models as home
 from demos.models import Loaded, Models
-from demos.runs import Run, race
+from demos.runs import Run, follow, race
 from mmspec import Pipeline, UserError
 from mmspec.budget import CostTable
 from mmspec.drafters.recycle import Recycle
@@ -118,6 +119,25 @@ def test_a_race_gives_what_both_would_have_said_alone():
     )
     assert end.end_to_end_ratio == pytest.approx(end.plain.seconds / end.speculative.seconds)
     assert len(end.speculative.steps) == end.speculative.stats.num_spec_steps
+
+
+def test_races_on_targets_of_one_model_do_not_mix():
+    loaded = [Loaded(target(), "one"), Loaded(target(), "other")]
+    prompts = ["abcabcabd", "one, two, one, two"]
+    races = [race(one, "recycle", {"prompt": p}, KEYWORDS) for one, p in zip(loaded, prompts, strict=True)]
+    ends = [[state for state in states if state][-1] for states in zip(*zip_longest(*races), strict=True)]
+    for prompt, end in zip(prompts, ends, strict=True):
+        assert end.equal
+        assert end.plain.token_ids == Pipeline(target()).generate(prompt, **KEYWORDS).token_ids
+
+
+def test_a_cancelled_request_frees_the_model_for_the_next(models):
+    loaded = models.get("a")
+    cancelled = models.one_at_a_time(follow(loaded.pipeline("recycle"), "recycle", ASKED, KEYWORDS))
+    next(cancelled)
+    *_, run = models.one_at_a_time(follow(loaded.pipeline("recycle"), "recycle", ASKED, KEYWORDS))
+    assert run.token_ids == Pipeline(target()).generate(**ASKED, **KEYWORDS).token_ids
+    assert list(cancelled) == []
 
 
 def test_whoever_used_less_time_goes_next(monkeypatch):

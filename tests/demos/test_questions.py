@@ -71,6 +71,10 @@ def test_limits(picture, film, monkeypatch):
         Question("video", "x", film).request()
 
 
+def test_the_seed_is_the_one_that_was_asked_for():
+    assert [Question("text", "x", seed=seed).keywords()["seed"] for seed in (0, 7, 2**31)] == [0, 7, 2**31]
+
+
 def test_files_are_called_what_the_visitor_calls_them(tmp_path, film):
     (tmp_path / "stored.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
     with pytest.raises(UserError, match=r"^holiday\.png: expected") as error:

@@ -4,6 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from demos.endpoints import answer
 from demos.inside import inside_of, plots_html, step_html
 from demos.plots import histogram, time_split
 from demos.runs import Race, Run, Token
@@ -88,6 +89,27 @@ def test_a_conversation_keeps_what_was_said():
     assert "4 passes" in html
     assert "drafter msd" in html
     assert conversation_html([], "", None, note="<oops>").count("&lt;oops&gt;") == 1
+
+
+def test_limits_of_the_model_stand_beside_the_answer():
+    line = '<p class="mm-limits">shapes &amp; texts only</p>'
+    assert conversation_html([("Who?", "me")], "And?", finished(), limits="shapes & texts only").count(line) == 1
+    assert race_html(Race(finished(), finished("none")), limits="shapes & texts only").count(line) == 1
+    assert "mm-limits" not in conversation_html([], "And?", finished()) + race_html(Race(finished(), finished("none")))
+
+
+def test_an_endpoints_figures_are_the_runs():
+    assert answer(finished()) == {
+        "text": "ABCDEF",
+        "tokens": 6,
+        "seconds": 2.0,
+        "tokens_per_second": pytest.approx(5 / 1.5),
+        "acceptance": pytest.approx(5 / 3),
+        "draft_acceptance_rate": pytest.approx(2 / 4),
+        "finish_reason": "stop",
+        "model": "tiny",
+        "drafter": "msd",
+    }
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import mmspec
@@ -20,7 +19,7 @@ from eval.benchmark.records import Journal, jobs_of
 from eval.benchmark.report import write_report
 from eval.benchmark.run import run
 from eval.benchmark.spec_bench import lines_of
-from eval.benchmark.summary import interval, summarise
+from eval.benchmark.summary import summarise
 from eval.tasks import TASKS
 from eval.tiny_models import msd_network
 from mmspec.errors import UserError
@@ -175,39 +174,6 @@ def test_the_report_shows_figures_and_pictures(whole):
 def test_a_report_needs_no_matplotlib(whole, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "eval.benchmark.plots", None)
     assert "they need the package matplotlib" in write_report(whole[1], tmp_path).read_text()
-
-
-def fabricated(task, group, seconds, tokens=11):
-    """A record of two methods that take these seconds in all."""
-    told = {}
-    for name, total in seconds.items():
-        spent = {"total": total, "decoding": total / 2}
-        told[name] = {"answers": [[1] * tokens], "texts": ["x"], "stats": [], "memory": 5, "equal": [True]}
-        told[name] |= {"seconds": [spent, {k: 9 * v for k, v in spent.items()}, spent], "differences": []}
-    turns = [{"rows": [0], "methods": told}]
-    head = {"task": task, "temperature": 0.0, "batch": 1, "group": group, "ids": [str(group)], "categories": [""]}
-    return {**head, "turns": turns, "refused": {}}
-
-
-def test_ratios_are_of_pairs():
-    # The slow conversation is slow in both ways: ratios by conversation are 2, 2 and 4, not one of sums.
-    found = [({"generate": 2.0, "none": 1.0}), ({"generate": 200.0, "none": 100.0}), ({"generate": 4.0, "none": 1.0})]
-    made = [fabricated("scenes-captions", k, seconds) for k, seconds in enumerate(found)]
-    rows = summarise(made, {"scenes-captions": []}, {"scenes-captions": None})
-    none = next(row for row in rows if row["method"] == "none")
-    assert none["end_to_end"]["median"] == none["decoding"]["median"] == 2.0
-    assert none["end_to_end"]["low"] == 2.0
-    assert none["end_to_end"]["high"] == 4.0
-    assert none["tokens_per_second"] == 11.0
-    assert none["time_to_first_token"] == 0.5
-
-
-def test_an_interval_holds_the_median_and_narrows():
-    generator = torch.Generator().manual_seed(0)
-    few, many = (interval(torch.randn(n, generator=generator).tolist()) for n in (10, 1000))
-    for found in (few, many):
-        assert found["low"] < found["median"] < found["high"]
-    assert few["high"] - few["low"] > 3 * (many["high"] - many["low"])
 
 
 def test_a_difference_is_told_with_its_margin(folder, tmp_path, monkeypatch):

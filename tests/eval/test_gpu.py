@@ -1,7 +1,9 @@
 """The command for GPUs, tried on tiny shapes: every part gives its figures; one that fails does not end the rest."""
 
 import json
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -117,10 +119,24 @@ def test_failing_tests_are_named(tmp_path):
     assert "1 failed, 1 passed" in row["summary"]
 
 
-def test_tests_that_take_too_long_are_told_as_far_as_they_went(tmp_path):
+def test_tests_that_take_too_long_are_told_as_far_as_they_went(tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
     (tmp_path / "test_two.py").write_text(
-        "import time\ndef test_good(): pass\ndef test_bad(): assert 0\ndef test_slow(): time.sleep(60)\n"
+        "import pathlib, time\ndef test_good(): pass\ndef test_bad(): assert 0\n"
+        f"def test_slow(): pathlib.Path({str(begun)!r}).touch(); time.sleep(3600)\n"
     )
+
+    class Waiting(subprocess.Popen):
+        """The time is up when the slow test has begun."""
+
+        def communicate(self, input=None, timeout=None):
+            if timeout is None:
+                return super().communicate()
+            while not begun.exists() and self.poll() is None:
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Waiting)
     bench = gpu.Bench(replace(gpu.QUICK, tests=(str(tmp_path),)), torch.device("cpu"), 8, True)
     (row,) = bench.tests()
     assert row["status"].startswith("stopped after")

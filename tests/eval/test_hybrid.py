@@ -128,7 +128,7 @@ def test_an_unrolled_way_is_copied_without_its_model(folder, monkeypatch):
 
 
 def timed(name, *seconds):
-    way = Way(name, answers=[[5] * 11] * len(seconds))
+    way = Way(name, tokens=[11] * len(seconds))
     way.seconds = [{"decoding": s} for s in seconds]
     return way
 

@@ -36,13 +36,13 @@ def test_figures(model):
 
 def test_a_step_includes_its_commit(model, monkeypatch):
     bench = Bench(model, 9, [9])
-    monkeypatch.setattr(bench, "_commits", lambda rounds: (10.0, 20.0))
+    monkeypatch.setattr(bench, "_commits", lambda rounds: (10_000.0, 20_000.0))
     seconds = bench.time(1)
-    assert {name: round(spent, -1) for name, spent in seconds.items()} == {
+    assert {name: round(spent, -4) for name, spent in seconds.items()} == {
         "transformers": 0,
-        "plain": 10,
-        "tree 9": 20,
-        "unrolled 9": 20,
+        "plain": 10_000,
+        "tree 9": 20_000,
+        "unrolled 9": 20_000,
     }
 
 

@@ -1,5 +1,7 @@
 """Sums over requests, and the interval of a difference, against known answers."""
 
+import itertools
+import math
 import random
 
 import pytest
@@ -88,8 +90,24 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
         truth = 0.5 - 0.25 / 1.2
         covered += found["low"] <= truth <= found["high"]
         widths.append(found["high"] - found["low"])
-    assert 0.88 <= covered / 200 <= 0.99
+    assert 0.915 <= covered / 200 <= 0.98  # a 90 % interval of the same studies covers 0.895
     assert 0.05 < sum(widths) / 200 < 0.3
+
+
+def test_the_ends_of_an_interval_are_those_of_95_percent():
+    """With one step per request, of which half accept a draft, a resample's mean is 1 + Binomial(n, 1/2) / n."""
+    count = 400
+    probabilities = [math.comb(count, k) / 2**count for k in range(count + 1)]
+    below = list(itertools.accumulate(probabilities))
+
+    def end(probability):
+        return next(k for k, sum_ in enumerate(below) if sum_ >= probability) / count
+
+    found = difference(tally_of(*[(k % 2,) for k in range(count)]), tally_of(*[(0,)] * count), 20000)
+    assert found["difference"] == 0.5
+    # Of resampling noise, a 20,000th part: half a request. A 90 % interval would be 4 requests narrower at each end.
+    assert [found["low"], found["high"]] == pytest.approx([end(0.025), end(0.975)], abs=1 / count)
+    assert end(0.05) - end(0.025) == pytest.approx(4 / count)
 
 
 def test_requests_of_a_group_are_drawn_together():

@@ -75,9 +75,9 @@ def test_tokens_stay_the_models_own(batch):
     model = shared_model("bamba")
     inputs = text_inputs(batch, 9)
     reference = model.generate(**inputs, max_new_tokens=20, do_sample=False)[:, 9:].tolist()
-    requests = [inputs["input_ids"][row, row:].tolist() for row in range(batch)]
+    requests = [" ".join(map(str, inputs["input_ids"][row, row:].tolist())) for row in range(batch)]
     target = Unrolled(TransformersTarget(model))
-    target._token_ids = lambda prompt: prompt
+    target._token_ids = lambda prompt: [int(token) for token in prompt.split()]
     target.processor = type("Reader", (), {"decode": staticmethod(lambda ids, **options: "")})
     pipe = Pipeline(target, Oracle(reference, vocab=90, spoil=0.1))
     answers = pipe.generate_batch([{"prompt": request} for request in requests], max_new_tokens=20, nodes=12)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmspec import TokenTree, ops
 from tests.interpreter import mend_interpreter
+from tests.mmspec.verify_grid import EXACT, PEAKED, check_exact, check_peaked, check_tiny_shares
 from tests.tiny import random_tree, root_path, valid_nodes
 
 # ---------------------------------------------------------------------- attention
@@ -395,6 +396,9 @@ CHECKS: list[Callable[..., None]] = [
     *(partial(check_attention, case) for case in ATTENTION),
     *(partial(check, case) for check in (check_follow, check_drawn) for case in TREES),
     *(partial(check_quantile, case) for case in (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
+    *(partial(check_peaked, case) for case in PEAKED),
+    *(partial(check_exact, case) for case in EXACT),
+    *(partial(check_tiny_shares, vocab) for vocab in (300, 5000)),
     *(partial(check_compact, case) for case in BUFFERS),
     *(partial(check_top, case) for case in LOGITS),
     *(partial(check, case) for check in (check_beam, check_keep) for case in CANDIDATES),

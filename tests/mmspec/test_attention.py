@@ -1,13 +1,17 @@
 """The attention under trees against its formula, head by head."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmspec.attention import NAME, tree_attention
+from mmspec.attention import NAME, PassAttention, tree_attention
+from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
+from mmspec.tree import TokenTree
 from tests.tiny import shared_model
 
 
@@ -45,7 +49,50 @@ def test_a_prompt_without_a_mask_is_causal():
     torch.testing.assert_close(read, by_the_formula(q, k, v, causal, 8**-0.5), rtol=1e-5, atol=1e-5)
 
 
-def test_targets_run_it():
+def attention_of(model):
+    return {
+        name: module.config._attn_implementation for name, module in model.named_modules() if hasattr(module, "config")
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llava"])
+def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
+    model, run = shared_model(name), []
+    before = attention_of(model)
+    assert set(before.values()) == {"sdpa"}
+    target = TransformersTarget(model)
+    assert target.attention.name == NAME
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        NAME,
+        lambda *args, **kw: run.append(NAME) or tree_attention(*args, **kw),
+    )
+    target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
+    layers = model.config.get_text_config().num_hidden_layers
+    assert len(run) == layers
+    target.forward_tree(TokenTree.root(torch.tensor([5])))
+    assert len(run) == 2 * layers
+    assert attention_of(model) == before
+
+
+def test_a_pass_that_fails_leaves_the_model_as_it_was(monkeypatch):
     model = shared_model("qwen2")
-    TransformersTarget(model)
-    assert model.config._attn_implementation == NAME
+    before, target = attention_of(model), TransformersTarget(model)
+
+    def fails(*_, **__):
+        assert model.config._attn_implementation == NAME
+        raise RuntimeError("in a pass")
+
+    prompt = Prompt(torch.tensor([[5, 6, 7]]))
+    monkeypatch.setattr(model.get_decoder(), "forward", fails)
+    with pytest.raises(RuntimeError, match="in a pass"):
+        target.prefill(prompt, 8)
+    assert attention_of(model) == before
+    assert not model.get_decoder()._forward_hooks
+
+
+def test_a_copy_serves_the_model_that_was_copied_along():
+    model = shared_model("qwen2")
+    copied, again = copy.deepcopy([model, PassAttention(model)])
+    with again.applied():
+        assert (copied.config._attn_implementation, model.config._attn_implementation) == (NAME, "sdpa")

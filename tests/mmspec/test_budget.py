@@ -1,8 +1,11 @@
 import random
 
 import pytest
+import torch
 
+from mmspec import TokenTree
 from mmspec.budget import AdaptiveBudget, Budget, CostTable, SteadyBudget
+from mmspec.drafter import build_tree
 
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
@@ -12,6 +15,15 @@ FREE = CostTable((1, 64), (1.0, 1.0))
 def test_costs_are_interpolated_and_carried_on():
     table = CostTable((1, 4, 8), (1.0, 2.5, 3.0))
     assert [table(n) for n in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 2.75, 3.0, 3.5])
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 2])
+def test_times_are_positive_and_finite(seconds, place):
+    times = [1.0, 2.0, 3.0]
+    times[place] = seconds
+    with pytest.raises(ValueError, match="times must be positive"):
+        CostTable((1, 2, 4), tuple(times))
 
 
 def test_width_is_the_cheapest_that_fits():
@@ -27,8 +39,11 @@ def test_a_fixed_budget_is_fixed(nodes):
     budget.remaining = 4
     assert budget.drafts() == (nodes > 0)
     assert budget.max_depth == 4
-    assert budget.take([[0.9] * 3, [0.9] * 12]) == min(nodes, 12)
-    assert budget.take([]) == 0
+    rows = [([5] * count, list(range(count))) for count in (3, 12)]
+    drafted = build_tree(torch.tensor([1, 2]), rows, [[0.9] * 3, [0.9] * 12])
+    assert budget.prune(drafted).drafted == [min(nodes, 3), min(nodes, 12)]
+    assert budget.prune(build_tree(torch.tensor([1, 2]), rows)).nodes == 13  # nothing tells which to keep
+    assert budget.prune(TokenTree.root(torch.tensor([1]))).nodes == 1
     budget.remaining = 0
     assert not budget.drafts()
 
@@ -148,6 +163,43 @@ def test_one_more_drafter_pass_must_pay():
     assert not budget.deeper(0.01)
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_one_more_drafter_pass_pays_by_what_it_adds_to_each_row(batch):
+    """Rows that are alike draft alike, however many they are, where a pass over all costs as much as over one."""
+    budget = adaptive(FREE, batch=batch)
+    budget.drafts()
+    budget.observe(1, [[0]] * batch, 0.5, 1.0)
+    # Of late 1.95 tokens of each row took 0.95 + 1.5 seconds, so that half a second is worth 0.398 tokens of each.
+    assert budget.deeper(0.45)
+    assert not budget.deeper(0.35)
+
+
+KNEE = CostTable((1, 8, 64, 512), (1.0, 1.0, 8.0, 64.0))
+
+
+@pytest.mark.parametrize("cost", [KNEE, FLAT], ids=["knee", "flat"])
+def test_a_tree_is_priced_for_all_rows(cost):
+    """The best size by enumeration: tokens of all rows, less what the pass over all of them costs beyond plain
+    decoding."""
+    gains, taken = [0.75**i for i in range(1, 17)], []
+    for batch in (1, 3, 8):
+        price = 0.7 * batch / cost(batch)
+        earned = [batch * sum(gains[:n]) - price * (cost(batch * (n + 1)) - cost(batch)) for n in range(17)]
+        budget = adaptive(cost, batch=batch)
+        budget._account = 1e9  # what pays is asked here, not what a request may lose
+        taken.append(budget.take([gains] * batch))
+        assert earned[taken[-1]] == max(earned)
+    assert taken[0] > taken[2] > 0
+
+
+@pytest.mark.parametrize(("batch", "best"), [(1, 7), (2, 3), (8, 0)])
+def test_sizes_are_priced_for_all_rows(batch, best):
+    """Up to eight tokens in all are free, and the others cost as much as plain decoding."""
+    budget = SteadyBudget(KNEE, sizes=(3, 7), batch=batch)
+    size = budget.nodes if budget.drafts() else 0
+    assert size == best
+
+
 def test_a_hiccup_is_not_the_price_of_a_tree():
     budget = adaptive()
     simulate(budget, 200, 0.9)
@@ -209,7 +261,6 @@ def steady(cost, accepted, draft_seconds=0.1, steps=600, batch=1, **keywords):
     budget, chosen = SteadyBudget(cost, batch=batch, **keywords), []
     for _ in range(steps):
         size = budget.nodes if budget.drafts() else 0
-        assert budget.ahead() == budget.nodes
         chosen.append(size)
         path = list(range(min(accepted, size) + 1))
         spent = draft_seconds if size else 0.0

@@ -115,12 +115,11 @@ def test_nothing_is_copied_at_most_steps():
 
 def test_reserved_room_is_taken_at_once():
     cache, _ = start(1, 10, reserve=200)
-    assert cache.capacity >= 200
-    before = cache.capacity
+    assert cache.capacity == 200
     for _ in range(40):
         write(cache, torch.zeros(1, 4))
         commit(cache, [[0, 1, 2, 3]])
-    assert cache.capacity == before
+    assert cache.capacity == 200
 
 
 def test_what_was_never_written_is_finite():
@@ -137,6 +136,16 @@ def test_uncommitted_tokens_can_be_built_upon():
     commit(cache, [[1, 4]])  # the second of the first pass, the last of the second
     check(cache, [[*rows[0], 21, 32]])
     assert cache.offset == 0
+
+
+def test_transformers_is_told_the_length_and_that_nothing_slides():
+    cache, _ = start(2, 5)
+    assert cache.is_sliding == [False] * LAYERS
+    cache.offset = 3
+    for one in (cache, *cache.layers):
+        assert one.get_seq_length() == 8
+        assert one.get_mask_sizes(4) == (12, 0)
+    assert cache.layers[0].get_max_length() == -1
 
 
 def test_context_limit_is_an_error_with_numbers():

@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_costs_a_measurement(target, measured, m
     assert len(measured) == 2
 
 
-def test_other_models_dtypes_and_thread_counts_are_measured_apart(target):
+def test_other_models_and_dtypes_are_measured_apart(target):
     described = [calibrate.describe(target)]
     described.append(calibrate.describe(TransformersTarget(shared_model("qwen3"))))
     half = TransformersTarget(type(shared_model("llama"))(shared_model("llama").config).bfloat16())
@@ -98,10 +98,37 @@ def test_other_models_dtypes_and_thread_counts_are_measured_apart(target):
     assert len({json.dumps(d, sort_keys=True) for d in described}) == 3
 
 
-def test_a_real_measurement(target):
-    table = calibrate.measure(target, prefix=8, seconds=0.01)
-    assert table.tokens == calibrate.SIZES
-    assert all(0 < seconds < 5 for seconds in table.seconds)
+@pytest.mark.parametrize(
+    ("place", "name", "values"),
+    [
+        (torch, "get_num_threads", (1, 2, 8)),
+        (torch, "__version__", ("2.9.0", "2.10.0")),
+        (calibrate.transformers, "__version__", ("5.17.0", "5.18.0")),
+        (calibrate, "_processor", ("one", "another")),
+    ],
+)
+def test_other_threads_software_and_processors_are_measured_apart(target, measured, monkeypatch, place, name, values):
+    for count, value in enumerate(values, start=1):
+        monkeypatch.setattr(place, name, value if name == "__version__" else lambda value=value: value)
+        assert calibrate.stored_cost(target) is None
+        calibrate.cost_table(target)
+        assert len(measured) == len(list(calibrate.cache_folder().iterdir())) == count
+
+
+def test_a_measurement_is_the_median_pass_of_each_size(target, monkeypatch):
+    """Three rounds; a pass over n nodes takes n seconds, in the first round ten times that."""
+    now, forward, passes = [0.0], target.forward_tree, []
+
+    def timed(tree):
+        now[0] += tree.nodes * (10.0 if len(passes) < len(calibrate.SIZES) else 1.0)
+        passes.append(tree.nodes)
+        return forward(tree)
+
+    monkeypatch.setattr(calibrate, "clock", lambda: now[0])
+    monkeypatch.setattr(target, "forward_tree", timed)
+    table = calibrate.measure(target, prefix=8, seconds=1.0)
+    assert passes == list(calibrate.SIZES) * 3
+    assert table == CostTable(calibrate.SIZES, tuple(map(float, calibrate.SIZES)))
 
 
 def test_prefix_leaves_room_within_the_context(monkeypatch):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmspec.compare import first_difference, next_token_scores
+from mmspec import compare as module
+from mmspec.compare import compare, first_difference, next_token_scores
+from mmspec.pipeline import Generation
 from mmspec.sampling import SamplingParams
+from mmspec.stats import Stats
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
 from tests.tiny import shared_model
@@ -48,3 +51,26 @@ def test_margin_at_the_first_difference() -> None:
 def test_an_answer_that_ends_early() -> None:
     found = first_difference(Encoded(shared_model("llama")), {}, {}, TOKENS, TOKENS[:3])
     assert (found.position, found.speculative, found.plain, found.margin) == (3, TOKENS[3], None, None)
+
+
+@pytest.mark.parametrize(("seed", "equal"), [(None, None), (3, False)])
+def test_ratios_are_of_seconds_per_token(seed: int | None, equal: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled answers differ in length: 12 tokens in 6 seconds against 4 tokens in 3, of which prefills take 1 each."""
+    now = [0.0]
+
+    class Scripted:
+        def __init__(self, target: object, drafter: object) -> None:
+            self.count, self.seconds = (12, 6.0) if drafter else (4, 3.0)
+
+        def generate(self, **_: object) -> Generation:
+            now[0] += self.seconds
+            stats = Stats(accept_lengths=[self.count - 1], wall_seconds=self.seconds, time_to_first_token=1.0)
+            return Generation("", list(range(self.count)), "length", stats)
+
+    monkeypatch.setattr(module, "clock", lambda: now[0])
+    monkeypatch.setattr(module, "Pipeline", Scripted)
+    target, drafter = Encoded(shared_model("llama")), object()
+    found = compare(target, lambda: drafter, {}, {"temperature": 1.0, "seed": seed})  # type: ignore[arg-type, return-value]
+    assert (found.equal, found.speculative.seconds, found.plain.seconds) == (equal, 6.0, 3.0)
+    assert found.end_to_end_ratio == pytest.approx((3 / 4) / (6 / 12))
+    assert found.decode_ratio == pytest.approx((11 / 5) / (3 / 2))

@@ -78,7 +78,7 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
         0, lambda last: [(t, float(p[last, t]), t) for t in range(3)], depth, nodes, floor, width
     )
     assert gains == pytest.approx(expected)
-    tree = build_tree(torch.tensor([0]), [(tokens, parents)])
+    tree = build_tree(torch.tensor([0]), [(tokens, parents)], [gains])
     assert_well_formed(tree)
     chances = {path: c for c, path in every}
     assert [chances[tuple(path)] for path in paths(tree)] == pytest.approx(gains)
@@ -90,14 +90,7 @@ def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
 def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
     """A bigram drafter, two rows; a wide beam sees everything, so that the result is the best overall."""
     log_p = torch.randn(6, 6, generator=torch.Generator().manual_seed(depth)).log_softmax(-1)
-    shown = []
-
-    class Spy(Budget):
-        def take(self, gains):
-            shown.extend(gains)
-            return super().take(gains)
-
-    budget = Spy(nodes, depth)
+    budget = Budget(nodes, depth)
     budget.remaining = 99
     token = torch.tensor([0, 3])
     scores, ids = log_p.topk(top_k, dim=-1)
@@ -112,7 +105,7 @@ def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
                 chance, last = chance + float(log_p[last, token_id]), token_id
             found.append(chance)
         assert found == sorted(found, reverse=True)
-        assert torch.tensor(found).exp().tolist() == pytest.approx(shown[b][: len(found)], rel=1e-4)
+        assert torch.tensor(found).exp().tolist() == pytest.approx(tree.path_probs[b], rel=1e-4)
     expected = min(nodes, sum(top_k if level == 0 else top_k * top_k for level in range(depth)))
     assert tree.nodes == 1 + expected
 
@@ -138,6 +131,23 @@ def test_the_budget_is_asked_before_each_level():
     tree = grow_tree(torch.tensor([0]), (children, half), extend, Spy(64, 5), 1)
     assert tree.max_depth == 5
     assert gains == pytest.approx([0.5, 0.25, 0.125, 0.0625])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
+    """Row i is reached with a chance of 1 / (i + 1) per level."""
+    gains = []
+
+    class Spy(Budget):
+        def deeper(self, gain):
+            gains.append(gain)
+            return True
+
+    chance = 1 / torch.arange(1.0, batch + 1)[:, None]
+    token = torch.zeros(batch, dtype=torch.long)
+    first = token[:, None], chance.log()
+    grow_tree(token, first, lambda beam, _: (beam[:, :, None], chance.log()[:, None]), Spy(64, 4), 1)
+    assert gains == pytest.approx([float((chance**level).mean()) for level in (1, 2, 3)])
 
 
 @pytest.mark.parametrize("stride", [1, 3])
@@ -175,6 +185,18 @@ def test_ngram_continues_the_longest_known_suffix():
     chained = Ngram(width=1)
     begun(chained, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
     assert chained.propose(torch.tensor([3]), Budget(8, 3)).tokens.tolist() == [[3, 4, 9, 8]]
+
+
+def test_ngram_goes_by_the_latest_occurrences():
+    """Of more occurrences than are looked at, in the tokens of earlier requests too."""
+    old, new = [1, 2, 3] * 20, [1, 2, 4] * 12
+    drafter = Ngram(longest=2)
+    begun(drafter, [[*old, *new, 1, 2]])
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
+    drafter = Ngram(longest=2, memory=1000)
+    begun(drafter, [old])
+    begun(drafter, [[*new, 1, 2]])
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
 
 
 def test_ngram_without_a_match_decodes_plainly():
@@ -273,13 +295,14 @@ def test_recycle_checkpoints(tmp_path):
 
 def test_damaged_drafter_checkpoints_are_named(tmp_path):
     (tmp_path / "config.json").write_text('{"mmspec_drafter": "recycle", "top_k": 2}')
-    with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
+    with pytest.raises(UserError, match="expected a verifier, received none"):
         make_drafter(str(tmp_path))
+    Recycle().save(tmp_path, TransformersTarget(shared_model("llama")))
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
         make_drafter(str(tmp_path))
     save_file({"tokens": torch.zeros(1, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="expected a verifier, received none"):
+    with pytest.raises(UserError, match=r"expected the tensors .*contexts.*, received .*\(1, 2\)"):
         make_drafter(str(tmp_path))
 
 
@@ -312,13 +335,7 @@ def test_smalls_path_probabilities_are_its_own_models(top_k):
     drafter, target = Small(model, top_k=top_k), TransformersTarget(shared_model("llama"))
     drafter.attach(target)
     rows = [[5, 6, 7, 8], [9, 10, 11, 12]]
-    prompt, shown = Prompt(torch.tensor(rows)), []
-
-    class Spy(Budget):
-        def take(self, gains):
-            shown[:] = gains
-            return super().take(gains)
-
+    prompt = Prompt(torch.tensor(rows))
     step = target.prefill(prompt, 30)
     for row, token in zip(rows, (20, 21), strict=True):
         row.append(token)
@@ -327,10 +344,10 @@ def test_smalls_path_probabilities_are_its_own_models(top_k):
         for row in rows[: 1 if new == [40] else 2]:  # once, the second row has finished
             row += new
         token = torch.tensor([row[-1] for row in rows])
-        tree = drafter.propose(token, Spy(9, 3))
+        tree = drafter.propose(token, Budget(9, 3))
         assert_well_formed(tree)
         for b, row in enumerate(rows[: 1 if new == [40] else 2]):
-            for path, gain in zip(paths(tree, b), shown[b], strict=False):
+            for path, gain in zip(paths(tree, b), tree.path_probs[b], strict=True):
                 with torch.no_grad():
                     log_p = model(torch.tensor([row + path])).logits[0].log_softmax(-1)
                 expected = sum(float(log_p[len(row) - 1 + i, t]) for i, t in enumerate(path))
@@ -365,7 +382,7 @@ def test_registered_names():
     [
         (lambda: Ngram(longest=2, shortest=3), "1 <= shortest <= longest: got 3 and 2"),
         (lambda: Ngram(shortest=0), "1 <= shortest <= longest: got 0 and 4"),
-        (lambda: Recycle(top_k=0), "top_k must be at least 1: got 0"),
+        (lambda: Recycle(top_k=0), "top_k must be an integer from 1 to 64: got 0"),
         (lambda: Small(), "the small drafter needs a model"),
         (lambda: make_drafter("small"), "the small drafter needs a model"),
         (lambda: Small(shared_model("bamba")), "must have attention layers only: BambaForCausalLM has others"),

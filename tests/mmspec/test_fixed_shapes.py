@@ -113,6 +113,17 @@ def test_every_node_equals_its_path(name, batch):
     assert target._cache.in_place
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "gemma3"])
+def test_trees_deeper_than_a_window(name, fixed, monkeypatch):
+    """Within the tree, too, a node attends to no more than its window: chains of 16 against windows of 5 and 6."""
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: fixed)
+    model = shared_model(name)
+    assert model.config.sliding_window < 8
+    target = assert_trees_equal_paths(model, text_inputs(2, 9), steps=1, nodes=16, shape="chain")
+    assert target._cache.in_place == fixed
+
+
 @pytest.mark.parametrize("name", ["llava", "llava_bamba", "qwen2_5_vl"])
 def test_every_node_equals_its_path_behind_an_image(name):
     target = assert_trees_equal_paths(shared_model(name), vision_inputs(name, 2), steps=3)

@@ -1,10 +1,19 @@
 """Inside transformers' ``generate``: the same arguments, the same tokens."""
 
+import contextlib
 import threading
+from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 import mmspec
 from eval.losslessness import Case, cases, compare
@@ -180,6 +189,8 @@ def test_stop_strings(stop):
         byte_model(), drafter=oracle, nodes=10, tokenizer=tokenizer, stop_strings=stop, **inputs, **options
     )
     assert torch.equal(ours, reference)
+    options |= {"stop_strings": stop, "tokenizer": tokenizer, "drafter": oracle, "nodes": 10}
+    assert torch.equal(byte_model().generate(**inputs, **options, custom_generate=mmspec.decode), reference)
 
 
 def test_a_text_streamer_prints_the_same(capsys):
@@ -196,16 +207,56 @@ def test_an_iterator_streamer_gives_the_same_text():
     tokenizer, inputs, options = scripted(TEXT)
 
     def streamed(generate):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
         thread = threading.Thread(target=generate, kwargs={**inputs, **options, "streamer": streamer})
         thread.start()
         pieces = list(streamer)
         thread.join()
         return "".join(pieces)
 
-    theirs = streamed(byte_model().generate)
-    assert streamed(lambda **kw: mmspec.generate(byte_model(), drafter="ngram", nodes=4, **kw)) == theirs
+    theirs, drafting = streamed(byte_model().generate), {"drafter": "ngram", "nodes": 4}
+    assert streamed(lambda **kw: mmspec.generate(byte_model(), **drafting, **kw)) == theirs
+    for method in (mmspec.decode, partial(mmspec.decode)):
+        assert streamed(partial(byte_model().generate, custom_generate=method, **drafting)) == theirs
     assert theirs.startswith("Größe: 3 €")
+
+
+def test_a_streamers_reader_does_not_wait_for_a_call_that_failed():
+    streamer, errors = TextIteratorStreamer(byte_tokenizer(), timeout=60), []
+
+    def generate():
+        try:
+            inputs = text_inputs(1, 9)
+            options = {**inputs, **GREEDY, "num_beams": 2, "custom_generate": mmspec.decode, "streamer": streamer}
+            shared_model("llama").generate(**{**options, "num_beams": 1}, penalty_alpha=0.6, top_k=4)
+        except UserError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    list(streamer)
+    thread.join()
+    assert "contrastive search" in str(errors[0])
+
+
+def test_a_streamer_of_a_batch_is_refused():
+    with pytest.raises(UserError, match=r"^a streamer takes one sequence: got a batch of 3$"):
+        mmspec.generate(shared_model("llama"), drafter="ngram", streamer=Order(), **text_inputs(3, 9), **GREEDY)
+
+
+def test_another_custom_function_gets_what_transformers_passes():
+    seen = []
+
+    def method(model, input_ids, logits_processor, stopping_criteria, generation_config, drafter=None, **inputs):
+        seen.append((drafter, sorted(inputs)))
+        return input_ids
+
+    shared_model("llama").generate(
+        **text_inputs(1, 4), **GREEDY, custom_generate=method, streamer=Order(), drafter=5, tokenizer=byte_tokenizer()
+    )
+    ((drafter, inputs),) = seen
+    assert drafter == 5
+    assert {"streamer", "tokenizer"}.isdisjoint(inputs)
 
 
 class Order:
@@ -226,6 +277,9 @@ def test_a_streamer_is_fed_as_generate_feeds_it():
     theirs, ours = Order(), Order()
     reference, oracle = reference_and_oracle(model, inputs, streamer=theirs)
     mmspec.generate(model, drafter=oracle, nodes=10, streamer=ours, **inputs, **GREEDY)
+    assert ours.calls == theirs.calls
+    ours.calls.clear()
+    model.generate(**inputs, **GREEDY, streamer=ours, custom_generate=mmspec.decode, drafter=oracle, nodes=10)
     assert ours.calls == theirs.calls
     assert len(ours.calls) == 2 + reference.shape[1] - 4
 
@@ -278,7 +332,22 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 2}, "^num_beams must be 1: speculation keeps one sequence per prompt, got 2$"),
+        (
+            {"num_beams": 2},
+            "^generation must be greedy search or sampling: got beam search, use model.generate for it$",
+        ),
+        ({"num_beams": 2, "do_sample": True}, "got beam sample, "),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "got group beam search, "),
+        ({"num_beams": 2, "force_words_ids": [[5]]}, "got constrained beam search, "),
+        ({"force_words_ids": [[5]]}, "got constrained beam search, "),
+        ({"constraints": ["any"]}, "got constrained beam search, "),
+        ({"dola_layers": "high"}, "got dola generation, "),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive search, "),
+        ({"prompt_lookup_num_tokens": 3}, "got assisted generation, "),
+        ({"assistant_early_exit": 1}, "got assisted generation, "),
+        ({"assistant_model": text_model("llama")}, "got assisted generation, "),
+        ({"nodes": -1}, "^nodes must be None or a whole number >= 0: got -1$"),
+        ({"nodes": "8"}, "^nodes must be None or a whole number >= 0: got '8'$"),
         (
             {"output_scores": True, "return_dict_in_generate": True},
             "only sequences and stats are returned: output_scores cannot be",
@@ -291,10 +360,37 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
     ],
 )
 def test_refuses(options, message):
+    model, options = shared_model("llama"), {"drafter": "ngram", "nodes": 4, **text_inputs(1, 9), **GREEDY, **options}
     with pytest.raises(UserError, match=message):
-        mmspec.generate(
-            shared_model("llama"), **{"drafter": "ngram", "nodes": 4, **text_inputs(1, 9), **GREEDY, **options}
-        )
+        mmspec.generate(model, **options)
+    if "stop_strings" not in options:  # refused by generate itself
+        with pytest.raises(UserError, match=message):
+            model.generate(custom_generate=mmspec.decode, **options)
+
+
+def test_what_leads_to_greedy_search_all_the_same_is_served():
+    options = {"penalty_alpha": 0.6, "top_k": 1, "num_beams": 1, "num_beam_groups": 1}
+    reference, hooked, wrapped = both(shared_model("llama"), text_inputs(1, 9), **options)
+    assert torch.equal(hooked, reference)
+    assert torch.equal(wrapped, reference)
+
+
+def test_the_prompt_and_the_config_by_position():
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    config = GenerationConfig(**GREEDY, repetition_penalty=1.3)
+    mask = {"attention_mask": inputs["attention_mask"]}
+    reference = model.generate(inputs["input_ids"], config, **mask)
+    assert torch.equal(mmspec.generate(model, inputs["input_ids"], config, drafter="ngram", nodes=4, **mask), reference)
+    with pytest.raises(UserError, match=r"^model must be a model of transformers: got 'llama'$"):
+        mmspec.generate("llama", inputs["input_ids"])
+
+
+def test_the_users_model_stays_as_it_was():
+    model, inputs = text_model("qwen2"), text_inputs(1, 9)
+    for options in ({}, {"num_beams": 2}):
+        with contextlib.suppress(UserError):
+            model.generate(**inputs, **GREEDY, **options, custom_generate=mmspec.decode, drafter="ngram", nodes=4)
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_refuses_embeddings_and_filled_caches():

@@ -45,6 +45,8 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         check_fits(here)
         # Without loads ahead of their use, attention would wait for memory at every tile.
         assert all(entry["ahead"] for entry in here if entry["kernel"] == "_attend_kernel")
+    # Attention takes 32-bit products within one row's queries only, which are few.
+    assert not any(entry["narrow"] for entry in built if entry["kernel"] != "_attend_kernel")
 
 
 def check_fits(built):

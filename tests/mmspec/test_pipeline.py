@@ -1,8 +1,10 @@
 """The front door: answers, batches, streams and mistakes, with a model of bytes that says what a script wants."""
 
+from copy import deepcopy
+
 import pytest
 import torch
-from transformers import MinNewTokensLengthLogitsProcessor
+from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, OPTConfig, OPTForCausalLM
 
 import mmspec
 from eval.oracle import Oracle
@@ -30,6 +32,31 @@ def scripted(text=TEXT, prompt=PROMPT):
 
 def oracle(text=TEXT, seed=0):
     return Oracle([[*ids_of(text), 2]], vocab=90, seed=seed)
+
+
+def learned_positions():
+    """A model whose table of positions ends at the context limit: a position beyond it is an error."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=259,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        init_std=0.3,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return OPTForCausalLM(config).eval()
+
+
+class NoEnd(LogitsProcessor):
+    """No answer ends before its room does."""
+
+    def __call__(self, input_ids, scores):
+        return scores.index_fill(1, torch.tensor([2]), -1e4)
 
 
 DRAFTERS = {"none": lambda: None, "ngram": Ngram, "recycle": Recycle, "oracle": oracle}
@@ -181,6 +208,20 @@ def test_the_context_is_filled_and_not_overrun():
         pipe.generate("x" * 128)
 
 
+@pytest.mark.parametrize("drafter", ["none", "ngram", "oracle"])
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_a_long_prompt_leaves_its_neighbours_their_room(drafter, position):
+    target = TransformersTarget(byte_model() if position == "rotary" else learned_positions(), byte_tokenizer())
+    prompts = ["abc", "y" * 97, "one, two"]
+    keywords = {"max_new_tokens": 61, "nodes": 8, "logits_processor": [NoEnd()]}
+    alone = [Pipeline(target).generate(prompt, **keywords).token_ids for prompt in prompts]
+    assert [len(tokens) for tokens in alone] == [61, 31, 61]
+    made = Oracle(alone, vocab=90) if drafter == "oracle" else DRAFTERS[drafter]()
+    together = Pipeline(target, made).generate_batch([{"prompt": prompt} for prompt in prompts], **keywords)
+    assert [row.token_ids for row in together] == alone
+    assert [row.finish_reason for row in together] == ["length"] * 3
+
+
 def test_the_plain_objects_are_at_hand():
     pipe = pipeline()
     assert pipe.model is byte_model()
@@ -193,7 +234,8 @@ def test_a_checkpoint_folder(tmp_path):
     pipe = mmspec.load(str(tmp_path), drafter="ngram", device="cpu")
     expected = pipeline().generate(PROMPT, max_new_tokens=10)
     assert pipe.generate(PROMPT, max_new_tokens=10, nodes=4).token_ids == expected.token_ids
-    assert mmspec.load(str(tmp_path), drafter=None, dtype="bfloat16", device="cpu").model.dtype == torch.bfloat16
+    for dtype in ("bfloat16", torch.bfloat16):
+        assert mmspec.load(tmp_path, drafter=None, dtype=dtype, device="cpu").model.dtype == torch.bfloat16
 
 
 def test_chat_messages(tmp_path):
@@ -215,11 +257,11 @@ def test_chat_messages(tmp_path):
         ({"prompt": ""}, "^the prompt must not be empty$"),
         ({"prompt": []}, "^the prompt must not be empty$"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1: got 0"),
-        ({"nodes": -1}, "nodes must be at least 0: got -1"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be a whole number in \[1, 2147483648\]: got 0"),
+        ({"nodes": -1}, "nodes must be None or a whole number >= 0: got -1"),
         ({"temperature": -1}, "temperature must be 0 or >= 0.0001: got -1"),
         ({"top_p": 2}, r"top_p must be in \(0, 1\]: got 2"),
-        ({"stop": ""}, "stop strings must not be empty"),
+        ({"stop": ""}, "stop must be text or a list of texts, none of them empty: got ''"),
         ({"images": ["a.png"]}, "LlamaForCausalLM reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for a text model: got frames"),
         ({"tempreature": 3}, "unknown option for a text model: got tempreature"),
@@ -230,9 +272,39 @@ def test_mistakes_are_named(keywords, message):
         pipeline(Ngram()).generate(**{"prompt": PROMPT, **keywords})
 
 
+def test_a_model_of_ones_own():
+    model = byte_model()
+    pipe = mmspec.load(model, drafter="ngram", processor=byte_tokenizer())
+    assert pipe.model is model
+    assert (
+        pipe.generate(PROMPT, max_new_tokens=10, nodes=4).token_ids
+        == pipeline().generate(PROMPT, max_new_tokens=10).token_ids
+    )
+    assert model.config._attn_implementation == "sdpa"
+    for keywords, message in (
+        ({}, "^a model object needs processor=, its tokenizer or processor: got LlamaForCausalLM$"),
+        (
+            {"processor": byte_tokenizer(), "dtype": "bfloat16", "revision": "main"},
+            "^a model object stays on its device and in its dtype: got dtype='bfloat16', revision='main'$",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            mmspec.load(model, **keywords)
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
+        ({"model": 5}, "^model must be a name, a folder or a model of transformers: got 5$"),
+        ({"model": torch.nn.Linear(2, 2)}, "^model must be a name, a folder or a model of transformers: got Linear$"),
+        ({"model": "{folder}", "processor": 5}, "^processor= goes with a model object: got the model '/.*'"),
+        (
+            {"model": "{folder}", "torch_dtype": torch.float16},
+            "^torch_dtype is called dtype here: got torch_dtype=dtype",
+        ),
+        ({"model": "{folder}", "dtype": torch.int8}, "dtype must be auto, float32, bfloat16, float16: got torch.int8"),
+        ({"model": "{folder}", "dtype": 5}, "dtype must be auto, float32, bfloat16, float16: got 5"),
+        ({"model": "{folder}", "device": 5.5}, "device must be auto or one that torch can use here: got 5.5"),
         (
             {"model": "/no/such/folder"},
             "cannot load model '/no/such/folder': expected an embedded model .*local folder",
@@ -244,4 +316,40 @@ def test_mistakes_are_named(keywords, message):
 )
 def test_what_cannot_be_loaded_is_named(keywords, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        mmspec.load(**{"drafter": None, **{k: v.format(folder=tmp_path) for k, v in keywords.items()}})
+        mmspec.load(
+            **{
+                "drafter": None,
+                **{k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in keywords.items()},
+            }
+        )
+
+
+ROLES = (
+    "{% for m in messages %}{{ m['role'] }}:GAP{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant:"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix"),
+    [
+        (None, ""),
+        (ROLES.replace("GAP", " ") + "{% endif %}", " "),
+        (ROLES.replace("GAP", "  ") + "{% endif %}", "  "),
+        (ROLES.replace("GAP", "") + "{% endif %}", ""),
+        (ROLES.replace("GAP", " ") + " {% endif %}", ""),
+        (ROLES.replace("GAP", "-") + "{% endif %}", ""),
+        ("{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}assistant:", ""),
+    ],
+)
+@pytest.mark.parametrize("text", ["  A B ", " A", "A", " ", "  "])
+def test_the_blank_that_a_chat_template_puts_before_an_answer_is_not_part_of_it(template, prefix, text):
+    tokenizer = deepcopy(byte_tokenizer())
+    tokenizer.chat_template = template
+    target = TransformersTarget(byte_model(), tokenizer)
+    length = target.encode([{"prompt": PROMPT}]).input_ids.shape[1]
+    keywords = {"logits_processor": [Script(ids_of(text), length)], "max_new_tokens": 99, "nodes": 10}
+    answer = Pipeline(target).generate(PROMPT, **keywords)
+    assert answer.text == ("" if prefix.startswith(text) else text.removeprefix(prefix))
+    pieces = [piece.text for piece in Pipeline(target).stream(PROMPT, **keywords)]
+    assert "".join(pieces) == answer.text
+    assert answer.token_ids[: len(ids_of(text))] == ids_of(text)

@@ -1,12 +1,14 @@
 """Processors on trees: each node must get what plain decoding would give the token after its own path."""
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process as hf
 
 import mmspec.sampling
-from mmspec import SamplingParams, TokenTree, UserError
+from mmspec import SamplingParams, TokenTree, UserError, verify
 from mmspec.sampling import Sampler, quantile
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
@@ -75,6 +77,8 @@ def allowed(row, ids):
     return [(row + ids.shape[0] + k) % VOCAB for k in range(4)]
 
 
+ENDING_ALIKE = [*((token, 9) for token in range(8)), (3, 4, 9), (9,)]
+
 PROCESSORS = {
     "repetition": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7)],
     "repetition, padding ignored": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 1]))],
@@ -83,6 +87,9 @@ PROCESSORS = {
     "min new tokens": lambda: [hf.MinNewTokensLengthLogitsProcessor(3, 3, 5)],
     "bad words": lambda: [hf.NoBadWordsLogitsProcessor([[4], [3, 4], [5, 6, 7]], eos_token_id=2)],
     "sequence bias": lambda: [hf.SequenceBiasLogitsProcessor([[[3, 4], 5.0], [[1], -4.0]])],
+    # Whichever of those that end alike is looked at last: it has not begun where another has.
+    "sequences that end alike": lambda: [hf.SequenceBiasLogitsProcessor(dict.fromkeys(ENDING_ALIKE, 5.0))],
+    "bad words that end alike": lambda: [hf.NoBadWordsLogitsProcessor(list(map(list, ENDING_ALIKE[:-1])))],
     "length decay": lambda: [hf.ExponentialDecayLengthPenalty((1, 1.3), 5, 3)],
     "forced end": lambda: [hf.ForcedEOSTokenLogitsProcessor(8, 5)],
     "prefix": lambda: [hf.PrefixConstrainedLogitsProcessor(allowed, 1)],
@@ -133,6 +140,23 @@ def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
             torch.testing.assert_close(ours[b, i], scores[0].softmax(-1))
 
 
+def test_a_history_as_long_as_an_ngram_is_one(monkeypatch):
+    """Of the tokens 5, 5 the second may not be followed by another 5 where no pair may come twice."""
+    tree, logits = TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)
+    (banned,) = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(2)], [[5, 5]], tree, logits)[0]
+    assert (banned == 0).nonzero().flatten().tolist() == [5]
+    (free,) = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(3)], [[5, 5]], tree, logits)[0]
+    assert (free > 0).all()
+
+
+@pytest.mark.parametrize(("history", "banned"), [([5, 6], 7), ([4, 5, 6], 7), ([6, 5], None), ([5, 5, 6, 7], None)])
+def test_the_last_token_of_a_sequence_is_banned_behind_the_others(history, banned, monkeypatch):
+    processor = hf.NoBadWordsLogitsProcessor([[5, 6, 7]], eos_token_id=2)
+    tree, logits = TokenTree.root(torch.tensor(history[-1:])), torch.zeros(1, 1, VOCAB)
+    (probs,) = processed(monkeypatch, [processor], [history], tree, logits)[0]
+    assert (probs < 1e-6).nonzero().flatten().tolist() == ([] if banned is None else [banned])
+
+
 def test_greedy_takes_the_processed_argmax():
     history, tree = histories_and_tree(0)
     logits = torch.zeros(3, tree.nodes, VOCAB)
@@ -161,11 +185,23 @@ def test_greedy_takes_the_first_of_equals(dtype):
         ({"top_k": 2.5}, "top_k must be a whole number >= 0: got 2.5"),
         ({"min_p": 1.1}, r"min_p must be in \[0, 1\]: got 1.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0: got 0.0"),
+        ({"repetition_penalty": -1.5}, "repetition_penalty must be > 0: got -1.5"),
     ],
 )
 def test_values_out_of_range(keywords, message):
     with pytest.raises(UserError, match=message):
         SamplingParams(**keywords)
+
+
+def test_params_stay_as_they_were_checked():
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = -1.0
+
+
+def test_params_that_change_nothing_build_nothing():
+    assert list(SamplingParams(temperature=1.0).processors()) == []
+    (warper,) = SamplingParams(temperature=0.5).processors()
+    assert type(warper) is hf.TemperatureLogitsWarper
 
 
 def test_params_build_what_generate_builds():
@@ -209,6 +245,20 @@ def test_one_generator_decides_the_draws():
     assert run(1) != run(2)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_trees_are_verified_with_each_nodes_processed_distribution(seed):
+    history, tree = histories_and_tree(seed)
+    g = torch.Generator().manual_seed(seed)
+    logits, q = torch.randn(2, 3, tree.nodes, VOCAB, generator=g)
+    drawn = TokenTree(tree.tokens, tree.parents, tree.valid, q.softmax(-1))
+    processors = [hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(9)]
+    scores = logits / 0.5
+    kept = scores >= scores.topk(9).values[..., -1:]
+    expected = verify(drawn, scores.where(kept, -torch.inf).softmax(-1), generator=torch.Generator().manual_seed(seed))
+    sampler = Sampler(processors, do_sample=True, generator=torch.Generator().manual_seed(seed))
+    assert sampler.verify(history, drawn, logits).host == expected.host
+
+
 def test_quantile_takes_each_token_as_often_as_it_is_probable():
     weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
     grid = (torch.arange(80) + 0.5) / 80
@@ -225,10 +275,11 @@ def test_quantile_never_takes_an_impossible_token(uniform):
     assert (probs.gather(1, taken[:, None]) > 0).all()
 
 
+@pytest.mark.parametrize("nodes", [2, 40])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_tree_samples_what_single_tokens_would(seed):
+def test_a_tree_samples_what_single_tokens_would(seed, nodes):
     """Walking down the tree with the n-th number for the n-th new token, one node at a time, by a plain loop."""
-    history, tree = histories_and_tree(seed, nodes=40)
+    history, tree = histories_and_tree(seed, nodes=nodes)
     # Few tokens are likely, so that walks go deep.
     logits = 4.0 * torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
     logits.scatter_(2, tree.tokens[:, None, :].expand(-1, tree.nodes, -1), 3.0, reduce="add")

@@ -6,7 +6,7 @@ from mmspec import Stats
 
 
 def test_steps_add_up():
-    stats = Stats(num_generated_tokens=1, time_to_first_token=0.5, wall_seconds=2.5)
+    stats = Stats(num_generated_tokens=1, time_to_first_token=0.5, wall_seconds=3.0)
     for drafted, depth, accepted, emitted in [(6, 3, 2, 3), (6, 4, 0, 1), (0, 0, 0, 1), (5, 2, 2, 3)]:
         stats.record_step(drafted, depth, accepted, emitted)
     assert stats.num_generated_tokens == 1 + 3 + 1 + 1 + 3 == 1 + sum(stats.accept_lengths)
@@ -16,11 +16,12 @@ def test_steps_add_up():
     assert stats.num_spec_tokens == 4
     assert stats.mean_acceptance_length == pytest.approx(8 / 4)
     assert stats.draft_acceptance_rate == pytest.approx(4 / 17)
-    assert stats.tokens_per_second == pytest.approx(8 / 2.0)
+    assert stats.tokens_per_second == pytest.approx(8 / 2.5)
 
 
-def test_nothing_done_divides_by_nothing():
+def test_nothing_done_is_nothing_and_divides_by_nothing():
     stats = Stats()
+    assert not any(vars(stats).values())
     assert (stats.mean_acceptance_length, stats.draft_acceptance_rate, stats.tokens_per_second) == (0.0, 0.0, 0.0)
 
 

@@ -85,14 +85,14 @@ def test_custom_criteria_see_every_token_once(form):
     assert criterion.seen == [PROMPT + list(range(10, end + 1)) for end in range(10, 15)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_new_tokens": 0}, "^max_new_tokens must be at least 1: got 0$"),
-        ({"max_new_tokens": 1, "stop": [""], "tokenizer": object()}, "^stop strings must not be empty$"),
-        ({"max_new_tokens": 1, "stop": ["x"]}, "^stop strings need a tokenizer: none was given$"),
-    ],
-)
-def test_refuses(arguments, message):
-    with pytest.raises(UserError, match=message):
-        Stopper(**arguments)
+def test_each_row_has_room_up_to_the_context_limit():
+    stopper = Stopper(5, context_limit=10)
+    assert [stopper.room(length) for length in (1, 5, 6, 9)] == [5, 5, 4, 1]
+    assert Stopper(5).room(1000) == 5
+    history = list(range(8))
+    assert stopper.keep(history, 8, [20, 21, 22]) == ([20, 21], "length")
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(UserError, match=r"^stop strings need a tokenizer: none was given$"):
+        Stopper(1, stop=["x"])

@@ -15,6 +15,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    PhiConfig,
     Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -25,11 +26,13 @@ from eval.oracle import Oracle
 from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.budget import CostTable
+from mmspec.loading import make_drafter
 from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
-from tests.targets import assert_trees_equal_paths, prompt_of
-from tests.tiny import random_tree, shared_model
+from tests.cutting import cut, random_model
+from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
+from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
@@ -174,8 +177,8 @@ def test_threads_share_a_model():
 def test_attention_that_takes_trees_is_kept(asked, got):
     model = text_model("llama")
     model.set_attn_implementation(asked)
-    TransformersTarget(model)
-    assert model.config._attn_implementation == got
+    assert TransformersTarget(model).attention.name == got
+    assert model.config._attn_implementation == asked
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
@@ -183,14 +186,15 @@ def test_attention_that_takes_trees_is_kept(asked, got):
 def test_attention_that_takes_none_is_switched(name, model_name):
     model = text_model(model_name)
     model.config._attn_implementation_internal = name  # what from_pretrained(attn_implementation=...) leaves behind
-    TransformersTarget(model)
-    assert model.config._attn_implementation in ("mmspec_tree", "eager")
-    assert_trees_equal_paths(model, text_inputs(1, 5), steps=1)
-
-
-def _tiny(config_class, **extra):
-    shape = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
-    return AutoModelForCausalLM.from_config(config_class(**{**shape, **extra}))
+    targets = TransformersTarget(model), TransformersTarget(text_model(model_name))
+    assert targets[0].attention.name in ("mmspec_tree", "eager")
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90)
+    for run in (
+        lambda target: target.prefill(prompt_of(text_inputs(1, 5)), 9),
+        lambda target: target.forward_tree(tree),
+    ):
+        torch.testing.assert_close(*(run(target).logits for target in targets))
+    assert model.config._attn_implementation == name
 
 
 @pytest.mark.parametrize(
@@ -203,29 +207,17 @@ def _tiny(config_class, **extra):
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
         (
-            lambda: _tiny(
-                Llama4TextConfig, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=16
-            ),
+            lambda: random_model(cut(Llama4TextConfig)),
             "Llama4ForCausalLM has chunked_attention",
         ),
-        (lambda: _tiny(MambaConfig), "MambaForCausalLM has linear_attention of another kind"),
-        (lambda: _tiny(FalconMambaConfig), "FalconMambaForCausalLM has linear_attention of another kind"),
+        (lambda: random_model(cut(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
+        (lambda: random_model(cut(FalconMambaConfig)), "FalconMambaForCausalLM has linear_attention of another kind"),
         (
-            lambda: _tiny(JambaConfig, num_key_value_heads=1, num_experts=2),
+            lambda: random_model(cut(JambaConfig)),
             "JambaForCausalLM has linear_attention of another kind",
         ),
         (
-            lambda: _tiny(
-                Qwen3NextConfig,
-                num_key_value_heads=1,
-                num_experts=2,
-                moe_intermediate_size=8,
-                shared_expert_intermediate_size=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-            ),
+            lambda: random_model(cut(Qwen3NextConfig)),
             "Qwen3NextForCausalLM has linear_attention of another kind",
         ),
         (
@@ -248,10 +240,18 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
         TransformersTarget(shared_model("bamba"))
 
 
-def test_a_head_that_does_more_than_is_known_is_refused():
-    model = _tiny(BertConfig, is_decoder=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_head_that_does_more_than_is_known_is_refused(dtype):
+    torch.manual_seed(0)
+    model = random_model(cut(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel changes its logits after the output layer"):
         TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_head_that_is_known_is_taken_in_half_precision(name, dtype):
+    TransformersTarget(text_model(name).to(dtype)).prefill(Prompt(torch.tensor([[5, 6]])), 4)
 
 
 def test_no_adapter():
@@ -315,6 +315,41 @@ def test_rows_ahead_of_others_stay_within_learned_positions():
         assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
 
 
+@pytest.mark.parametrize(("limit", "room"), [(512, 2), (10, 8)])
+def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, room):
+    """Eight nodes in sequence: beyond what is asked for but within the context, and the other way round."""
+    torch.manual_seed(0)
+    config = TEXT_CONFIGS["llama"]()
+    config.max_position_embeddings = limit
+    model, inputs = AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9)
+    target = TransformersTarget(model)
+    target.prefill(prompt_of(inputs), room)
+    tree = random_tree(torch.Generator().manual_seed(0), 3, 8, 90, ragged=False, shape="chain")
+    logits = target.forward_tree(tree).logits
+    for b in range(3):
+        expected = plain_logits(model, row_of(inputs, b), tree.tokens[b].tolist())[1:]
+        torch.testing.assert_close(logits[b], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("place", [None, 0, 1, 2])
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_every_end_token_ends_an_answer(place, drafter):
+    """One token, or a list in which the one that the model says stands anywhere, as ``generate`` takes them."""
+    model = copy.deepcopy(byte_model())
+    model.generation_config.eos_token_id = None
+    pipe = mmspec.Pipeline(TransformersTarget(model, byte_tokenizer()), make_drafter(drafter))
+    assert pipe.target.eos_token_ids == []
+    said = pipe.generate("abc", max_new_tokens=12, nodes=4).token_ids
+    last = next(token for token in said[4:] if token not in said[:4])
+    ends = [token for token in range(3, 9) if token not in said][:3]
+    if place is not None:
+        ends[place] = last
+    model.generation_config.eos_token_id = last if place is None else ends
+    assert pipe.target.eos_token_ids == ([last] if place is None else ends)
+    result = pipe.generate("abc", max_new_tokens=12, nodes=4)
+    assert (result.token_ids, result.finish_reason) == (said[: said.index(last) + 1], "stop")
+
+
 def test_weights_laid_out_for_few_rows_are_the_same_weights():
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(30, 8), "head": torch.nn.Linear(8, 30, bias=False)})
@@ -336,3 +371,15 @@ def test_a_narrow_head_gives_the_same_logits(ids, name):
     hidden = torch.randn(2, 3, 48)
     narrow = target.narrow_head(torch.tensor(ids))
     torch.testing.assert_close(narrow(hidden), target.head(hidden)[..., ids])
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90]])
+def test_a_narrow_head_has_its_part_of_the_bias(ids):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    )
+    model.get_output_embeddings().bias.data.normal_()
+    target = TransformersTarget(model)
+    hidden = torch.randn(2, 3, 48)
+    torch.testing.assert_close(target.narrow_head(torch.tensor(ids))(hidden), target.head(hidden)[..., ids])

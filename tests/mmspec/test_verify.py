@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from mmspec import TokenTree, verify, verify_greedy
+from mmspec import TokenTree, ops, verify, verify_greedy
 from tests.tiny import random_tree, valid_nodes
 
 module = import_module("mmspec.verify")  # the attribute of that name is the function
@@ -234,6 +234,17 @@ def test_drawn_trees_emit_the_targets_distribution(seed):
     assert float(weights.sum()) == pytest.approx(1.0)
     emitted = emitted_distribution(verify, trees, weights, bigram)
     torch.testing.assert_close(emitted, truth(bigram, 0), atol=1e-7, rtol=1e-5)
+
+
+def test_every_drawn_sibling_is_tried_in_turn():
+    """p = (0, 0.6, 0.4), q = (0.5, 0.5, 0): the first child is rejected and leaves p = (0, 0.2, 0.8), q = (0, 1, 0)."""
+    q, p = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.6, 0.4])
+    tree = TokenTree(torch.tensor([[0, 0, 1]]), torch.tensor([[-1, 0, 0]]), draft_probs=q.expand(1, 3, -1))
+    for chance, last in itertools.product((0.19, 0.21), (0.1, 0.9)):
+        chances = torch.tensor([[0.0, 0.0, chance]])
+        choice = ops.choose_drawn(tree, p.expand(1, 3, -1), chances, torch.full((1, 3), last))
+        # A second rejection leaves p = norm(max(p - q, 0)) = (0, 0, 1).
+        assert int(choice[0, 0]) == (1 if chance < 0.2 else 2)
 
 
 def test_three_drawn_siblings_leave_each_nodes_distribution_unchanged():

@@ -12,8 +12,10 @@ import pytest
 from PIL import Image
 
 import mmspec
+from mmspec import plugins
 from mmspec.cli import main
 from tests.standin import save_llava, save_text_model
+from vision.embedded import samples
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -137,6 +139,13 @@ def test_broken_media(run: Run, model: str, image: str, video: str, tmp_path: Pa
 )
 def test_options_out_of_range(run: Run, model: str, image: str, args: list[str], expected: str) -> None:
     assert_mistake(run(image, "--model", model, *args), expected)
+
+
+def test_an_embedded_model_states_what_it_was_trained_on(run: Run, image: str) -> None:
+    limits = plugins.limits("tiny-llava")
+    options = ("--max-new-tokens", "2", "--nodes", "0", "--json")
+    assert run(image, *options)[2] == f"note: {limits}\n"
+    assert run(str(samples() / "scene.png"), *options)[2] == ""
 
 
 def test_model_that_cannot_see(run: Run, image: str, tmp_path: Path) -> None:

@@ -158,6 +158,23 @@ def test_padding_and_short_answers_change_nothing():
     assert objective(network, target, batch).total.item() == 0.0
 
 
+@pytest.mark.parametrize("size", [0.1, 0.03])
+def test_noise_is_uniform_and_of_its_size(size, monkeypatch):
+    """Of the states that the first pass reads, within size * 512 / entries, as the paper's code draws it."""
+    model = shared_model("llama")
+    target, network = TransformersTarget(model), network_for(model)
+    batch, read = random_batch(target, (65, 65), ((3, 60), (2, 60))), []
+    combine = network.combine
+    monkeypatch.setattr(network, "combine", lambda e, hidden, v: read.append(hidden) or combine(e, hidden, v))
+    Objective(noise=size)(network, target, batch, None, torch.Generator().manual_seed(0))
+    noise = read[0] - batch.hidden[:, :-1]
+    bound = size * 512 / 64
+    assert 0.99 * bound < noise.max() <= bound
+    assert -0.99 * bound > noise.min() >= -bound
+    assert noise.mean().abs() < 0.03 * bound
+    assert noise.std() == pytest.approx(bound / 3**0.5, rel=0.03)
+
+
 def test_noise_is_the_generators():
     model = shared_model("llama")
     target, network = TransformersTarget(model), network_for(model)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ from mmspec.distil.tasks import frequent
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.training.curve import draw
-from mmspec.training.order import MIXED, TEXT, Order
+from mmspec.training.optimisers import rate
+from mmspec.training.order import MIXED, POOL, TEXT, Example, Order
 from mmspec.training.plan import Plan
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
@@ -240,14 +242,86 @@ def test_plans_that_cannot_be_are_refused(tmp_path: Path, plan: dict[str, Any], 
         trainer(tmp_path, **plan)
 
 
-def test_epochs_and_minutes_end_a_run(tmp_path: Path) -> None:
-    run = trainer(tmp_path / "epochs", steps=None, epochs=0.5, batch=8)
+def test_epochs_end_a_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=None, epochs=0.5, batch=8)
     run.train()
     assert run.step == 5  # half of 80 examples
-    run = trainer(tmp_path / "minutes", steps=None, minutes=0.01, checkpoint_minutes=1.0)
-    run.train()
-    assert 0.6 <= run.seconds < 3.0
-    assert trainer(tmp_path / "minutes", steps=None, minutes=0.01).done
+
+
+def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the whole run ends it and sets rate and progress, wherever it was interrupted: 12 steps of 10 s."""
+    now, learn = [0.0], Trainer._learn
+
+    def slow(run: Trainer) -> dict[str, Any]:
+        now[0] += 10.0
+        return learn(run)
+
+    monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Trainer, "_learn", slow)
+    plan = {"steps": None, "minutes": 2.0, "hold": 0.5, "report_minutes": 99.0, "text_share": 0.25}
+    whole, parts = Toy(), Toy()
+    trainer(tmp_path / "whole", whole, **plan).train()
+    assert whole.progress == pytest.approx([1.0, *(step / 12 for step in range(12)), 1.0])
+    trainer(tmp_path / "parts", parts, **plan).train(stop=after(5))
+    for steps in (4, 99):
+        now[0] = 7000.0 - now[0]  # the clock of another process, another day
+        resumed = trainer(tmp_path / "parts", parts, **plan)
+        assert not resumed.done
+        resumed.train(stop=after(steps))
+    assert (resumed.step, resumed.seconds, resumed.done) == (12, 120.0, True)
+    assert parts.progress == pytest.approx(whole.progress)
+    trained = [row for row in rows(tmp_path / "parts") if row["event"] == "train"]
+    assert trained[-1]["step"] == 12
+    for row in trained:
+        step = row["step"]
+        assert row["minutes"] == pytest.approx(step / 6, abs=1e-3)
+        assert row["rate"] == pytest.approx(1e-2 * rate((step - 1) / 12, step - 1, 2, 0.5), rel=1e-5)
+    assert trainer(tmp_path / "parts", **plan).done
+
+
+def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
+    noise = []
+    for number, seed in enumerate((1, 1, 2)):
+        trainer(tmp_path / str(number), steps=6, seed=seed).train()
+        noise.append([row["noise"] for row in rows(tmp_path / str(number)) if row["event"] == "train"])
+    assert noise[0] == noise[1]
+    assert len({*noise[0], *noise[2]}) == 12
+
+
+def test_a_seed_changes_the_order_of_examples() -> None:
+    """Apart: which examples come first (64 of one length), and which batches are multimodal (half of them)."""
+
+    def first(seed: int) -> set[Example]:
+        order = Order({TEXT: [1] * 64}, batch=1, seed=seed)
+        return {order.next(0.0)[0] for _ in range(POOL)}
+
+    def mixed(seed: int) -> list[int]:
+        order = Order({TEXT: [1] * 9, MIXED: [1] * 9}, batch=4, seed=seed)
+        return [sum(kind == MIXED for _ in range(POOL) for kind, _ in order.next(0.5)) for _ in range(12)]
+
+    assert first(1) == first(1) != first(2)
+    assert mixed(1) == mixed(1) != mixed(2)
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "rates"), [("adamw", [("AdamW", 8e-3)]), ("muon", [("Muon", 8e-3), ("AdamW", 4e-3)])]
+)
+def test_parameters_move_at_their_rates(optimiser: str, rates: list[tuple[str, float]]) -> None:
+    """The first step of AdamW moves a parameter by its rate against the gradient's sign, beside the decay."""
+    network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layer": nn.Linear(4, 3)})
+    plan = Plan(steps=1, optimiser=optimiser, rate=8e-3)  # type: ignore[arg-type]
+    optimisers = plan.optimisers(network)
+    assert [(type(one).__name__, group["lr"]) for one in optimisers.all for group in one.param_groups] == rates
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    for parameter in network.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    signs = {name: torch.sign(parameter.grad) for name, parameter in network.named_parameters()}
+    optimisers.step(0.5)
+    for name, parameter in network.named_parameters():
+        if optimiser == "adamw" or name != "layer.weight":
+            moved = 0.5 * rates[-1][1] * (signs[name] + 0.01 * before[name])
+            torch.testing.assert_close(parameter.detach(), before[name] - moved, atol=1e-6, rtol=1e-4)
+    assert not torch.equal(network["layer"].weight, before["layer.weight"])
 
 
 def test_a_loss_hears_of_the_progress(tmp_path: Path) -> None:
@@ -499,8 +573,8 @@ def test_the_most_frequent_tokens_come_first() -> None:
     [
         (["--steps", "1", "--minutes", "1"], "one of steps, minutes and epochs: received"),
         (["--held-out", "24"], "held-out must leave conversations to train on: there are 24, received 24"),
-        (["--heads", "3"], "heads must be a multiple of kv-heads: received 3 and 2"),
-        (["--head-dim", "7"], "head-dim must be even: received 7"),
+        (["--heads", "3"], "kv_heads must divide heads: got 2 for 3"),
+        (["--head-dim", "7"], "head_dim must be even, as rotary positions turn pairs: got 7"),
         (["--device", "gpu"], "device must be auto, cpu or cuda: received 'gpu'"),
         (["--dtype", "bfloat16", "--precision", "float32"], "precision float32 needs a target in float32"),
     ],

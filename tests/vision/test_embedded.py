@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import mmspec
+from mmspec import UserError
 from vision.embedded import samples, tiny_llava
 from vision.scenes.reading import read_objects
 from vision.scenes.scene import sample_scene, seeded
@@ -78,3 +79,28 @@ def test_what_travels_is_small():
     files = [path for path in Path(tiny_llava()).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".json", ".jinja", ".md", ".safetensors"}
     assert sum(path.stat().st_size for path in files) < 14_000_000
+
+
+def test_the_processors_tokenizer_stays_as_it_was():
+    pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
+    tokenizer = pipe.target.tokenizer
+    expected = [pipe.generate(prompt, max_new_tokens=8).token_ids for prompt in ("Hello", "A red star, and a circle?")]
+    tokenizer.pad_token, tokenizer.padding_side = None, "right"
+    for _ in range(2):
+        rows = pipe.generate_batch([{"prompt": "Hello"}, {"prompt": "A red star, and a circle?"}], max_new_tokens=8)
+        assert [row.token_ids for row in rows] == expected
+        assert (tokenizer.pad_token, tokenizer.pad_token_id, tokenizer.padding_side) == (None, None, "right")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"frames": "8"}, r"^frames must be None or a whole number in \[1, 512\]: got '8'$"),
+        ({"frames": 0}, r"^frames must be None or a whole number in \[1, 512\]: got 0$"),
+        ({"fps": float("nan")}, "^fps must be None or a number > 0: got nan$"),
+        ({"tempreature": 1}, "^unknown option for a vision model: got tempreature$"),
+    ],
+)
+def test_options_are_checked_where_no_video_is_given_too(pipe, keywords, message):
+    with pytest.raises(UserError, match=message):
+        pipe.generate("Describe the image.", images=samples() / "scene.png", **keywords)

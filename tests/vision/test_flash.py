@@ -81,6 +81,19 @@ def test_both_ideas_apart_and_together(latents, span, slots):
     check(model, vision_inputs("llava", 3, images=2), Flash(network, top_k=3, depth=4), skip=(1, 3, 4), nodes=12, new=9)
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_trees_deeper_than_several_passes(slots):
+    """Chains of which each pass of the layer continues the one before, three passes deep."""
+    model = shared_model("llava")
+    depth = 3 * slots + 1
+    network = network_for(model, latents=3, span=16, slots=slots)
+    drafter, deepest = Flash(network, top_k=1, depth=depth), []
+    propose = drafter.propose
+    drafter.propose = lambda *asked: deepest.append(propose(*asked)) or deepest[-1]
+    check(model, vision_inputs("llava"), drafter, nodes=depth, depth=depth, new=depth + 2)
+    assert max(tree.max_depth for tree in deepest) == depth
+
+
 def test_rows_with_unequal_numbers_of_images():
     model = shared_model("llava")
     one, two = vision_inputs("llava", 1, 1), vision_inputs("llava", 1, 2, seed=1)

@@ -10,9 +10,11 @@ import pytest
 from PIL import Image
 
 import mmspec
+from mmspec import plugins
 from mmspec.cli import main
-from tests.standin import save_llava
+from tests.standin import save_llava, save_text_model
 from vision import folder as folders
+from vision.embedded import samples
 from vision.folder import Captioner, caption_folder
 
 NAMES = [f"{k}.png" for k in range(5)]
@@ -23,12 +25,16 @@ def model(tmp_path_factory):
     return str(save_llava(tmp_path_factory.mktemp("models") / "llava"))
 
 
+def save_noise(path, seed):
+    picture = np.random.default_rng(seed).integers(0, 255, (40, 50, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(path)
+
+
 @pytest.fixture
 def pictures(tmp_path):
-    rng = np.random.default_rng(0)
     (tmp_path / "in" / "deep").mkdir(parents=True)
-    for name in [*NAMES, "deep/x.jpg"]:
-        Image.fromarray(rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(tmp_path / "in" / name)
+    for seed, name in enumerate([*NAMES, "deep/x.jpg"]):
+        save_noise(tmp_path / "in" / name, seed)
     (tmp_path / "in" / "2a.txt").write_text("hello")
     (tmp_path / "in" / "3a.png").write_bytes((tmp_path / "in" / "3.png").read_bytes()[:200])
     (tmp_path / "in" / ".hidden.png").write_text("hello")
@@ -48,17 +54,20 @@ def lines_of(path):
 def test_every_readable_file_gets_a_line_and_the_others_are_told(pictures, model, tmp_path, capfd):
     out = tmp_path / "out" / "captions.jsonl"
     options = ["--model", model, "--max-new-tokens", "6", "--nodes", "4", "--drafter", "recycle", "--batch-size", "3"]
-    assert main(["caption", str(pictures), "--out", str(out), *options]) == 0
+    assert main(["caption", str(pictures), "--out", str(out), *options]) == 3
     lines = lines_of(out)
-    assert [line["file"] for line in lines] == [*NAMES, "deep/x.jpg"]
+    assert [line["file"] for line in lines] == sorted([*NAMES, "2a.txt", "3a.png", "deep/x.jpg"])
+    skipped = {line["file"]: line["error"] for line in lines if "error" in line}
+    assert set(skipped) == {"2a.txt", "3a.png"}
+    lines = [line for line in lines if "error" not in line]
     told = capfd.readouterr().err
-    assert "skipped 2a.txt: " in told
-    assert "skipped 3a.png: " in told
+    for name, error in skipped.items():
+        assert f"skipped {name}: {error}" in told
     assert f"6 captions in {out}, 2 files skipped" in told
     pipe = mmspec.load(model, drafter=None)
     for line in lines:
         alone = pipe.generate("Describe the image.", images=[str(pictures / line["file"])], max_new_tokens=6)
-        assert (line["text"], line["token_ids"]) == (alone.text.strip(), alone.token_ids)
+        assert (line["text"], line["token_ids"]) == (alone.text, alone.token_ids)
         assert (line["prompt"], line["finish_reason"]) == ("Describe the image.", alone.finish_reason)
     assert os.listdir(out.parent) == ["captions.jsonl"]
 
@@ -93,22 +102,147 @@ def test_what_is_done_is_not_done_again(pictures, model, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     caption_folder(settings(pictures, model), out, 2)
     before = out.read_bytes()
-    monkeypatch.setattr(mmspec.Pipeline, "generate_batch", lambda *_, **__: pytest.fail("captioned"))
+    monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("captioned"))
     assert caption_folder(settings(pictures, model), out, 2) == (6, 2)
     assert out.read_bytes() == before
 
 
-def test_captions_by_another_model_or_prompt_are_not_mixed_in(pictures, model, tmp_path):
+@pytest.fixture(scope="module")
+def captioned(model, tmp_path_factory):
+    """A folder of one image with its captions, and the options they were made with."""
+    root = tmp_path_factory.mktemp("captioned")
+    (root / "in").mkdir()
+    save_noise(root / "in" / "a.png", 1)
+    out = root / "captions.jsonl"
+    options = {"model": model, "drafter": "none", "max-new-tokens": "3", "temperature": "1", "seed": "1"}
+    assert main(["caption", str(root / "in"), "--out", str(out), *flags(options)]) == 0
+    return root / "in", out, options
+
+
+def flags(options):
+    return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("max-new-tokens", "4", "max_new_tokens = 3: expected the same to go on, received 4"),
+        ("temperature", "0.5", "temperature = 1.0: expected the same to go on, received 0.5"),
+        ("top-p", "0.5", "top_p = 1.0"),
+        ("top-k", "3", "top_k = 0"),
+        ("min-p", "0.5", "min_p = 0.0"),
+        ("repetition-penalty", "2", "repetition_penalty = 1.0"),
+        ("stop", "x", "stop = []"),
+        ("seed", "2", "seed = 1"),
+        ("batch-size", "2", "batch_size = 8"),
+        ("prompt", "What?", 'prompt = null: expected the same to go on, received "What?"'),
+        ("frames", "2", "frames = null"),
+        ("fps", "2", "fps = null"),
+        ("dtype", "bfloat16", 'dtype = "auto": expected the same to go on, received "bfloat16"'),
+        ("model", "tiny-llava", "model = "),
+    ],
+)
+def test_other_settings_are_refused_before_a_model_loads(captioned, monkeypatch, capfd, name, value, told):
+    folder, out, options = captioned
+    before = out.read_bytes()
+    monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("a model was loaded"))
+    assert main(["caption", str(folder), "--out", str(out), *flags(options | {name: value})]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {out} holds a run with ")
+    assert told in error
+    assert error.endswith("; choose another --out for a new run")
+    assert out.read_bytes() == before
+
+
+def test_settings_without_effect_on_the_text_may_change(captioned, monkeypatch):
+    folder, out, options = captioned
+    monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("a model was loaded"))
+    changed = options | {"drafter": "ngram", "nodes": "2", "device": "cpu"}
+    assert main(["caption", str(folder), "--out", str(out), *flags(changed)]) == 0
+
+
+def test_another_folder_is_refused(captioned, tmp_path, capfd):
+    _, out, options = captioned
+    save_noise(tmp_path / "a.png", 2)
+    assert main(["caption", str(tmp_path), "--out", str(out), *flags(options)]) == 2
+    assert 'holds a run with folder = "in": expected the same' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("line", [{"file": "0.png", "model": "other", "prompt": "Describe the image."}, [1]])
+def test_lines_without_settings_are_refused(pictures, model, tmp_path, line):
     out = tmp_path / "out.jsonl"
-    out.write_text(json.dumps({"file": "0.png", "model": "other", "prompt": "Describe the image."}) + "\n")
-    with pytest.raises(mmspec.UserError, match=r"out.jsonl, line 1: expected captions by .* choose another --out"):
+    out.write_text(json.dumps(line) + "\n")
+    with pytest.raises(mmspec.UserError, match=r"out.jsonl, line 1: expected a caption with the settings of its run"):
         caption_folder(settings(pictures, model), out, 2)
+
+
+def test_changed_and_new_files_are_captioned_and_deleted_ones_keep_their_line(pictures, model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    caption_folder(settings(pictures, model), out, 2)
+    before = {line["file"]: line for line in lines_of(out)}
+    save_noise(pictures / "1.png", 7)
+    save_noise(pictures / "3a.png", 8)  # was broken
+    save_noise(pictures / "new.png", 9)
+    (pictures / "4.png").unlink()
+    (pictures / "2a.txt").unlink()
+    assert caption_folder(settings(pictures, model), out, 2) == (8, 0)
+    after = {line["file"]: line for line in lines_of(out)}
+    assert set(after) == {*before, "new.png"} - {"2a.txt"}
+    pipe = mmspec.load(model, drafter=None)
+    for name in ("1.png", "3a.png", "new.png"):
+        alone = pipe.generate("Describe the image.", images=[str(pictures / name)], max_new_tokens=6)
+        assert after[name]["token_ids"] == alone.token_ids
+    assert after["1.png"]["token_ids"] != before["1.png"]["token_ids"]
+    assert [name for name in before if after.get(name) != before[name]] == ["1.png", "2a.txt", "3a.png"]
+
+
+def save_clip(path, frames):
+    """An animation of 10 frames a second."""
+    rng = np.random.default_rng(frames)
+    pictures = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(frames)]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
+
+
+def test_a_request_too_long_is_skipped_by_name_and_its_neighbours_are_not(pictures, model, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    save_clip(pictures / "long.gif", 70)  # of 16 tokens each, in a context of 1024
+    save_clip(pictures / "short.gif", 5)
+    given = settings(pictures, model) | {"video": {"fps": 10}}
+    told = []
+    assert caption_folder(given, out, 16, advance=lambda files, skipped: told.extend(skipped)) == (7, 3)
+    found = {line["file"]: line for line in lines_of(out)}
+    assert "shorter than the model's context of 1024 tokens" in found["long.gif"]["error"]
+    assert "long.gif" in [line["file"] for line in told]
+    pipe = mmspec.load(model, drafter=None)
+    short = pipe.generate("Describe the video.", videos=[str(pictures / "short.gif")], fps=10, max_new_tokens=6)
+    assert found["short.gif"]["token_ids"] == short.token_ids
+    monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("tried again"))
+    assert caption_folder(given, out, 16) == (7, 3)
+
+
+def test_a_text_model_is_refused_once(pictures, tmp_path):
+    name = str(save_text_model(tmp_path / "text"))
+    with pytest.raises(mmspec.UserError, match="expected a vision-language model, received one that reads text only"):
+        caption_folder(settings(pictures, name), tmp_path / "out.jsonl", 2)
+
+
+def test_an_embedded_model_states_what_it_was_trained_on(tmp_path, monkeypatch, capfd):
+    limits = plugins.limits("tiny-llava")
+    monkeypatch.setattr(folders, "Captioner", lambda _: lambda job: [{"file": name} for name in job["files"]])
+    for folder, expected in ((samples(), 0), (tmp_path / "in", 1)):
+        folder.mkdir(exist_ok=True)
+        save_noise(tmp_path / "in" / "a.png", 0) if expected else None
+        assert main(["caption", str(folder), "--out", str(tmp_path / f"{expected}.jsonl")]) == 0
+        assert capfd.readouterr().err.count(f"note: {limits}\n") == expected
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "is a folder: expected --out FILE"),
+        (["--out", "x.jsonl", "--prompt", " "], "the prompt must not be empty"),
+        (["--out", "x.jsonl", "--stop", ""], "stop must be text or a list of texts, none of them empty"),
+        (["--out", "x.jsonl", "--temperature", "1e-9"], "temperature must be 0 or >= 0.0001"),
         (["--out", "x.jsonl", "--compare"], "--compare and --json are for one file"),
         (["--out", "x.jsonl"], "expected images or videos, there are no files"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -160,6 +161,29 @@ def test_sampling_depends_on_the_seed(model, tmp_path):
     assert answers("a", 1) == answers("b", 1) != answers("c", 2)
 
 
+def test_every_batch_is_sampled_from_a_seed_of_its_own():
+    """Batches of equal seeds would draw alike: another seed for each batch, turn and seed of the run."""
+
+    class Recorded:
+        target = None
+
+        def __init__(self):
+            self.seeds = []
+
+        def generate_batch(self, requests, seed, **keywords):
+            self.seeds.append(seed)
+            return [SimpleNamespace(text="yes", token_ids=[1])] * len(requests)
+
+    def seeds(seed):
+        pipe = Recorded()
+        jobs = [Job(str(k), [[{"type": "text", "text": "What?"}]] * 2, [1, 1]) for k in range(6)]
+        assert sum(map(len, Answering(pipe, 2, seed, {}).run(jobs))) == 6
+        return pipe.seeds
+
+    assert seeds(1) == seeds(1)
+    assert len({*seeds(1), *seeds(2)}) == 2 * len(seeds(1)) == 12
+
+
 def test_text_targets(tmp_path, prompts):
     folder = save_text_model(tmp_path / "text")
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -234,5 +258,6 @@ def test_scenes_can_keep_their_own_answers(tmp_path):
     for one, job in zip(found, jobs, strict=True):
         assert [m["content"] for m in one.messages if m["role"] == "assistant"] == list(job.known)
         assert one.answers == (None,) * len(job.known)
+    prompts = str(tmp_path / "data.jsonl")
     with pytest.raises(UserError, match="expected --scenes, received --prompts"):
-        make_data.main(["--as-told", "--prompts", "x.json", "--out", str(tmp_path)], standalone_mode=False)
+        make_data.main(["--as-told", "--prompts", prompts, "--out", str(tmp_path)], standalone_mode=False)

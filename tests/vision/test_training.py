@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,13 +260,31 @@ def test_plan_wants_minutes_or_steps(tmp_path: Path) -> None:
         Run(tmp_path, Plan())
 
 
-def test_minutes_end_a_run(start: Callable[..., Run]) -> None:
-    run = start("minutes", steps=None, minutes=0.05, tower_share=0.5)
-    run.train()
-    assert run.stage == "done"
-    assert 3.0 <= run.elapsed < 6.0
-    again = start("minutes", steps=None, minutes=0.05)
-    assert again.stage == "done"
+def test_minutes_end_a_run_that_was_resumed(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the whole run sets stage and progress: 3 steps of 10 s for the tower, 9 for everything."""
+    now, seen = [0.0], []
+
+    def step(run: Run, progress: float) -> dict:
+        seen.append((run.stage, run.step, round(progress, 6)))
+        now[0] += 10.0
+        return {"event": run.stage}
+
+    monkeypatch.setattr("vision.training.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Run, "_tower_step", step)
+    monkeypatch.setattr(Run, "_language_step", step)
+    monkeypatch.setattr(Run, "export", lambda run, folder: None)
+    plan = {"steps": None, "minutes": 2.0, "tower_share": 0.25, "export_minutes": 99.0}
+    expected = [("tower", k, round(k / 3, 6)) for k in range(3)] + [("language", k, round(k / 9, 6)) for k in range(9)]
+    for asked in (99, 2, 5):  # steps before the interruption
+        seen.clear()
+        name, left = str(asked), iter(range(asked))
+        start(name, **plan).train(stop=lambda left=left: next(left, None) is None)
+        now[0] = 7000.0 - now[0]  # the clock of another process, another day
+        run = start(name, **plan)
+        run.train()
+        assert (run.stage, run.elapsed) == ("done", 120.0)
+        assert seen == expected
+        assert start(name, **plan).stage == "done"
 
 
 def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, tokenizer_folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.options import Number
+from mmspec.cli.options import OUT_FOLDER, Number
 from mmspec.distil import data
 from mmspec.errors import UserError
 
@@ -24,16 +24,26 @@ FILE, SETTINGS = "data.jsonl", "settings.json"
 
 
 @click.command("make-data")
-@click.option("--target", default="tiny-llava", show_default=True, metavar="NAME", help="The model that answers.")
+@click.option(
+    "--model",
+    "--target",
+    "target",
+    default="tiny-llava",
+    show_default=True,
+    metavar="NAME",
+    help="The model that answers.",
+)
 @click.option("--as-told", is_flag=True, help="With --scenes: keep the scenes' own answers; no model is asked.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--scenes", type=click.IntRange(1), help="Draw this many training scenes and clips to ask about.")
 @click.option(
     "--prompts",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Conversations (JSON or JSON Lines); their answers are replaced by the target's.",
 )
-@click.option("--images", type=click.Path(file_okay=False, path_type=Path), help="Folder of the media in --prompts.")
+@click.option(
+    "--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the media in --prompts."
+)
 @click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Answers decoded at once.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy.")

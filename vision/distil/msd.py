@@ -72,12 +72,7 @@ def _task(
 def _shape(options: Mapping[str, Any], target: Any, start: MSD | None) -> MSDConfig:
     given = {field.name: options[field.name] for field in fields(MSDConfig) if options.get(field.name) is not None}
     given |= _latents(options, target)
-    shape = replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
-    if shape.heads % shape.kv_heads:
-        raise UserError(f"heads must be a multiple of kv-heads: received {shape.heads} and {shape.kv_heads}")
-    if shape.head_dim % 2:
-        raise UserError(f"head-dim must be even: received {shape.head_dim}")
-    return shape
+    return replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
 
 
 def _begin_from(start: MSD, network: MSDNetwork, folder: Path) -> None:

@@ -9,7 +9,7 @@ ideas are in use, ``MSDConfig`` says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmspec import checkpoint, kernels, ops
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
+from mmspec.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
 from mmspec.support import lay_out_for_few_rows
@@ -35,6 +36,13 @@ from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
 
 _AHEAD = 1024
 """Entries behind a prompt that room is made for at first."""
+
+
+@dataclass(frozen=True)
+class _Settings(TreeShape):
+    """What ``config.json`` holds."""
+
+    network: MSDConfig
 
 
 class MSD:
@@ -68,6 +76,7 @@ class MSD:
     ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.draft_ids = draft_ids
+        TreeShape(top_k, depth, total_tokens)
         self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
         self.verifier = verifier
         self._rotary = Rotary(network.config.head_dim, network.config.rope_theta)
@@ -91,25 +100,21 @@ class MSD:
     def from_checkpoint(cls, folder: Path) -> Self:
         """Read what ``save`` wrote, or a published checkpoint; raises ``UserError`` where it is damaged."""
         if checkpoint.drafter_name(folder) is None:
-            shape, tensors, settings = published.read_published(folder, cls.decoupled)
+            shape, tensors, found = published.read_published(folder, cls.decoupled)
             drafter = cls(network_from(shape, tensors, folder))
-            drafter.published = settings["verifier"]
+            drafter.published = found["verifier"]
             return drafter
-        config, tensors = checkpoint.read(folder)
-        try:
-            shape = MSDConfig(**config["network"])
-            settings = {name: config[name] for name in ("top_k", "depth", "total_tokens", "verifier")}
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{folder}: expected the settings of a drafter {cls.name}, received {error}") from error
-        draft_ids = tensors.pop("draft_ids", None)
-        return cls(network_from(shape, tensors, folder), draft_ids, **settings)
+        settings, verifier, tensors = checkpoint.read(folder, _Settings)
+        draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
+        tree = {name: getattr(settings, name) for name in TREE}
+        return cls(network_from(settings.network, tensors, folder), draft_ids, **tree, verifier=verifier)
 
     def save(self, folder: Path, target: Any) -> None:
         """Write a drafter checkpoint for ``target``."""
         tensors = dict(self.network.state_dict())
         if self.draft_ids is not None:
             tensors["draft_ids"] = self.draft_ids
-        settings = {name: getattr(self, name) for name in ("top_k", "depth", "total_tokens")}
+        settings = {name: getattr(self, name) for name in TREE}
         checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     def attach(self, target: Target) -> None:

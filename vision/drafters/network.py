@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.errors import UserError
+from mmspec.fields import Checked, Within
 from vision.drafters.latents import Images, Latents, compress, find_images
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -21,7 +24,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class MSDConfig:
+class MSDConfig(Checked):
     """Shape of an MSD network.
 
     Attributes:
@@ -41,26 +44,36 @@ class MSDConfig:
         slots: tokens that are guessed from one pass of the layer (FLASH); 1 is MSD.
     """
 
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
+    hidden_size: Annotated[int, Within(1, 2**16)]
+    heads: Annotated[int, Within(1, 2**10)]
+    kv_heads: Annotated[int, Within(1, 2**10)]
+    head_dim: Annotated[int, Within(2, 2**12)]
+    mlp: Annotated[int, Within(1, 2**18)]
+    rope_theta: Annotated[float, Within(1, 1e12)] = 10000.0
+    norm_eps: Annotated[float, Within(1e-12, 1)] = 1e-6
     input_norm: bool = False
     qkv_bias: bool = False
     decoupled: bool = True
     visual_states: bool = False
-    latents: int = 0
-    span: int = 0
-    slots: int = 1
+    latents: Annotated[int, Within(0, 2**12)] = 0
+    span: Annotated[int, Within(0, 2**20)] = 0
+    slots: Annotated[int, Within(1, 64)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads % self.kv_heads:
+            raise UserError(f"kv_heads must divide heads: got {self.kv_heads} for {self.heads}")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim must be even, as rotary positions turn pairs: got {self.head_dim}")
 
     @classmethod
     def like(cls, config: object, **changes: object) -> MSDConfig:
         """The shape of one layer of a target with this text configuration of transformers."""
         get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
         heads = get("num_attention_heads")
+        if heads is None:
+            name = type(config).__name__
+            raise UserError(f"the drafter's layer takes the shape of the target's attention: {name} has none")
         rope = get("rope_parameters", {})
         fields = {
             "hidden_size": get("hidden_size"),

@@ -28,9 +28,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from mmspec.checkpoint import read_json
 from mmspec.errors import UserError
 from vision.drafters.network import MSDConfig
-from vision.drafters.weight_files import load_weights, read_json, tensor_names, weight_files
+from vision.drafters.weight_files import load_weights, tensor_names, weight_files
 
 _EMBEDDING = "embed_tokens.weight"
 _INPUT_NORM = "layers.0.input_layernorm.weight"
@@ -180,18 +181,19 @@ def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) ->
         )
     # MSD's Qwen2-VL drafters are whole Qwen2-VL layers; every other one leaves out the first norm.
     qwen = layout == "msd" and config.get("model_type") == "qwen2_vl"
-    return MSDConfig(
-        hidden_size=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=count("intermediate_size"),
-        rope_theta=_rope_theta(config, source),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6, float, source),
-        input_norm=qwen or _INPUT_NORM in names,
-        qkv_bias=qwen or bool(config.get("qkv_bias")) or any(part in names for part in _PARTS["qkv.bias"]),
-        decoupled=layout == "msd",
-    )
+    ours = {
+        "hidden_size": width,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp": count("intermediate_size"),
+        "rope_theta": _rope_theta(config, source),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6, float, source),
+        "input_norm": qwen or _INPUT_NORM in names,
+        "qkv_bias": qwen or bool(config.get("qkv_bias")) or any(part in names for part in _PARTS["qkv.bias"]),
+        "decoupled": layout == "msd",
+    }
+    return MSDConfig.read(ours, f"{source}/config.json")
 
 
 def _rope_theta(config: Mapping[str, Any], source: str) -> float:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mmspec.checkpoint import read_json
 from mmspec.errors import UserError
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; raises ``UserError`` where the file holds none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: expected a JSON object, received {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: expected a JSON object, received {type(content).__name__}")
-    return content
 
 
 def weight_files(folder: Path) -> list[Path]:

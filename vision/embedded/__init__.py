@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mmspec.plugins import EmbeddedModel
+
 _HERE = Path(__file__).parent
 
 
-def tiny_llava() -> str:
-    """Folder of the embedded vision-language model."""
-    return str(_HERE / "tiny-llava")
+tiny_llava = EmbeddedModel(
+    str(_HERE / "tiny-llava"),
+    "tiny-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
+    "meaningless; choose another model for them, such as llava-hf/llava-1.5-7b-hf",
+)
 
 
 def samples() -> Path:

@@ -9,6 +9,7 @@ import av
 import click
 from PIL import Image
 
+from mmspec.cli.options import OUT_FOLDER
 from vision.scenes.captions import caption
 from vision.scenes.clips import Clip, describe_clip, sample_clip
 from vision.scenes.drawing import draw
@@ -31,7 +32,7 @@ def write_clip(clip: Clip, path: Path, frames: int = 32, rate: int = 8) -> None:
 
 
 @click.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write to.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write to.")
 @click.option("--images", type=click.IntRange(0), default=1, show_default=True, help="Number of pictures.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Held-out index of the first.")
 @click.option(

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
+from mmspec.cli.options import OUT_FOLDER
 from mmspec.training.stopping import stoppable
 
 
 @click.command("tiny-llava")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the run.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run.")
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),
@@ -64,8 +65,9 @@ def tiny_llava(
 def _accuracy(folder: Path, scenes: int) -> dict[str, float]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    from mmspec.support import from_pretrained
     from vision.training.accuracy import measure
 
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
-    report = measure(model, AutoProcessor.from_pretrained(folder), scenes)
+    model = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")
+    report = measure(model, from_pretrained(AutoProcessor, folder), scenes)
     return {name: round(value, 4) for name, value in report.items()}

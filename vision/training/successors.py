@@ -12,6 +12,7 @@ from PIL import Image
 from rich.progress import track
 
 import mmspec
+from mmspec.cli.options import OUT_FOLDER
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from vision.scenes.clips import sample_clip
@@ -24,8 +25,12 @@ _BATCH = 16
 
 @click.command()
 @click.option("--model", default="tiny-llava", show_default=True, help="The target whose answers fill the table.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write.")
-@click.option("--prompts", type=click.Path(dir_okay=False, path_type=Path), help="JSON lines: prompt, images, videos.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON lines: prompt, images, videos.",
+)
 @click.option("--scenes", default=800, show_default=True, help="Training scenes and clips, where no prompts are given.")
 @click.option("--max-new-tokens", default=200, show_default=True)
 def recycle(model: str, out: Path, prompts: Path | None, scenes: int, max_new_tokens: int) -> None:

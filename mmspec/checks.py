@@ -1,0 +1,98 @@
+"""Checks of values that users pass: one rule per field, one message for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+from mmspec.errors import UserError
+
+_LONGEST = 80  # characters of a value that a message repeats
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be.
+
+    Attributes:
+        expected: completes "NAME must be ...".
+        holds: whether a value obeys; one of another type may raise TypeError.
+        convert: what a value that obeys is stored as: numbers of numpy become Python's.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+
+    def check(self, name: str, value: Any) -> Any:
+        """The converted value. Raises ``UserError``, naming the rule and the value, unless it obeys."""
+        try:
+            holds = self.holds(value)
+        except TypeError:
+            holds = False
+        if not holds:
+            raise UserError(f"{name} must be {self.expected}: got {shown(value)}")
+        return self.convert(value)
+
+
+class Checked:
+    """Base of frozen dataclasses whose fields are made by ``option``: each is checked when an object is made.
+
+    Raises:
+        UserError: a field breaks its rule.
+    """
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            value = one.metadata["rule"].check(one.name, getattr(self, one.name))
+            object.__setattr__(self, one.name, value)
+
+
+def option(default: Any, rule: Rule) -> Any:
+    """A dataclass field with a default and a rule."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def whole(low: int, high: int | None = None) -> Rule:
+    """A whole number, at least ``low`` and at most ``high``."""
+    limits = f">= {low}" if high is None else f"in [{low}, {high}]"
+
+    def holds(value: Any) -> bool:
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return is_whole and low <= value and (high is None or value <= high)
+
+    return Rule(f"a whole number {limits}", holds, int)
+
+
+def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
+    """A finite number for which ``holds``."""
+
+    def finite(value: Any) -> bool:
+        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and holds(value)
+
+    return Rule(expected, finite, float)
+
+
+def optional(rule: Rule) -> Rule:
+    """None, or what another rule wants."""
+    return Rule(
+        f"None or {rule.expected}",
+        lambda value: value is None or rule.holds(value),
+        lambda value: None if value is None else rule.convert(value),
+    )
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a str that UTF-8 can encode: a lone surrogate has no encoding."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def shown(value: Any) -> str:
+    """A value in one short line: its repr, or only its type where that would be long."""
+    if not (value is None or isinstance(value, str | bytes | Real | list | tuple | dict)):
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{type(value).__name__} {text[:_LONGEST]}..."

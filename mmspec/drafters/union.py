@@ -1,0 +1,50 @@
+"""Several drafters in one tree: what each of them proposes, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mmspec.budget import Budget
+from mmspec.drafter import Drafter, learns
+from mmspec.errors import UserError
+from mmspec.target import Prompt, Step, Target
+from mmspec.tree import TokenTree, merge
+from mmspec.verify import Verdict
+
+
+class Union:
+    """The union of several drafters' trees, of which the budget keeps the likeliest nodes.
+
+    Args:
+        drafters: at least two; each proposes trees with ``log_probs``.
+
+    Raises:
+        UserError: fewer than two drafters.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if len(drafters) < 2:
+            raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
+        self.drafters = list(drafters)
+
+    @property
+    def learns(self) -> bool:
+        """Whether any of them drafts from what it saw in earlier answers."""
+        return any(map(learns, self.drafters))
+
+    def attach(self, target: Target) -> None:
+        for drafter in self.drafters:
+            drafter.attach(target)
+
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        for drafter in self.drafters:
+            drafter.begin(prompt, step, history)
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        return merge([drafter.propose(token, budget) for drafter in self.drafters])
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        for drafter in self.drafters:
+            drafter.observe(tree, verdict, step)

@@ -1,0 +1,62 @@
+"""Models and drafters named by hub id, where the hub may be out of reach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
+
+from mmspec import plugins
+from mmspec.errors import UserError
+
+_TIMEOUT = 5.0  # seconds
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path: hub ids are ``name`` or ``owner/name``."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a name is neither an embedded model's nor a local path."""
+    return name not in plugins.names("models") and not is_path(name)
+
+
+@contextmanager
+def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
+    """Options for ``from_pretrained``: the local cache alone where ``name`` is a hub id and the hub out of reach.
+
+    Without them every missing file costs half a minute of retries.
+
+    Args:
+        kind: ``"model"`` or ``"drafter"``, for the message.
+        name: hub id, or a folder, which needs no options.
+
+    Raises:
+        UserError: the hub is out of reach and the cache lacks a file.
+    """
+    reason = _obstacle() if is_on_hub(name) else None
+    try:
+        yield {"local_files_only": True} if reason else {}
+    except OSError as error:
+        if reason is None:
+            raise
+        raise UserError(
+            f"cannot load {kind} {name!r}: expected an embedded model ({', '.join(plugins.names('models'))}), a local "
+            f"folder or a hub id; there is no such folder, the local cache of the hub lacks it, and {reason}"
+        ) from error
+
+
+def _obstacle() -> str | None:
+    """What keeps this process from the hub; None where the hub answers, with whatever status."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
+    except Exception:  # the type depends on the HTTP library of this release of huggingface_hub
+        return f"the network or the hub ({constants.ENDPOINT}) cannot be reached"
+    return None

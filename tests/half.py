@@ -1,0 +1,78 @@
+"""Models and drafters in bfloat16 after prompts of more than 256 tokens: it holds no odd position beyond."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.oracle import Oracle
+from eval.tiny_models import VISION_CONFIGS, text_inputs, text_model, vision_inputs, vision_model
+from mmspec import plugins
+from mmspec.budget import Budget
+from mmspec.engine import decode
+from mmspec.sampling import Sampler
+from mmspec.stopping import Stopper
+from tests.targets import plain_logits, prompt_of, row_of
+
+
+def half_model(name: str) -> PreTrainedModel:
+    return (vision_model(name) if name in VISION_CONFIGS else text_model(name)).to(torch.bfloat16)
+
+
+def long_inputs(name: str, tokens: int = 250) -> dict[str, Tensor]:
+    """A prompt of 8 tokens, an image where the model takes any, and ``tokens`` more."""
+    inputs = vision_inputs(name) if name in VISION_CONFIGS else text_inputs(1, 8)
+    more = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(3))
+    for key, value in (("input_ids", more), ("attention_mask", torch.ones_like(more)), ("mm_token_type_ids", more * 0)):
+        if key in inputs:
+            inputs[key] = torch.cat([inputs[key], value], dim=1)
+    return in_dtype(inputs, torch.bfloat16)
+
+
+def in_dtype(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+
+
+@torch.no_grad()
+def check_decoding(name: str, new: int = 14) -> None:
+    """Decode in bfloat16 with drafts of which many are accepted. The logits that chose each token must be as near those
+    of the same weights in float32 as transformers' own pass in bfloat16 is, so that each token is nearly the best."""
+    model, inputs = half_model(name), long_inputs(name)
+    exact, row = copy.deepcopy(model).float(), row_of(inputs, 0)
+    exact_row = in_dtype(row, torch.float32)
+    guess = greedy(exact, exact_row, new)
+    target = plugins.target_class(model.config)(model)
+    sampler, seen = Sampler(), []
+    first, verify = sampler.first, sampler.verify
+
+    def noted_first(history: Any, logits: Tensor) -> Tensor:
+        seen.append(logits[0])
+        return first(history, logits)
+
+    def noted(history: Any, tree: Any, logits: Tensor) -> Any:
+        verdict = verify(history, tree, logits)
+        seen.append(logits[0, verdict.host[0][0]])
+        return verdict
+
+    sampler.first, sampler.verify = noted_first, noted  # type: ignore[method-assign]
+    oracle = Oracle([guess], vocab=90, spoil=0.0)
+    *_, (said,) = decode(target, oracle, prompt_of(inputs), sampler, Stopper(new), Budget(8, 5))
+    assert len(said.token_ids) == new
+    assert said.stats.num_accepted_draft_tokens > 3
+    truth = plain_logits(exact, exact_row, said.token_ids)[:-1]
+    theirs = plain_logits(model, row, said.token_ids)[:-1].float() - truth
+    ours = torch.cat(seen)[:new].float() - truth
+    assert ours.square().mean() < 2 * theirs.square().mean()
+    assert ours.square().mean() < 0.01 * truth.var()
+    chosen = truth.gather(1, torch.tensor(said.token_ids)[:, None])[:, 0]
+    assert float((truth.amax(1) - chosen).max()) <= 2 * float(ours.abs().max())
+
+
+def greedy(model: PreTrainedModel, row: dict[str, Any], new: int) -> list[int]:
+    inputs = {"attention_mask": torch.ones_like(row["input_ids"]), **row}
+    ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return ids[0, row["input_ids"].shape[1] :].tolist()

@@ -1,0 +1,146 @@
+"""Small valid media files of many kinds, for `tests.fuzz`."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import av
+import numpy as np
+from PIL import ExifTags, Image, ImageCms, features
+
+SIDE = 48
+FRAMES = 6
+
+PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+EXIF = Image.Exif()
+EXIF[ExifTags.Base.Orientation] = 6
+MIRROR = (-1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+
+
+def media_files() -> dict[str, bytes]:
+    """Files by kind: images first, then videos."""
+    return dict([*_images(), *_videos()])
+
+
+def _pages() -> list[Image.Image]:
+    rng = np.random.default_rng(0)
+    pages = []
+    for number in range(FRAMES):
+        page = rng.integers(0, 32, (SIDE, SIDE, 3), dtype=np.uint8)
+        page[8 * number : 8 * number + 8] += 200
+        pages.append(Image.fromarray(page))
+    return pages
+
+
+def _saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    data = io.BytesIO()
+    image.save(data, kind, **options)
+    return data.getvalue()
+
+
+def _images() -> Iterator[tuple[str, bytes]]:
+    pages = _pages()
+    first, several = pages[0], {"save_all": True, "append_images": pages[1:], "duration": 100}
+    palette, grey = first.quantize(16), first.convert("L")
+    faded = first.copy()
+    faded.putalpha(grey)
+    deep = Image.fromarray(np.asarray(grey, dtype=np.uint16) * 257)
+    yield "PNG", _saved(first, "PNG", icc_profile=PROFILE, exif=EXIF)
+    yield "PNG, palette", _saved(palette, "PNG", transparency=0)
+    yield "PNG, alpha", _saved(faded, "PNG")
+    yield "PNG, 16 bits", _saved(deep, "PNG")
+    yield "PNG, animated", _saved(first, "PNG", **several)
+    yield "PNG, animated, profile", _saved(first, "PNG", icc_profile=PROFILE, exif=EXIF, **several)
+    yield "GIF", _saved(palette, "GIF", transparency=0)
+    yield "GIF, animated", _saved(first, "GIF", **several)
+    yield "WebP", _saved(faded, "WEBP", icc_profile=PROFILE, exif=EXIF)
+    yield "WebP, lossless", _saved(first, "WEBP", lossless=True)
+    yield "WebP, animated", _saved(first, "WEBP", **several)
+    yield "TIFF", _saved(first, "TIFF", icc_profile=PROFILE, exif=EXIF)
+    for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg"):
+        yield f"TIFF, {compression}", _saved(first, "TIFF", compression=compression)
+    yield "TIFF, group4", _saved(grey.convert("1"), "TIFF", compression="group4")
+    yield "TIFF, pages", _saved(first, "TIFF", save_all=True, append_images=pages[1:])
+    yield "ICO", _saved(faded, "ICO", sizes=[(16, 16), (32, 32)])
+    yield "ICO, bitmaps", _saved(faded, "ICO", sizes=[(16, 16), (32, 32)], bitmap_format="bmp")
+    yield "ICO, profile", _icon(_saved(faded, "PNG", icc_profile=PROFILE))
+    yield "ICNS", _saved(faded.resize((128, 128)), "ICNS")
+    yield "JPEG", _saved(first, "JPEG", icc_profile=PROFILE, exif=EXIF)
+    yield "JPEG, progressive", _saved(first, "JPEG", progressive=True)
+    yield "JPEG, CMYK", _saved(first.convert("CMYK"), "JPEG")
+    if features.check("jpg_2000"):
+        yield "JPEG 2000", _saved(first, "JPEG2000")
+    if features.check("avif"):
+        yield "AVIF", _saved(first, "AVIF", icc_profile=PROFILE, exif=EXIF)
+    for kind in ("BMP", "PPM", "TGA", "PCX", "SGI", "DDS", "QOI", "DIB", "IM", "MSP", "SPIDER", "XBM"):
+        image = {"MSP": grey.convert("1"), "XBM": grey.convert("1"), "SPIDER": grey.convert("F")}.get(kind, first)
+        if kind != "QOI" or "QOI" in Image.SAVE:
+            yield kind, _saved(image, kind)
+
+
+def _icon(png: bytes) -> bytes:
+    """An ICO that contains one PNG."""
+    return struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", SIDE, SIDE, 0, 0, 1, 32, len(png), 22) + png
+
+
+def _videos() -> Iterator[tuple[str, bytes]]:
+    x264 = {"preset": "ultrafast", "g": "3"}
+    b_frames = x264 | {"bf": "2", "b-adapt": "0"}
+    yield "MP4", _film("mp4", "libx264", b_frames)
+    yield "MP4, mirrored", _mirrored(_film("mp4", "libx264", x264))
+    yield "MP4, fragments", _film("mp4", "libx264", x264, {"movflags": "frag_keyframe+empty_moov"})
+    yield "MP4, MPEG-4", _film("mp4", "mpeg4", {})
+    yield "MOV", _film("mov", "libx264", b_frames)
+    yield "MOV, PNG, profile", _mirrored(_film_of_files("mov", "png", icc_profile=PROFILE, exif=EXIF))
+    yield "MKV", _film("matroska", "libx264", b_frames)
+    yield "MKV, FFV1", _film("matroska", "ffv1", {})
+    yield "WebM", _film("webm", "libvpx", {"deadline": "realtime", "cpu-used": "8"})
+    yield "AVI", _film("avi", "mpeg4", {})
+    yield "AVI, MJPEG, EXIF", _film_of_files("avi", "mjpeg", exif=EXIF, icc_profile=PROFILE)
+    yield "AVI, raw", _film("avi", "rawvideo", {})
+    yield "TS", _film("mpegts", "libx264", b_frames)
+    yield "MPEG", _film("mpeg", "mpeg1video", {})
+    yield "FLV", _film("flv", "flv", {})
+    yield "H.264", _film("h264", "libx264", b_frames)
+
+
+def _muxed(kind: str, codec: str, options: dict[str, str], mux: dict[str, str], fill: Callable[..., None]) -> bytes:
+    data = io.BytesIO()
+    with av.open(data, "w", format=kind, options=mux) as container:
+        stream = container.add_stream(codec, rate=25, options=options)
+        stream.width = stream.height = SIDE
+        stream.pix_fmt = {"png": "rgb24", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
+        fill(container, stream)
+    return data.getvalue()
+
+
+def _film(kind: str, codec: str, options: dict[str, str], mux: dict[str, str] | None = None) -> bytes:
+    def fill(container: av.container.OutputContainer, stream: av.VideoStream) -> None:
+        for page in _pages():
+            container.mux(stream.encode(av.VideoFrame.from_image(page)))
+        container.mux(stream.encode(None))
+
+    return _muxed(kind, codec, options, mux or {}, fill)
+
+
+def _film_of_files(kind: str, codec: str, **options: object) -> bytes:
+    """A video whose frames are image files as Pillow saves them."""
+
+    def fill(container: av.container.OutputContainer, stream: av.VideoStream) -> None:
+        for number, page in enumerate(_pages()):
+            packet = av.Packet(_saved(page, {"png": "PNG", "mjpeg": "JPEG"}[codec], **options))
+            packet.stream, packet.is_keyframe, packet.time_base = stream, True, Fraction(1, 25)
+            packet.pts = packet.dts = number
+            packet.duration = 1
+            container.mux(packet)
+
+    return _muxed(kind, codec, {}, {}, fill)
+
+
+def _mirrored(data: bytes) -> bytes:
+    """The display matrix of an MP4 or MOV set to a mirror."""
+    at = data.index(b"tkhd") + 44
+    return data[:at] + struct.pack(">9i", *MIRROR) + data[at + 36 :]

@@ -1,0 +1,48 @@
+"""What a report of drafter training measures, from answers with known steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmspec.distil import tasks
+from mmspec.distil.data import Conversation
+from mmspec.distil.tasks import DrafterTask
+from mmspec.errors import UserError
+from mmspec.pipeline import Generation
+from mmspec.stats import Stats
+
+
+def conversation(name: str) -> Conversation:
+    turns = [("user", [{"type": "text", "text": name}]), ("assistant", "yes")]
+    return Conversation(name, tuple({"role": role, "content": content} for role, content in turns), (None,))
+
+
+class Drafter:
+    def __init__(self, network: object) -> None:
+        self.total_tokens = 7
+
+
+def test_acceptance_is_of_verify_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of each answer comes from its prefill; a prompt too long for the target counts nothing."""
+    accepted = {"a": [2, 0, 1], "b": [0], "c": []}
+
+    class Scripted:
+        def __init__(self, target: object, drafter: Drafter) -> None: ...
+
+        def generate(self, prompt: list, max_new_tokens: int, nodes: int) -> Generation:
+            (name,) = (message["content"] for message in prompt)
+            if name == "long":
+                raise UserError("too long")
+            assert (max_new_tokens, nodes) == (5, 7)
+            stats = Stats(num_generated_tokens=1)
+            for count in accepted[name]:
+                stats.record_step(4, 3, count, count + 1)
+            return Generation("", [0] * stats.num_generated_tokens, "length", stats)
+
+    monkeypatch.setattr(tasks, "Pipeline", Scripted)
+    held_out = [conversation(name) for name in ("a", "long", "b", "c")]
+    task = DrafterTask(object(), torch.nn.Linear(1, 1), None, Drafter, {}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
+    assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
+    accepted |= {"a": [], "b": []}
+    assert task._acceptance() == {}

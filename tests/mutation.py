@@ -1,0 +1,229 @@
+"""Mutation run: the share of small faults that the tests of a file notice. ``make mutants``.
+
+cosmic-ray generates the mutants of each file in ``mutation.toml``. A seeded sample, one mutant per place in the source,
+is tried in a copy of the tree, so that the working tree is never changed. Results are kept as cosmic-ray sessions in
+``.mutants/``: a killed run goes on, and a later run tries again what survived. A changed source starts a new session.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = Path(__file__).with_suffix(".toml")
+SESSIONS = ROOT / ".mutants"
+GOAL = 0.9
+LOGGED = ".mutation.log"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``job`` is its id in the session, ``line`` its place in the source, ``code`` the mutated source."""
+
+    job: str
+    line: int
+    code: str
+
+
+@click.command()
+@click.argument("files", nargs=-1)
+@click.option("--minutes", type=click.FloatRange(0), help="Stop after this time; the next run goes on.")
+@click.option("--mutants", type=click.IntRange(1), help="Per file at most; by default as mutation.toml says.")
+@click.option("--fresh", is_flag=True, help="Try everything again.")
+def main(files: tuple[str, ...], minutes: float | None, mutants: int | None, fresh: bool) -> None:
+    """Print the mutation score of FILES (by default all of mutation.toml); exit with 1 below 90 % in any of them."""
+    config = tomllib.loads(CONFIG.read_text())
+    if unknown := set(files) - set(config["files"]):
+        raise click.UsageError(f"files must be listed in {CONFIG.name}: received {', '.join(sorted(unknown))}")
+    os.nice(19)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on from here"))
+    end = time.monotonic() + 60 * minutes if minutes else float("inf")
+    # Tests must import helpers from the copy, not from beside this file.
+    sys.path[:] = [path for path in sys.path if path != str(CONFIG.parent)]
+    import pytest  # noqa: F401  imported once: every mutant's process is forked from this one
+    import transformers  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(ROOT, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        reached = [
+            _tried(file, config, mutants or config["mutants"], Path(copy), end, fresh)
+            for file in files or config["files"]
+        ]
+    sys.exit(not all(reached))
+
+
+def sample(file: str, code: str, items: Sequence[Any], limit: int, seed: int) -> list[Mutant]:
+    """At most ``limit`` mutants, no two of them at one place, in the order of a draw.
+
+    Args:
+        file: seeds the draw, together with ``seed``.
+        code: the source.
+        items: cosmic-ray's work items.
+
+    A mutant that changes annotations alone is none: they are not evaluated.
+    """
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    places: dict[tuple[Any, ...], list[Any]] = {}
+    for item in items:
+        places.setdefault((item.mutations[0].start_pos, item.mutations[0].end_pos), []).append(item)
+    rng, meaning, chosen = random.Random(f"{seed} {file}"), _meaning(code), []
+    for place in rng.sample(sorted(places), len(places)):
+        order = sorted(places[place], key=lambda item: (item.mutations[0].operator_name, item.mutations[0].occurrence))
+        item = rng.choice(order)
+        mutation = item.mutations[0]
+        mutated = mutate_code(code, get_operator(mutation.operator_name)(), mutation.occurrence)
+        if mutated is not None and _meaning(mutated) not in (meaning, None):
+            chosen.append(Mutant(item.job_id, place[0][0], mutated))
+        if len(chosen) == limit:
+            break
+    return chosen
+
+
+def change(before: str, after: str) -> str:
+    """The lines that a mutant changes: what was there, an arrow, what stands there now."""
+    lines = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+    gone, new = ([line[2:].strip() for line in lines if line.startswith(sign)] for sign in ("- ", "+ "))
+    return f"{' '.join(gone)} -> {' '.join(new)}"
+
+
+def _meaning(code: str) -> str | None:
+    """The syntax tree without annotations; None of what is not Python."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if getattr(node, name, None) is not None:
+                setattr(node, name, ast.Constant(None))
+    return ast.dump(tree)
+
+
+def _tried(file: str, config: dict[str, Any], limit: int, copy: Path, end: float, fresh: bool) -> bool:
+    """Try the mutants of a file, print its score and what survived; whether the score reaches the goal."""
+    from cosmic_ray.work_db import use_db
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+
+    code, tests = (ROOT / file).read_text(), config["files"][file]
+    reasons = {one["change"]: one["reason"] for one in config.get("equivalent", ()) if one["file"] == file}
+    session = SESSIONS / f"{file.replace('/', '.')}-{hashlib.sha256(code.encode()).hexdigest()[:12]}.sqlite"
+    if fresh:
+        session.unlink(missing_ok=True)
+    with use_db(_initialised(session, file)) as db:
+        mutants = sample(file, code, db.work_items, limit, config["seed"])
+        outcomes = {job: result.test_outcome for job, result in db.results}
+        left = [
+            one
+            for one in mutants
+            if (found := outcomes.get(one.job)) is None
+            or (found == TestOutcome.SURVIVED and change(code, one.code) not in reasons)
+        ]
+        if left:
+            passed, longest = _passes(tests, copy, 3600.0)
+            if not passed:
+                said = (copy / LOGGED).read_text()[-2000:]
+                raise click.ClickException(f"the tests of {file} must pass before it is mutated: {tests}\n{said}")
+        for one in left:
+            if time.monotonic() > end:
+                break
+            (copy / file).write_text(one.code)
+            survived, _ = _passes(tests, copy, 60 + 5 * longest)
+            (copy / file).write_text(code)
+            outcome = TestOutcome.SURVIVED if survived else TestOutcome.KILLED
+            db.set_result(one.job, WorkResult(WorkerOutcome.NORMAL, test_outcome=outcome, diff=change(code, one.code)))
+            outcomes[one.job] = outcome
+    return _report(file, code, mutants, {one.job: outcomes.get(one.job) for one in mutants}, reasons)
+
+
+def _initialised(session: Path, file: str) -> Path:
+    """A session that holds every mutant of a file; made whole or not at all."""
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_db import use_db
+
+    if not session.exists():
+        session.parent.mkdir(exist_ok=True)
+        part = session.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        with use_db(part) as db:
+            init([Path(file)], db, {})
+        os.replace(part, session)
+    return session
+
+
+def _passes(tests: Sequence[str], copy: Path, limit: float) -> tuple[bool, float]:
+    """Whether tests pass in the copy, and the seconds they took; those that take longer than ``limit`` fail."""
+    start = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=_test, args=(tests, copy))
+    process.start()
+    assert process.pid is not None
+    try:
+        process.join(limit)
+        late = process.is_alive()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what the tests have started ends with them
+            os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return not late and process.exitcode == 0, time.monotonic() - start
+
+
+def _test(tests: Sequence[str], copy: Path) -> None:
+    import pytest
+
+    os.setpgrp()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    # A mutant may have the size and, to the second, the age of the one before: its bytecode must not be taken.
+    sys.dont_write_bytecode = True
+    with open(copy / LOGGED, "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        # cosmic-ray has imported what a plug-in of pytest belongs to.
+        rest = ["-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        code = pytest.main(["-x", "--no-header", *rest, *tests])
+        import mmspec
+
+        assert Path(mmspec.__file__).is_relative_to(copy)
+        os._exit(code)
+
+
+def _report(
+    file: str, code: str, mutants: Sequence[Mutant], outcomes: Mapping[str, str | None], reasons: Mapping[str, str]
+) -> bool:
+    """Print the score of a file and its survivors; whether the score reaches the goal and every mutant was tried."""
+    count = Counter(outcomes[one.job] or "not tried" for one in mutants)
+    survivors = [one for one in mutants if outcomes[one.job] == "survived"]
+    equivalent = sum(change(code, one.code) in reasons for one in survivors)
+    tried = count["killed"] + count["survived"] - equivalent
+    score = count["killed"] / max(tried, 1)
+    left = f", {count['not tried']} not tried" if count["not tried"] else ""
+    click.echo(f"{file}: {score:.0%}, {count['killed']} of {tried} caught, {equivalent} equivalent{left}")
+    for one in sorted(survivors, key=lambda one: one.line):
+        text = change(code, one.code)
+        click.echo(f"  line {one.line}: {text}" + (f"  (equivalent: {reasons[text]})" if text in reasons else ""))
+    return score >= GOAL and not left
+
+
+if __name__ == "__main__":
+    main()

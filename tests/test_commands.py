@@ -1,0 +1,113 @@
+"""Every command of ``mmspec``: mistakes about paths and missing extras are one line each, before any work is done."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+from mmspec import plugins
+from mmspec.cli import main
+from mmspec.cli.options import Output
+from tests.process import run as in_new_process
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("mmspec", "vision", "ssm", "eval", "demos")
+COMMANDS = {
+    **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name != "train"},
+    **{("train", name): plugins.find("train", name) for name in plugins.names("train")},
+}
+POSITIONAL = {("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
+OUTPUTS, INPUTS = (
+    [
+        pytest.param(names, option, id=f"{' '.join(names)} {option.opts[0]}")
+        for names, command in COMMANDS.items()
+        for option in command.params
+        if isinstance(option.type, click.Path) and isinstance(option.type, Output) == outputs
+    ]
+    for outputs in (True, False)
+)
+
+
+def mistake(names: tuple[str, ...], args: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line of a command that ends with status 2."""
+    capfd.readouterr()
+    assert main([*names, *args, *POSITIONAL.get(names, [])]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("group", [[], ["train"]])
+def test_every_command_has_a_line_of_help(group: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*group, "--help"]) == 0
+    listed = capfd.readouterr().out.partition("Commands:\n")[2]
+    for name in plugins.names("train" if group else "commands"):
+        line = next(line for line in listed.splitlines() if line.split()[:1] == [name])
+        assert len(line.split()) > 2
+        assert "From " not in line
+
+
+def test_every_command_that_loads_a_model_takes_it_as_model() -> None:
+    named = {names for names, command in COMMANDS.items() for one in command.params if "--model" in one.opts}
+    assert named == set(COMMANDS) - {("info",), ("train", "tiny-llava"), ("train", "tiny-hybrid")}
+
+
+def test_paths_are_checked_when_options_are_parsed() -> None:
+    """A path is an input that must exist, or an ``Output``."""
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "click.Path":
+                assert "exists" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize(("names", "option"), OUTPUTS)
+def test_an_output_that_cannot_be_written(
+    names: tuple[str, ...], option: click.Option, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    wrong = tmp_path if option.type.dir_okay is False else tmp_path / "file"  # type: ignore[attr-defined]
+    for path in (
+        "/proc/none/out",
+        "/dev/null",
+        str(tmp_path / "file" / "out"),
+        str(tmp_path / ("x" * 300)),
+        str(wrong),
+    ):
+        error = mistake(names, [option.opts[0], path], capfd)
+        assert option.opts[0] in error
+        assert path in error
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("names", "option"), INPUTS)
+def test_an_input_that_is_not_there(
+    names: tuple[str, ...], option: click.Option, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = mistake(names, [option.opts[0], "nowhere", "--out", str(tmp_path / "out")], capfd)
+    assert option.opts[0] in error
+    assert "'nowhere' does not exist" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_extras_are_one_line(tmp_path: Path) -> None:
+    found = json.loads(in_new_process("tests.without_extras", str(tmp_path)).splitlines()[-1])
+    assert found == {
+        command: [2, f"error: {purpose} needs the package {package}, which is not installed: run {install}\n"]
+        for command, purpose, package, extra in (
+            ("train msd", "this command", "accelerate", "train"),
+            ("train flash", "this command", "accelerate", "train"),
+            ("train mamba", "this command", "accelerate", "train"),
+            ("train tiny-hybrid", "this command", "accelerate", "train"),
+            ("demo", "the demo", "gradio", "demo"),
+            ("caption FILE", "video backend decord", "decord", "decord"),
+            ("caption FOLDER", "video backend decord", "decord", "decord"),
+            ("caption FOLDER --engine ray", "engine ray", "ray", "ray"),
+        )
+        for install in [f"pip install -e '.[{extra}]' in the source folder of mmspec"]
+    }

@@ -1,0 +1,101 @@
+"""The mutation run: its list names what is there; its sample is seeded; it changes nothing and goes on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.mutation import CONFIG, ROOT, change, sample
+
+CODE = """\
+def larger(a: int, b: int | None = 3) -> int | None:
+    return a if a > 2 * b else b + 0
+"""
+
+
+def test_what_is_listed_is_there() -> None:
+    config = tomllib.loads(CONFIG.read_text())
+    for file, tests in config["files"].items():
+        assert (ROOT / file).is_file()
+        assert tests
+        assert all((ROOT / test.partition("::")[0]).is_file() for test in tests)
+    for one in config["equivalent"]:
+        assert one["file"] in config["files"]
+        assert one["reason"].strip()
+        before, _, _ = one["change"].partition(" -> ")
+        lines = " ".join(map(str.strip, (ROOT / one["file"]).read_text().splitlines()))
+        assert before in lines, f"no longer there: {before}"
+
+
+def test_a_change_is_told_by_its_lines() -> None:
+    assert change("a = 1\n  b = 2\n", "a = 1\n  b = 3\n") == "b = 2 -> b = 3"
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> list:
+    pytest.importorskip("cosmic_ray")
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_db import use_db
+
+    (tmp_path / "code.py").write_text(CODE)
+    with use_db(tmp_path / "session.sqlite") as db:
+        init([tmp_path / "code.py"], db, {})
+        return list(db.work_items)
+
+
+def test_a_sample_is_seeded_with_one_mutant_per_place(items: list) -> None:
+    drawn = sample("code.py", CODE, items, 99, 0)
+    assert [one.code for one in sample("code.py", CODE, items[::-1], 99, 0)] == [one.code for one in drawn]
+    assert [one.code for one in sample("code.py", CODE, items, 2, 0)] == [one.code for one in drawn[:2]]
+    assert len({tuple(one.code for one in sample("code.py", CODE, items, 99, seed)) for seed in range(4)}) == 4
+    # Places: 3, the comparison and the conditional, 2, the product, the sum, 0. Annotations are none.
+    assert 5 <= len(drawn) <= 8
+    assert all("int | None" in one.code for one in drawn)
+    for one in drawn:
+        compile(one.code, "code.py", "exec")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs the command on a tree of one file."""
+    pytest.importorskip("cosmic_ray")
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "mutation.py", tmp_path / "tests")
+    (tmp_path / "mmspec").mkdir()
+    (tmp_path / "mmspec" / "__init__.py").touch()
+    (tmp_path / "mmspec" / "thing.py").write_text(CODE)
+    (tmp_path / "tests" / "mutation.toml").write_text(
+        'mutants = 99\nseed = 0\n[files]\n"mmspec/thing.py" = ["tests/test_thing.py"]\n'
+    )
+
+    def run(test: str, *options: str) -> subprocess.CompletedProcess:
+        (tmp_path / "tests" / "test_thing.py").write_text(
+            f"from mmspec.thing import larger\n\n\ndef test():\n    {test}"
+        )
+        command = [sys.executable, "tests/mutation.py", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_scores_goes_on_and_changes_nothing(tree: Callable, tmp_path: Path) -> None:
+    broken = tree("assert larger(1) == 4")
+    assert (broken.returncode, "must pass before it is mutated" in broken.stderr) == (1, True)
+    begun = tree("larger(1)", "--minutes", "0.0001")
+    assert begun.returncode == 1
+    assert "not tried" in begun.stdout
+    weak = tree("assert larger(1) == 3")
+    assert weak.returncode == 1
+    assert "not tried" not in weak.stdout
+    assert "line 2: " in weak.stdout
+    strong = tree("assert [larger(*p) for p in ((6,), (7,), (1,), (3, 1), (2, 1))] == [3, 7, 3, 3, 1]")
+    assert strong.returncode == 0, strong.stdout
+    assert strong.stdout.startswith("mmspec/thing.py: 100%")
+    assert (tmp_path / "mmspec" / "thing.py").read_text() == CODE

@@ -1,0 +1,97 @@
+"""Typed special tokens in prompts with images, through the processors of LLaVA and Qwen-VL."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
+
+import mmspec
+from tests.mmspec.test_user_text import chatml
+from tests.standin import save_llava
+from tests.tiny import shared_model
+from vision.targets import VisionTarget
+
+_IMAGE = np.arange(3 * 56 * 56, dtype=np.uint8).reshape(56, 56, 3)
+
+
+class _QwenProcessor(Qwen2VLProcessor):
+    """Without the video processor, which needs torchvision."""
+
+    def __init__(self, images, tokenizer):
+        self.image_processor, self.tokenizer, self.chat_template = images, tokenizer, tokenizer.chat_template
+        self.video_processor = None
+        for kind in ("image", "video"):
+            setattr(self, f"{kind}_token", f"<|{kind}_pad|>")
+            setattr(self, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return mmspec.load(str(save_llava(tmp_path_factory.mktemp("llava"))), None)
+
+
+def _qwen():
+    tokenizer = chatml()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    return VisionTarget(shared_model("qwen2_vl"), _QwenProcessor(Qwen2VLImageProcessorPil(), tokenizer))
+
+
+@pytest.fixture(params=["llava", "qwen"])
+def target(request, llava):
+    return llava.target if request.param == "llava" else _qwen()
+
+
+def _specials(target):
+    return [t.content for t in target.tokenizer.added_tokens_decoder.values() if t.special]
+
+
+def _encode(target, *prompts):
+    requests = [{"prompt": p, "images": [_IMAGE]} if isinstance(p, str) else p for p in prompts]
+    return target.encode(requests)
+
+
+def test_typed_special_tokens_change_nothing_but_the_text(target):
+    plain = _encode(target, "What is Q this?")
+    control = torch.tensor([target.tokenizer.convert_tokens_to_ids(name) for name in _specials(target)])
+    for special in _specials(target):
+        prompt = _encode(target, f"What is {special} this?")
+        assert f"What is {special} this?" in target.tokenizer.decode(prompt.input_ids[0])
+        kept = [ids[torch.isin(ids, control)] for ids in (plain.input_ids[0], prompt.input_ids[0])]
+        assert torch.equal(*kept)
+        for name, value in plain.inputs.items():
+            if name != "mm_token_type_ids":
+                assert torch.equal(value, prompt.inputs[name])
+
+
+def test_a_row_with_typed_tokens_leaves_its_neighbours_as_they_are(target):
+    special = _specials(target)[-1]
+    alone = _encode(target, "What is this?").input_ids[0]
+    both = _encode(target, "What is this?", f"A longer one: what is {special}{special}?")
+    assert torch.equal(both.input_ids[0, -len(alone) :], alone)
+    assert both.attention_mask is not None
+    assert int(both.attention_mask[0].sum()) == len(alone)
+
+
+def test_chat_messages_with_typed_tokens(target):
+    special = _specials(target)[-1]
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"a {special} b"}]},
+        {"role": "assistant", "content": f"no {special}"},
+        {"role": "user", "content": "why?"},
+    ]
+    ids = _encode(target, {"prompt": messages, "images": [_IMAGE]}).input_ids[0]
+    shown = target.tokenizer.decode(ids)
+    assert f"a {special} b" in shown
+    assert f"no {special}" in shown
+    plain = json.loads(json.dumps(messages).replace(special, "Q"))
+    expected = _encode(target, {"prompt": plain, "images": [_IMAGE]}).input_ids[0]
+    control = torch.tensor([target.tokenizer.convert_tokens_to_ids(name) for name in _specials(target)])
+    assert torch.equal(ids[torch.isin(ids, control)], expected[torch.isin(expected, control)])
+
+
+def test_an_image_token_in_the_prompt_is_answered(llava):
+    for images in ([], [_IMAGE]):
+        answer = llava.generate("Describe <image> and </s>.", images=images, max_new_tokens=4)
+        assert answer.stats.num_generated_tokens
