@@ -139,13 +139,22 @@ def test_merged_trees_hold_every_path_once(seed, sizes):
 def test_the_first_nodes_form_a_tree(nodes):
     whole = scored(3, 4, 12)
     assert whole.drafted == [len(valid_nodes(whole, b)) - 1 for b in range(4)]
+    expected = [row[: nodes - 1] for row in whole.path_probs]
     pruned = whole.first(nodes)
+    assert torch.equal(pruned.tokens[:, 0], whole.tokens[:, 0])
+    assert nodes == 1 or pruned.path_probs == expected
     TokenTree(pruned.tokens, pruned.parents, pruned.valid)  # validates
     for b in range(4):
         likeliest = sorted(scored_paths(whole, b).items(), key=lambda item: -item[1])[: nodes - 1]
         assert nodes == 1 or scored_paths(pruned, b) == pytest.approx(dict(likeliest))
         assert pruned.drafted[b] == min(nodes - 1, whole.drafted[b])
     assert pruned.max_depth == int(TokenTree(pruned.tokens, pruned.parents, check=False).depth.max())
+
+
+def test_a_root_alone_adds_nothing():
+    whole, root = scored(5, 2, 6), TokenTree.root(torch.tensor([0, 0]))
+    assert merge([whole, root]) is merge([root, whole]) is merge([whole]) is whole
+    assert merge([root, root]).nodes == 1
 
 
 def test_what_cannot_be_merged_is_refused():
