@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from tests.pretended import pretended, pretended_cuda
 
 PLAN = replace(gpu.FULL, batches=(1, 2), prefixes=(1000,), nodes=(16,), new=4, rounds=1)
+MODELS = {False: "tiny-llava", True: "tiny-hybrid"}  # by whether the shape is a hybrid's
 
 
 def _once(call, device):
@@ -48,16 +49,18 @@ def without_contents(monkeypatch):
         for spec in specs.values()
     }
     asked = {(hybrid, batch): gpu_models.requests(hybrid, batch) for hybrid in (False, True) for batch in PLAN.batches}
-    prompts = {key: small["tiny-hybrid" if key[0] else "tiny-llava"].target.encode(rows) for key, rows in asked.items()}
+    prompts = {
+        (MODELS[hybrid], batch): small[MODELS[hybrid]].target.encode(rows) for (hybrid, batch), rows in asked.items()
+    }
 
     def encode(target, requests, **options):
-        prompt = prompts[requests]
+        prompt = prompts[requests[0]["prompt"], len(requests)]
         return Prompt(pretended(prompt.input_ids), None, {k: pretended(v) for k, v in prompt.inputs.items()})
 
     patch = monkeypatch.setattr
     patch(gpu_models.mmspec, "load", lambda name, **_: small[name])
     patch(gpu_models, "make_drafter", lambda spec, folder: drafters[folders[folder], spec])
-    patch(gpu_models, "requests", lambda hybrid, batch: (hybrid, batch))
+    patch(gpu_models, "requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
     for target in (TransformersTarget, VisionTarget):
         patch(target, "encode", encode)
     patch(gpu_models, "cost_table", lambda *_, **__: CostTable((1, 64), (1e-3, 1.1e-3)))
