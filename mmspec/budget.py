@@ -112,8 +112,7 @@ class Budget:
     def prune(self, tree: TokenTree) -> TokenTree:
         """The part of a proposed tree that this step verifies: its likeliest nodes, as many as pay. Drawn trees stay
         whole, and so do those without ``log_probs``."""
-        prunable = tree.log_probs is not None and tree.draft_probs is None
-        return tree.first(1 + self.nodes) if prunable else tree
+        return tree.first(1 + self.nodes) if tree.prunable else tree
 
     def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
         """Learn from a step: tree size with root, accepted path of each row, and what drafting and verifying took."""
@@ -171,8 +170,7 @@ class AdaptiveBudget(Budget):
         return pays
 
     def prune(self, tree: TokenTree) -> TokenTree:
-        prunable = tree.log_probs is not None and tree.draft_probs is None
-        return tree.first(1 + self.take(tree.path_probs)) if prunable else tree
+        return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
 
     def take(self, gains: Sequence[Sequence[float]]) -> int:
         """How many drafted nodes per row pay, given each row's path probabilities in descending order."""

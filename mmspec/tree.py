@@ -97,6 +97,11 @@ class TokenTree:
             return [self.nodes - 1] * self.batch
         return (self.valid.sum(1) - 1).tolist()
 
+    @property
+    def prunable(self) -> bool:
+        """Whether nodes may be left out by their probability: not where they were drawn."""
+        return self.log_probs is not None and self.draft_probs is None
+
     @cached_property
     def path_probs(self) -> list[list[float]]:
         """By row, the probability of each drafted node's path, descending; padding and impossible nodes are left out.

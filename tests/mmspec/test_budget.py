@@ -296,3 +296,24 @@ def test_a_hiccup_is_not_the_price_of_a_size():
     budget.observe(64, [[0, 1, 2, 3, 4, 5]], 5.0, 50.0)
     assert budget.drafts()
     assert budget.nodes >= 31
+
+
+@pytest.mark.parametrize("budget", [Budget(2), AdaptiveBudget(STEEP), SteadyBudget(FREE)])
+def test_drawn_trees_and_those_without_probabilities_stay_whole(budget):
+    rows = [([5] * 70, list(range(70)))]
+    unscored, drawn = build_tree(torch.tensor([1]), rows), build_tree(torch.tensor([1]), rows, [[0.01] * 70])
+    drawn.draft_probs = torch.full((1, 71, 9), 1 / 9)
+    assert budget.prune(unscored) is unscored
+    assert budget.prune(drawn) is drawn
+    assert budget.prune(build_tree(torch.tensor([1]), rows, [[0.01] * 70])).nodes < 71
+
+
+def test_one_step_moves_prices_by_a_tenth_at_most():
+    for seconds, scale in ((1000.0, 1.1), (1e-6, 0.95), (1.2, 1.02)):
+        budget = adaptive(FREE)
+        budget.observe(1, [[0]], 0.0, seconds)
+        assert budget._scale == pytest.approx(scale)
+    steady = SteadyBudget(CostTable((1, 64), (3.0, 3.0)))
+    usual = steady._seconds[63]
+    steady.observe(64, [[0]], 0.0, 1000.0)
+    assert steady._seconds[63] == pytest.approx(1.1 * usual)
