@@ -1,5 +1,7 @@
 """Jobs on Ray, with a worker that holds no model."""
 
+import signal
+
 import pytest
 
 from mmspec.jobs import run_jobs
@@ -19,6 +21,15 @@ class Adder:
         return job["number"] + self.plus
 
 
+@pytest.fixture
+def own_signals():
+    """Ray leaves its handler of SIGTERM behind."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.filterwarnings("ignore")
 def test_ray_gives_what_a_local_run_gives():
     done = run_jobs(JOBS, Adder, {"plus": 10}, engine="ray", workers=2)
