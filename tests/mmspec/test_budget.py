@@ -317,3 +317,20 @@ def test_one_step_moves_prices_by_a_tenth_at_most():
     usual = steady._seconds[63]
     steady.observe(64, [[0]], 0.0, 1000.0)
     assert steady._seconds[63] == pytest.approx(1.1 * usual)
+
+
+def test_a_request_begins_with_half_of_what_drafting_saved_before():
+    """In plain steps: a credit of a quarter, and half of the three that a new drafter is taken to save."""
+    budget = adaptive(FREE)
+    budget.begin()
+    assert budget._account == pytest.approx(0.25 + 0.5 * 3)
+
+
+def test_sizes_on_both_sides_are_tried_again():
+    budget = SteadyBudget(FREE)
+    budget._accepted = [1.0] * 15 + [0.0] * 48  # 15 nodes earn most
+    tried = {}
+    for step in range(1, 257):
+        budget.drafts()
+        tried.setdefault(budget.nodes, []).append(step)
+    assert {size: steps for size, steps in tried.items() if size != 15} == {31: [64, 192], 7: [128, 256]}
