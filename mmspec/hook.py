@@ -110,8 +110,10 @@ def generate(
     """``model.generate`` with speculation.
 
     Args:
-        inputs, generation_config: as for ``model.generate``; the prompt may as well be named ``input_ids``.
-        drafter, nodes: as for ``decode``.
+        inputs: (batch, length) int64, the prompt; it may as well be named ``input_ids``.
+        generation_config: as for ``model.generate``.
+        drafter: as for ``decode``.
+        nodes: as for ``decode``.
         tokenizer: needed for ``stop_strings``.
         streamer: a transformers streamer, fed token by token (batch 1, as there).
         **arguments: everything else that ``model.generate`` takes.
