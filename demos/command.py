@@ -79,7 +79,7 @@ def demo(
     offered = offer(models, drafters, open=not public)
     loaded = Models(device=device, dtype=dtype)
     for name in reversed(models or (offered.default,)):
-        loaded.get(name)  # a model that is not there is told now, not to the first visitor
+        loaded.get(name)  # a missing model is an error now, not for the first visitor
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     try:
         with _unwound_by_signals(), serving(loaded, offered, upload_space=upload_space, **options) as page:

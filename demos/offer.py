@@ -12,7 +12,7 @@ from mmspec.errors import UserError
 
 @dataclass(frozen=True)
 class Offer:
-    """The names on offer.
+    """Names that visitors may choose.
 
     Attributes:
         models, drafters: what the page lists.
@@ -32,7 +32,7 @@ class Offer:
         return MODELS["text"] if MODELS["text"] in self.models else self.models[0]
 
     def check(self, model: str, drafter: str) -> None:
-        """Raise ``UserError`` for a name that is not on offer."""
+        """Raise ``UserError`` for any other name."""
         for option, name, names in (("model", model, self.models), ("drafter", drafter, self.drafters)):
             if not self.open and name not in names:
                 raise UserError(

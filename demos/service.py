@@ -53,7 +53,7 @@ class Service:
         """The question with its model and drafter filled in.
 
         Raises:
-            UserError: one of them is not on offer.
+            UserError: one of them is not offered.
         """
         model = question.model.strip() or self.offer.model_for(question.kind)
         drafter = question.drafter.strip() or "auto"

@@ -1,4 +1,4 @@
-"""Models and drafters on offer: the operator's alone, or any."""
+"""Models and drafters that visitors may choose: the operator's alone, or any."""
 
 import pytest
 
