@@ -36,7 +36,7 @@ def find(version: str) -> str | None:
     )
     installed = [path for root in roots for path in root.glob(f"*{version}.*/bin/python{version}")]
     for python in filter(None, (shutil.which(f"python{version}"), *map(str, sorted(installed)))):
-        # A shim on the path may have nothing behind it.
+        # A pyenv shim may point to no interpreter.
         command = [python, "-c", "import ensurepip, sys, venv; print(sys.executable)"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:

@@ -37,7 +37,7 @@ def _edit(file, **changes):
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """A file that the code in a folder makes when it runs; whoever asks on standard input is told yes."""
+    """The file that the folder's code creates when it runs; every question on standard input is answered yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", sys.path[:])

@@ -126,7 +126,7 @@ def choices_of(
 
 
 def check_tiny_shares(vocab: int, device: str = "cpu") -> None:
-    """Behind a likely token, many whose probability is less than what float32 sums can tell apart there."""
+    """One likely token, then many whose probabilities are too small for float32 sums to tell apart."""
     step = 2.0**-26
     probs = torch.full((vocab,), step)
     probs[0], probs[-1] = 0.75, 0.25 - (vocab - 2) * step

@@ -26,7 +26,7 @@ def test_decoding(name):
 @pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1"])
 @pytest.mark.parametrize("nodes", [1, 6])
 def test_step_sizes_are_computed_in_float32(name, nodes, monkeypatch):
-    """What the scan is given, and what is kept for the commit."""
+    """Step sizes as the scan and the commit receive them."""
     model, given = half_model(name), []
     scan = StateCache.scan
 
