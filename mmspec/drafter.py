@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.budget import Budget
-from mmspec.target import Prompt, Step, Target
+from mmspec.target import Feature, Prompt, Step, Target
 from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
@@ -19,25 +19,41 @@ from mmspec.verify import Verdict
 class Drafter(Protocol):
     """What the engine needs of a drafter. It may propose anything: the output stays the target's own.
 
-    One that drafts the same whatever it saw before sets ``learns`` to False.
+    Its rows are the sequences that decode, in the order of joining, as the target's are. One that drafts the same
+    whatever it saw before sets ``learns`` to False; one that reads the target's hidden states names them in
+    ``features``, e.g. ``("last",)`` or ``(2, 16, 29)``; see ``Feature``.
     """
 
     def attach(self, target: Target) -> None:
-        """Meet the target; raises ``UserError`` when this drafter was made for another one. To meet the
+        """Prepare for a target; raises ``UserError`` when this drafter was made for another one. To attach to the
         same target again changes nothing."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        """A new prompt was absorbed. ``history`` lists each row's tokens, the prompt's and the emitted ones (now: the
-        first), and is kept up to date by the engine: read it, do not write to it."""
+        """Sequences have joined: their rows come after those that there are.
+
+        Args:
+            prompt: theirs.
+            step: the target's prefill.
+            history: the tokens of each, the prompt's and the emitted ones (now: the first). The engine appends to these
+                lists as the sequences grow: read them, do not write to them.
+        """
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; the others have left. Called between ``observe`` and ``propose``."""
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         """A tree per row that continues ``token``, (batch,) int64, the last emitted ones. ``budget`` says how deep and
         wide growing pays; the engine prunes the tree to its likeliest nodes by ``TokenTree.log_probs``."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """The target has verified the pruned ``tree``: ``step`` is its pass, ``verdict`` what was kept.
+        """The target has verified the pruned ``tree``: ``step`` is its pass, ``verdict`` the accepted paths.
 
         The next pass may overwrite the tensors of ``step``."""
+
+
+def features(drafter: Drafter | None) -> tuple[Feature, ...]:
+    """The hidden states of the target that a drafter reads."""
+    return tuple(getattr(drafter, "features", ()))
 
 
 def build_tree(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -116,10 +116,27 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
 
 
 def refuse_rope_switch(config: Any, length: int, room: int) -> None:
-    """Rotary frequencies that depend on the length are one set per pass, yet the paths of a tree differ in length.
+    """Refuse sequences that cross the length at which their rotary frequencies change.
 
-    Harmless as long as prompt and answer stay on one side of the length at which longrope changes them.
+    Such frequencies are one set per pass, yet the paths of a tree differ in length.
+
+    Raises:
+        UserError: prompt and answer do not stay on one side of it (longrope), or below it (dynamic).
     """
+    for kind, switch in _rope_switches(config):
+        if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
+            raise UserError(
+                f"{kind} rotary embeddings change at {switch} tokens: prompt and answer must "
+                f"{'fit below' if kind == 'dynamic' else 'stay on one side'}, got {length} and up to {room} more"
+            )
+
+
+def rope_side(config: Any, length: int) -> tuple[bool, ...]:
+    """On which side of those lengths a prompt is: sequences of one batch must agree."""
+    return tuple(length > switch for _, switch in _rope_switches(config))
+
+
+def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
     given = getattr(config, "rope_parameters", None) or {}
     for rope in [part for part in given.values() if isinstance(part, dict)] or [given]:
         kind = rope.get("rope_type", "default")
@@ -130,11 +147,7 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
             switch = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", switch
             )
-        if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
-            raise UserError(
-                f"{kind} rotary embeddings change at {switch} tokens: prompt and answer must "
-                f"{'fit below' if kind == 'dynamic' else 'stay on one side'}, got {length} and up to {room} more"
-            )
+        yield kind, switch
 
 
 def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:

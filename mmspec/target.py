@@ -1,11 +1,12 @@
 """The model whose output is kept exact, as the engine sees it.
 
-A target absorbs the prompt, checks trees and keeps accepted paths. Its caches are its own; the engine sees logits.
+A target absorbs prompts, computes logits at the nodes of trees and keeps accepted paths, for a batch of sequences that
+join and leave. Its caches are its own; the engine sees logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +16,10 @@ from torch import Tensor
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
+Feature = int | str
+"""A decoder's hidden states: n is what enters layer n (transformers' ``hidden_states[n]``), ``"last"`` what leaves the
+final norm."""
+
 
 @dataclass
 class Prompt:
@@ -23,8 +28,8 @@ class Prompt:
     Attributes:
         input_ids: (batch, length) int64, left-padded.
         attention_mask: (batch, length), 0 at padding; None when there is none.
-    inputs: what else the model's forward takes at the prompt (``pixel_values``, ``image_sizes``, ...).
-    padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
+        inputs: what else the model's forward takes at the prompt (``pixel_values``, ``image_sizes``, ...).
+        padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
     """
 
     input_ids: Tensor
@@ -43,37 +48,55 @@ class Prompt:
 
 @dataclass
 class Step:
-    """What one pass of the target gives.
+    """The output of one pass of the target.
 
     Attributes:
         logits: (batch, nodes, vocab), raw; after a prefill, nodes = 1: the last position of the prompt.
-        hidden: (batch, nodes, hidden), last hidden states after the final norm; after a prefill, of the whole prompt.
+        features: (batch, nodes, hidden) each, the hidden states that the drafter reads; after a prefill, of the whole
+            prompt.
         visual: (batch, length) bool, prefill only: positions that carry image or video features.
-        embeds: (batch, length, hidden), prefill only: the input embeddings that the language model was fed.
+        embeds: (batch, length, hidden), prefill only: the input embeddings of the language model.
     """
 
     logits: Tensor
-    hidden: Tensor
+    features: dict[Feature, Tensor]
     visual: Tensor | None = None
     embeds: Tensor | None = None
 
 
 class Target(Protocol):
-    """What the engine and the drafters need of a target."""
+    """What the engine and the drafters need of a target. Rows are the sequences in it, in the order of joining."""
 
     @property
     def device(self) -> torch.device:
         """Where its tensors are."""
 
+    features: Sequence[Feature]
+    """Which hidden states a step contains."""
+
     def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
-        """Forget everything and absorb the prompt; ``room`` is the number of tokens that may follow it in every row, or
-        in each."""
+        """Absorb prompts, which become the last rows; ``room`` is the number of tokens that may follow each of them, or
+        one number per prompt."""
+
+    def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
+        """``prefill`` in several passes over at most ``chunk`` tokens each, as far as the model allows.
+
+        Yields:
+            None after each pass but the last, then the step. The rows join with the last pass: others may join, decode
+            and leave in between.
+        """
+
+    def kind(self, prompt: Prompt) -> Hashable:
+        """Prompts of one kind may decode in one batch."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; the others leave."""
 
     def forward_tree(self, tree: TokenTree) -> Step:
-        """Logits and hidden states at every node; absorbs nothing yet."""
+        """Logits and features at every node; absorbs nothing yet."""
 
     def commit(self, verdict: Verdict) -> None:
-        """Absorb the accepted path of the last tree. A row whose path is empty absorbs nothing."""
+        """Absorb the accepted path of the last tree."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, (...) int64 -> (..., hidden)."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -18,6 +20,7 @@ from mmspec.errors import UserError
 from mmspec.graphs import Graphed
 from mmspec.layers import tree_layers
 from mmspec.masks import tail_mask, tree_mask
+from mmspec.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.support import (
     cache_argument,
     from_pretrained,
@@ -25,8 +28,9 @@ from mmspec.support import (
     read_whole,
     refuse_rope_switch,
     refuse_unsupported,
+    rope_side,
 )
-from mmspec.target import Prompt, Step
+from mmspec.target import Feature, Prompt, Step
 from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.user_text import UserText
@@ -67,10 +71,11 @@ class TransformersTarget:
         self._scale_logits = logit_scaling(self.config)
         self.cost: CostTable | None = None
         self._head_checked = False
+        self.features: Sequence[Feature] = ("last",)
         self._cache: TreeCache | None = None
-        self._position: Tensor | None = None  # (batch,) the position of the next token
-        self._last_position: Tensor | None = None  # () the greatest position that a kept token can have
-        self._tail_depth: Tensor | None = None  # (batch, offset) depths of nodes behind the committed prefix
+        # (rows,) the position of the next token, and the greatest that a kept token can have
+        self._position, self._last_position = RowTensor(), RowTensor()
+        self._tail_depth: Tensor | None = None  # (batch, offset) depths of uncommitted nodes of earlier passes
         self._check = Graphed(self._pass)
         self._keep = Graphed(self.absorb)
 
@@ -188,87 +193,88 @@ class TransformersTarget:
 
     @property
     def cache(self) -> TreeCache:
-        """Of the latest prompt."""
+        """The state of its sequences."""
         assert self._cache is not None, "prefill comes first"
         return self._cache
 
     @property
-    def length(self) -> int:
-        """Committed tokens of the longest row."""
-        return self._cache.length if self._cache is not None else 0
+    def rows(self) -> int:
+        """Sequences that decode."""
+        return self._cache.rows if self._cache is not None else 0
+
+    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
+        *_, step = self.prefill_chunks(prompt, room, None)
+        assert step is not None
+        return step
 
     @torch.inference_mode()
-    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
+    def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
         longest = room if isinstance(room, int) else max(room)
-        refuse_rope_switch(self.config, length, longest if batch == 1 else 2 * longest)
-        self._cache = self._cache_for(batch, length + min(longest, 4096) + 64, mask)
+        shortest = length if mask is None else int(mask.sum(1).min())
+        refuse_rope_switch(self.config, shortest, length - shortest + longest)
+        reserve = length + min(longest, 4096) + 64
+        # A cache whose rows are copied to another one needs no slots for the answer.
+        cache = self._new_cache(length + 1 if self._in_place or self.rows else reserve, False)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
             positions = self._prompt_positions(ids, mask)
-        inputs = {k: v for k, v in prompt.inputs.items() if k not in ("position_ids", "use_cache", "logits_to_keep")}
-        seen: dict[str, Any] = {}
-        cache = self._cache
-
-        def note(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
-            # Another thread's pass through the same decoder has another cache.
-            if inputs.get(self._cache_argument) is cache:
-                seen.update(inputs) if out is None else seen.update(hidden=self._in_dtype(out[0]))
-
-        with self.attention.applied():
-            handles = [
-                self.decoder.register_forward_pre_hook(note, with_kwargs=True),
-                self.decoder.register_forward_hook(note, with_kwargs=True),
-                self._output.register_forward_pre_hook(_compact),
-            ]
-            try:
-                out = self.model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    use_cache=True,
-                    logits_to_keep=1,
-                    **{self._cache_argument: self._cache},
-                    **inputs,
-                )
-            finally:
-                for handle in handles:
-                    handle.remove()
-        self._cache.commit_prompt(length, mask, batch, ids.device)
+        call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        given = self._decoder_inputs(call, cache) if chunk is not None and batch == 1 and length > chunk else None
+        if chunk is None or given is None:
+            logits, given, features = self._whole_prompt(call, cache)
+            cache.commit_prompt(length, mask, batch)
+        else:
+            passes: list[dict[Feature, Tensor]] = []
+            for start in range(0, length, chunk):
+                if start:
+                    yield None
+                passes.append(self._prompt_part(given, slice(start, min(start + chunk, length)), cache))
+            features = {name: torch.cat([one[name] for one in passes], dim=1) for name in passes[0]}
+            logits = self.head(features["last"][:, -1:])
         # A decoder without attention is not given any.
-        given = seen.get("position_ids") if self._cache.attending else positions
-        position = self._next_position(prompt, given)
-        last = (position + on_device(room, ids.device) - 1).amax().clamp(min=(self.context_limit or 0) - 1)
-        if self._position is None or self._last_position is None or len(self._position) != batch:
-            self._position, self._last_position = position.clone(), last
-        else:  # where passes were captured to look for them
-            self._position.copy_(position)
-            self._last_position.copy_(last)
-        self._tail_depth = None
-        logits = out.logits[:, -1:]
-        self._check_head(seen["hidden"][:, -1:], logits)
-        return Step(logits, seen["hidden"], self._visual(prompt), seen.get("inputs_embeds"))
+        position = self._next_position(prompt, given.get("position_ids") if cache.attending else positions)
+        last = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
+        self._check_head(features["last"][:, -1:], logits)
+        self._join(cache, reserve)
+        self._position.append(position)
+        self._last_position.append(last)
+        kept = {name: features[name] for name in self.features}
+        yield Step(logits, kept, self._visual(prompt), given.get("inputs_embeds"))
+
+    def kind(self, prompt: Prompt) -> Hashable:
+        return rope_side(self.config, prompt.input_ids.shape[1])
+
+    @torch.inference_mode()
+    def select(self, rows: Sequence[int]) -> None:
+        if self._cache is not None:
+            self._tail_depth = None
+            for part in (self._cache, self._position, self._last_position):
+                part.select(rows)
 
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> Step:
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
-        if self._cache is not None and self._cache.in_place:
-            width = bucket(width)
-            self._cache.make_room(width)
-            logits, hidden = self._check(*_padded(tree, width), version=self._cache.version)
-            return Step(logits[:, :nodes], hidden[:, :nodes])
+        names = list(self.features)
+        if self.cache.in_place:
+            width, rows = node_bucket(width), batch_bucket(batch)
+            self.cache.reserve_nodes(width)
+            logits, *read = self._check(*_padded(tree, width, rows), version=(*self._addresses, *names))
+            features = {name: one[:batch, :nodes] for name, one in zip(names, read, strict=True)}
+            return Step(logits[:batch, :nodes], features)
         if width == nodes:
-            hidden = self.forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
+            found = self._forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
         else:
-            hidden = self.forward_nodes(*_padded(tree, width))[:, :nodes]
-        return Step(self.head(hidden), hidden)
+            found = self._forward_nodes(*_padded(tree, width, batch))
+            found = {name: one[:, :nodes] for name, one in found.items()}
+        return Step(self.head(found["last"]), {name: found[name] for name in names})
 
-    def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
-        """A whole tree's logits and last hidden states, at the same addresses every time."""
-        hidden = self.forward_nodes(tokens, depth, reach)
-        return self.head(hidden), hidden
+    def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
+        """A whole tree's logits and features, at the same addresses every time."""
+        found = self._forward_nodes(tokens, depth, reach)
+        return self.head(found["last"]), *[found[name] for name in self.features]
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
@@ -292,44 +298,151 @@ class TransformersTarget:
         return _NarrowHead(weight, bias, self._scale_logits)
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
-        """Last hidden states of new nodes behind the committed prefix and the nodes already forwarded.
+        """Last hidden states of new nodes after the committed prefix and the uncommitted nodes of earlier passes.
 
         Args:
             tokens: (batch, nodes) int64.
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means all are 0.
-            reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each node attends to.
+            reach: (batch, nodes, earlier + nodes) bool, which uncommitted nodes each node attends to.
         """
-        with self.attention.applied():
-            return self._forward_nodes(tokens, depth, reach)
+        return self._forward_nodes(tokens, depth, reach)["last"]
 
-    def _forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
-        assert self._cache is not None, "prefill comes first"
-        assert self._position is not None
-        assert self._last_position is not None
-        position = self._position[:, None]
+    def _forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> dict[Feature, Tensor]:
+        cache, batch = self.cache, len(tokens)
+        position = self._position.data[:batch, None]
         position = position.expand_as(tokens) if depth is None else position + depth
-        # In a batch, drafts of a row ahead of the others may lie beyond its end, where a model may have no position.
-        position = torch.minimum(position, self._last_position)
-        cache, inputs = self._cache, self._cache.arguments(reach)
+        # Drafts may lie beyond a row's last token, where a model may have no position.
+        position = torch.minimum(position, self._last_position.data[:batch, None])
+        inputs = {"input_ids": tokens, "position_ids": position, **cache.arguments(reach)}
         if not cache.in_place:
-            mask = tree_mask(self.config, cache, depth, self._tail_depth, reach, self.model.dtype)
-        else:
-            depth = torch.zeros_like(tokens) if depth is None else depth
-            cache.make_room(tokens.shape[1])
-            cache.enter(tokens.shape[1])
-            mask = tail_mask(self.config, depth, self._tail_depth, reach) if cache.attending else None
-            if cache.attending:
-                assert cache.ends is not None
-                inputs[attention.PASS] = attention.TreePass(self.config, cache.ends, depth)
-        out = self.decoder(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=position,
-            use_cache=True,
-            **{self._cache_argument: cache},
-            **inputs,
-        )
-        return self._in_dtype(out[0])
+            inputs["attention_mask"] = tree_mask(self.config, cache, depth, self._tail_depth, reach, self.model.dtype)
+            return self._decoded(inputs, cache)
+        depth = torch.zeros_like(tokens) if depth is None else depth
+        cache.reserve_nodes(tokens.shape[1])
+        cache.set_write_slots(tokens.shape[1])
+        inputs["attention_mask"] = None
+        if cache.attending:
+            assert cache.ends is not None
+            inputs["attention_mask"] = tail_mask(self.config, depth, self._tail_depth, reach)
+            inputs[attention.PASS] = attention.TreePass(self.config, cache.ends.first(batch), depth)
+        return self._decoded(inputs, cache)
+
+    def _decoded(self, inputs: dict[str, Any], cache: TreeCache) -> dict[Feature, Tensor]:
+        """One pass of the decoder: its features, ``"last"`` among them."""
+        with self.attention.applied(), self._reading() as features:
+            out = self.decoder(use_cache=True, **{self._cache_argument: cache}, **inputs)
+        features["last"] = self._in_dtype(out[0])
+        return features
+
+    @contextmanager
+    def _reading(self) -> Iterator[dict[Feature, Tensor]]:
+        """Collects the hidden states that enter the layers named by ``features``, within one pass."""
+        features: dict[Feature, Tensor] = {}
+        layers = [layer for layer in self.features if isinstance(layer, int)]
+
+        def note(layer: int, _: Any, args: Any, inputs: dict[str, Any]) -> None:
+            features[layer] = args[0] if args else inputs["hidden_states"]
+
+        handles = [
+            self._decoder_layers[layer].register_forward_pre_hook(partial(note, layer), with_kwargs=True)
+            for layer in layers
+        ]
+        try:
+            yield features
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @cached_property
+    def _decoder_layers(self) -> nn.ModuleList:
+        count = self.config.num_hidden_layers
+        stacks = [part for part in self.decoder.children() if isinstance(part, nn.ModuleList) and len(part) == count]
+        if len(stacks) != 1:
+            raise UserError(f"features of layers need a decoder with one list of {count} layers: got {len(stacks)}")
+        return stacks[0]
+
+    # ------------------------------------------------------------------ prompts
+
+    def _whole_prompt(
+        self, call: dict[str, Any], cache: TreeCache
+    ) -> tuple[Tensor, dict[str, Any], dict[Feature, Tensor]]:
+        """One pass of the model over prompts: last logits, the decoder's inputs, its features."""
+        given: dict[str, Any] = {}
+        features: dict[Feature, Tensor] = {}
+
+        def note(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
+            if inputs.get(self._cache_argument) is cache:
+                given.update(inputs) if out is None else features.update(last=self._in_dtype(out[0]))
+
+        with self.attention.applied(), self._reading() as read:
+            handles = [
+                self.decoder.register_forward_pre_hook(note, with_kwargs=True),
+                self.decoder.register_forward_hook(note, with_kwargs=True),
+                self._output.register_forward_pre_hook(_compact),
+            ]
+            try:
+                out = self.model(**call, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
+            finally:
+                for handle in handles:
+                    handle.remove()
+        return out.logits[:, -1:], given, {**read, **features}
+
+    def _decoder_inputs(self, call: dict[str, Any], cache: TreeCache) -> dict[str, Any] | None:
+        """The decoder's inputs for a prompt, visual embeddings included; None where they cannot be split."""
+        limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
+        if self.layers is not None and tuple(limit) != (0.0, inf):
+            return None  # transformers clamps the step sizes of a prompt that is absorbed whole
+        given = call
+        if set(call) - {"input_ids", "attention_mask", "position_ids"}:
+
+            def stop(_: Any, args: Any, inputs: dict[str, Any]) -> None:
+                raise _DecoderReachedError(inputs)
+
+            with self.attention.applied():
+                handle = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
+                try:
+                    self.model(**call, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
+                except _DecoderReachedError as reached:
+                    given = reached.inputs
+                finally:
+                    handle.remove()
+        unknown = {name for name, value in given.items() if value is not None} - _SPLIT
+        known = given.get("position_ids") is not None or not cache.attending
+        return None if unknown or not known else given
+
+    def _prompt_part(self, given: dict[str, Any], part: slice, cache: TreeCache) -> dict[Feature, Tensor]:
+        """Absorb a part of a prompt, as a chain of nodes that are all kept; its features."""
+        inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
+        inputs = {name: value[:, part] for name, value in inputs.items()}
+        if cache.attending:
+            inputs["position_ids"] = given["position_ids"][..., part]
+        if (visual := given.get("visual_pos_masks")) is not None:
+            first, count = int(visual[:, : part.start].sum()), int(visual[:, part].sum())
+            inputs["visual_pos_masks"] = visual[:, part]
+            inputs["deepstack_visual_embeds"] = [
+                embeds[first : first + count] for embeds in given["deepstack_visual_embeds"]
+            ]
+        if part.start == 0:
+            features = self._decoded(inputs, cache)
+            cache.commit_prompt(part.stop, None, 1)
+            return features
+        nodes = part.stop - part.start
+        reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.device).tril()
+        depth = torch.arange(nodes, device=self.device)[None]
+        inputs["attention_mask"] = tree_mask(self.config, cache, depth, None, reach, self.model.dtype)
+        features = self._decoded({**inputs, **cache.arguments(reach)}, cache)
+        cache.commit(depth, [list(range(nodes))])
+        return features
+
+    def _join(self, prompts: TreeCache, reserve: int) -> None:
+        """Add the rows of a cache that has absorbed prompts, ``reserve`` slots long at most."""
+        if self._cache is None or self._cache.in_place != self._in_place or not (self._in_place or self.rows):
+            self._position, self._last_position = RowTensor(self._in_place), RowTensor(self._in_place)
+            self._cache = self._new_cache(reserve, True) if self._in_place else prompts
+        if self._cache is not prompts:
+            self._cache.append(prompts, reserve)
+
+    # ------------------------------------------------------------------ uncommitted nodes
 
     def keep_nodes(self, depth: Tensor) -> None:
         """Let the nodes of the last ``forward_nodes`` stand, uncommitted, for further nodes to attend to."""
@@ -343,47 +456,41 @@ class TransformersTarget:
 
     def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
         """Absorb one path of nodes per row, (batch, depth) padded with -1 and as lists; forget all other nodes."""
-        assert self._cache is not None
-        assert self._position is not None
         self._tail_depth = None
         grown = [len(row) for row in rows]
-        if self._cache.in_place:
-            self._keep(path, version=self._cache.version)
-            self._cache.count(grown)
+        if self.cache.in_place:
+            self._keep(pad_rows(path, batch_bucket(len(path)), -1), version=self._addresses)
+            self.cache.advance(grown)
             return
-        self._cache.commit(path, rows)
-        self._position += grown[0] if len(set(grown)) == 1 else on_device(grown, self._position.device)
+        self.cache.commit(path, rows)
+        position = self._position.data
+        position += grown[0] if len(set(grown)) == 1 else on_device(grown, position.device)
 
     def absorb(self, path: Tensor) -> tuple[Tensor, ...]:
-        """``commit_nodes`` as far as the device is concerned, where the cache stays in place."""
-        assert self._cache is not None
-        assert self._position is not None
-        self._cache.keep(path)
-        self._position += (path >= 0).sum(1)
+        """The device's part of ``commit_nodes``, in place."""
+        self.cache.keep(path)
+        self._position.data[: len(path)] += (path >= 0).sum(1)
         return ()
+
+    @property
+    def _addresses(self) -> tuple[Hashable, ...]:
+        """Changes whenever a buffer that a captured pass reads has moved."""
+        return self.cache.version, self._position.version, self._last_position.version
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether passes have static shapes."""
+        served = self.attention.name == attention.NAME or (self.layers is not None and not self.layers.attends)
+        return served and kernels.fixed_shapes(self.device)
+
+    def _new_cache(self, reserve: int, in_place: bool) -> TreeCache:
+        if self.layers is not None:
+            return self.layers.cache(reserve, in_place)
+        return TreeCache(self.config.num_hidden_layers, reserve=reserve, in_place=in_place)
 
     def _in_dtype(self, hidden: Tensor) -> Tensor:
         """Last hidden states in the precision of the weights: Mamba-2 keeps them in float32."""
         return hidden.to(self._embedding.weight.dtype)
-
-    def _cache_for(self, batch: int, reserve: int, mask: Tensor | None) -> TreeCache:
-        """An empty cache for a prompt. One that stays in place serves further prompts, and what was captured of it."""
-        kept, weight = self._cache, self._embedding.weight
-        served = self.attention.name == attention.NAME or (self.layers and not self.layers.attends)
-        if not (kernels.fixed_shapes(weight.device) and served):
-            return self._new_cache(reserve, False)
-        if mask is not None and not bool((mask.long().diff(dim=1) >= 0).all()):
-            return self._new_cache(reserve, False)  # padding elsewhere than on the left
-        if kept is None or not kept.serves(batch, reserve, weight):
-            return self._new_cache(reserve, True)
-        kept.reset()
-        return kept
-
-    def _new_cache(self, reserve: int, in_place: bool) -> TreeCache:
-        self._position = self._last_position = None
-        if self.layers is not None:
-            return self.layers.cache(reserve, in_place)
-        return TreeCache(self.config.num_hidden_layers, reserve=reserve, in_place=in_place)
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length); None lets the model compute its own."""
@@ -430,8 +537,20 @@ class _NarrowHead:
         return self  # copies of a drafter share weights
 
 
-def bucket(nodes: int) -> int:
-    """The width that a pass of fixed shapes has: a power of two, beyond 64 a multiple of it."""
+_SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
+_SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict"}
+"""Inputs of a decoder that are known to split by positions, or to need no splitting."""
+
+
+class _DecoderReachedError(Exception):
+    """Ends a model's forward when it calls the decoder."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self.inputs = inputs
+
+
+def node_bucket(nodes: int) -> int:
+    """The width of a pass with static shapes: a power of two, beyond 64 a multiple of it."""
     return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
 
 
@@ -447,11 +566,10 @@ def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _padded(tree: TokenTree, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, depths and reach of a tree among nodes that attend to themselves alone."""
-    extra = (0, width - tree.nodes)
-    if width == tree.nodes:
+def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, depths and reach of a tree, with padding nodes and rows that attend to themselves alone."""
+    extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
+    if not any(extra + idle):
         return tree.tokens, tree.depth, tree.ancestors
-    reach = torch.nn.functional.pad(tree.ancestors, extra + extra)
-    reach = reach | torch.eye(width, dtype=torch.bool, device=reach.device)
-    return torch.nn.functional.pad(tree.tokens, extra), torch.nn.functional.pad(tree.depth, extra), reach
+    reach = F.pad(tree.ancestors, extra + extra + idle) | torch.eye(width, dtype=torch.bool, device=tree.tokens.device)
+    return F.pad(tree.tokens, extra + idle), F.pad(tree.depth, extra + idle), reach

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmspec.cache import TreeCache
 from mmspec.errors import UserError
+from mmspec.rows import RowTensor
 from ssm.ops import commit_conv, commit_scan, conv_window, tree_conv, tree_scan
 
 STATES = "tree_states"
@@ -89,10 +90,10 @@ class StateCache(TreeCache):
         self._place = {layer: place for place, layer in enumerate(recurrent)}
         nothing: list[Any] = [None] * len(recurrent)
         self._mixers = _Mixers(nothing[:], nothing[:], nothing[:])
-        self._conv: Tensor | None = None  # (layers, batch, channels, width - 1)
-        self._state: Tensor | None = None  # (layers, batch, heads, head_dim, state) float32
-        self._inputs: Tensor | None = None  # (layers, batch, nodes, channels)
-        self._dt: Tensor | None = None  # (layers, batch, nodes, heads) float32
+        self._conv = RowTensor(in_place)  # (rows, layers, channels, width - 1)
+        self._state = RowTensor(in_place)  # (rows, layers, heads, head_dim, state) float32
+        self._inputs: Tensor | None = None  # (layers, rows, nodes, channels)
+        self._dt: Tensor | None = None  # (layers, rows, nodes, heads) float32
         self._tree: _Tree | None = None
         self._calls = 0  # of convolution and scan in the last pass over a tree
         self._current = 0  # the layer whose mixer is running: its convolution and scan are not told
@@ -115,12 +116,11 @@ class StateCache(TreeCache):
         """Keep the last inputs of the prompt, (batch, channels, tokens); under a tree, note which layer is running."""
         place = self._current = self._place[layer_idx]
         if self._tree is None:
-            width = conv_kernel_size - 1
-            if self._conv is None:
-                batch, channels, _ = conv_states.shape
-                self._conv = self._zeros(conv_states, batch, channels, width)
+            (batch, channels, _), width = conv_states.shape, conv_kernel_size - 1
+            if not self._conv.rows:
+                self._conv.append(conv_states.new_zeros(batch, len(self._place), channels, width))
             last = conv_states[:, :, -width:]
-            self._conv[place, :, :, width - last.shape[2] :] = last
+            self._conv.data[:, place, :, width - last.shape[2] :] = last
         return conv_states
 
     def update_recurrent_state(  # type: ignore[override]
@@ -130,15 +130,10 @@ class StateCache(TreeCache):
         if self._tree is not None:
             return
         assert recurrent_states is not None
-        if self._state is None:
-            self._state = self._zeros(recurrent_states.float(), *recurrent_states.shape)
-        self._state[self._place[layer_idx]] = recurrent_states
-
-    def _zeros(self, like: Tensor, batch: int, *shape: int) -> Tensor:
-        """(layers, batch, ...), in place so that all layers of a row stand side by side."""
-        if self.in_place:
-            return like.new_zeros(batch, len(self._place), *shape).transpose(0, 1)
-        return like.new_zeros(len(self._place), batch, *shape)
+        if not self._state.rows:
+            batch, *shape = recurrent_states.shape
+            self._state.append(recurrent_states.new_zeros(batch, len(self._place), *shape, dtype=torch.float32))
+        self._state.data[:, self._place[layer_idx]] = recurrent_states
 
     # ------------------------------------------------------------------ a pass over a tree
 
@@ -149,8 +144,8 @@ class StateCache(TreeCache):
                 "a tree must pass through Mamba-2 layers as a whole: "
                 f"got {nodes} nodes behind {slots - nodes} that are not committed"
             )
-        assert self._conv is not None, "the prompt comes first"
-        width, index = self._conv.shape[3] + 1, torch.arange(nodes, device=reach.device)
+        assert self._conv.rows, "the prompt comes first"
+        width, index = self._conv.data.shape[3] + 1, torch.arange(nodes, device=reach.device)
         if nodes == 1:
             window = torch.arange(width, device=reach.device).expand(batch, 1, -1)
         else:
@@ -164,13 +159,13 @@ class StateCache(TreeCache):
     ) -> Tensor:
         """In place of ``causal_conv1d_fn``: (batch, channels, nodes) in and out."""
         assert self._tree is not None
-        assert self._conv is not None
         place, x = self._current, hidden_states.transpose(1, 2)
         self._calls += 1
         self._mixers.weight[place], self._mixers.bias[place] = weight, bias
         self._mixers.activation = activation
         self._inputs, inputs = self._noted(self._inputs, x)
-        return tree_conv(inputs, self._conv[place], weight, bias, self._tree.window, activation).transpose(1, 2)
+        conv = self._conv.data[: len(x), place]
+        return tree_conv(inputs, conv, weight, bias, self._tree.window, activation).transpose(1, 2)
 
     def scan(
         self,
@@ -190,7 +185,6 @@ class StateCache(TreeCache):
         Step sizes are not clamped to ``dt_limit``: transformers clamps them in prompts, and not when it decodes.
         """
         assert self._tree is not None
-        assert self._state is not None
         place = self._current
         self._calls += 1
         self._mixers.a[place], self._mixers.groups = A.detach(), B.shape[2]
@@ -198,26 +192,42 @@ class StateCache(TreeCache):
             self._mixers.keep()
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias
         self._dt, dt = self._noted(self._dt, torch.nn.functional.softplus(dt) if dt_softplus else dt)
-        y = tree_scan(hidden_states, dt, A, B, C, D, self._state[place], self._tree.ancestors)
+        y = tree_scan(hidden_states, dt, A, B, C, D, self._state.data[: len(dt), place], self._tree.ancestors)
         return y.contiguous(), None
 
     def _noted(self, kept: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """Keep (batch, nodes, ...) of the current layer until the commit; the storage, and the copy in it."""
-        if kept is None or kept.shape[2] < new.shape[1]:
-            nodes = max(new.shape[1], _NOTED if self.in_place else 1)
-            kept = new.new_empty(len(self._place), new.shape[0], nodes, *new.shape[2:])
+        rows, nodes = new.shape[:2]
+        if kept is None or kept.shape[1] < rows or kept.shape[2] < nodes:
+            most = max(nodes, _NOTED if self.in_place else 1)
+            kept = new.new_empty(len(self._place), rows, most, *new.shape[2:])
             self.version = object()
-        copy = kept[self._current, :, : new.shape[1]]
+        copy = kept[self._current, :rows, :nodes]
         copy.copy_(new)
         return kept, copy
 
     # ------------------------------------------------------------------ the accepted path
 
-    def reset(self) -> None:
-        super().reset()
+    def append(self, prompt: TreeCache, reserve: int = 0) -> None:
+        assert isinstance(prompt, StateCache)
+        versions = self._conv.version, self._state.version
+        self._conv.append(prompt._conv.data[: prompt.rows])
+        self._state.append(prompt._state.data[: prompt.rows])
+        if versions != (self._conv.version, self._state.version):
+            self.version = object()
+        super().append(prompt, reserve)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._conv.select(rows)
+        self._state.select(rows)
+        super().select(rows)
+
+    def _changed(self) -> None:
+        super()._changed()
         self._tree = None
-        if self._conv is not None:
-            self._conv.zero_()  # a prompt may be shorter than a window
+
+    def _device(self) -> torch.device:
+        return self._conv.data.device
 
     def keep(self, path: Tensor) -> None:
         super().keep(path)
@@ -239,22 +249,20 @@ class StateCache(TreeCache):
                 f"each Mamba-2 layer must call its convolution and its scan once per pass: expected "
                 f"{2 * len(self._place)} calls under a tree, received {self._calls}"
             )
-        assert self._conv is not None
-        assert self._state is not None
         assert self._inputs is not None
         assert self._dt is not None
         (batch, depth), (channels, width), groups = path.shape, self._mixers.weight[0].shape, self._mixers.groups
-        heads, head_dim, size = self._state.shape[2:]
+        heads, head_dim, size = self._state.data.shape[2:]
         shares = [heads * head_dim, groups * size, groups * size]  # of the channels: x, B, C
         step = torch.arange(depth, device=path.device)
         chain = torch.where(path >= 0, step, -1)
         window = (step[:, None] + torch.arange(width, device=path.device)).expand(batch, -1, -1)
         at = torch.arange(batch, device=path.device)[:, None], path.clamp(min=0)
-        for part in self._parts(batch, (depth + width) * channels):
+        for part in self._parts(batch * (depth + width) * channels):
             layers = part.stop - part.start
             weight, bias, a = self._mixers.side_by_side(part)
             inputs = _folded(self._inputs[part][:, *at])
-            conv = self._conv[part].transpose(0, 1).view(batch, layers * channels, -1)
+            conv = self._conv.data[:batch, part].view(batch, layers * channels, -1)
             y = tree_conv(inputs, conv, weight, bias, window, self._mixers.activation)
             x, b, _ = y.view(batch, depth, layers, channels).split(shares, dim=-1)
             commit_scan(
@@ -262,16 +270,15 @@ class StateCache(TreeCache):
                 _folded(self._dt[part][:, *at]),
                 a,
                 b.reshape(batch, depth, layers * groups, size),
-                self._state[part].transpose(0, 1).view(batch, layers * heads, head_dim, size),
+                self._state.data[:batch, part].view(batch, layers * heads, head_dim, size),
                 chain,
             )
             commit_conv(inputs, conv, chain)
 
-    def _parts(self, batch: int, entries: int) -> Iterator[slice]:
-        """Layers to work on together, ``entries`` each: side by side like so many heads, as they stand in place or if
-        there is a single row."""
+    def _parts(self, entries: int) -> Iterator[slice]:
+        """Layers to work on together, as one layer of many heads; each has so many ``entries``."""
         layers = len(self._place)
-        together = layers if self.in_place else max(1, _AT_ONCE // entries) if batch == 1 else 1
+        together = layers if self.in_place else max(1, _AT_ONCE // entries)
         for start in range(0, layers, together):
             yield slice(start, min(start + together, layers))
 
