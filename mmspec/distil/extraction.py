@@ -103,12 +103,15 @@ class Extractor:
         if any(_KINDS in one.inputs for one in batch):
             inputs[_KINDS] = self._kinds(ids).to(device)
         prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
+        self.target.features = ("last",)
+        self.target.select([])
         step = self.target.prefill(prompt, room=1)
+        self.target.select([])
         rows = []
         for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
             visual = one.visual.to(device)
             # Cloned outside of inference mode, these are tensors that autograd takes.
-            hidden = step.hidden[index, pad:].clone()
+            hidden = step.features["last"][index, pad:].clone()
             shown = hidden[:0] if step.embeds is None else step.embeds[index, pad:][visual].clone()
             rows.append(Row(one.tokens.to(device), hidden, shown, visual, (one.turn >= 0).to(device)))
         return rows
