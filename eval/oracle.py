@@ -7,6 +7,7 @@ random places, with decoys in random topological order, differently in each row 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ class Oracle:
     """Drafts from known continuations.
 
     Args:
-        references: the new tokens of each row, in the order of the prompts.
+        references: the new tokens of each sequence, in the order of joining, begun anew whenever there are no rows.
         vocab: decoys are drawn from ``range(vocab)``.
         seed: of the trees' shapes.
         nodes: drafted nodes per row and step at most.
@@ -36,19 +37,24 @@ class Oracle:
         self.nodes = nodes
         self.spoil = spoil
         self._random = random.Random(seed)
-        self._history: list[list[int]] = []
-        self._starts: list[int] = []
+        self._rows: list[tuple[list[int], int, list[int]]] = []  # history, prompt length, reference
+        self._begun = 0
 
     def attach(self, target: Target) -> None:
         """Any target whose continuations these are."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        self._history = history
-        self._starts = [len(row) for row in prompt.histories()]
+        self._begun = self._begun if self._rows else 0
+        references = self.references[self._begun : self._begun + len(history)]
+        self._begun += len(history)
+        self._rows += zip(history, map(len, prompt.histories()), references, strict=True)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         rows = []
-        for history, start, reference in zip(self._history, self._starts, self.references, strict=True):
+        for history, start, reference in self._rows:
             truth = reference[len(history) - start :][: self._random.randint(0, budget.max_depth)]
             if truth and self._random.random() < self.spoil:
                 truth[self._random.randrange(len(truth))] = self._random.randrange(self.vocab)

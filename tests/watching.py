@@ -9,7 +9,7 @@ import torch
 
 from mmspec import SamplingParams, plugins
 from mmspec.budget import Budget
-from mmspec.engine import decode
+from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from tests.targets import prompt_of

@@ -10,7 +10,7 @@ from mmspec.cache import TreeCache
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from mmspec.engine import decode
+from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.transformers_target import TransformersTarget, bucket

@@ -8,7 +8,7 @@ import torch
 from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.budget import Budget
-from mmspec.engine import decode
+from tests.decoding import decode
 from mmspec.graphs import Graphed
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper

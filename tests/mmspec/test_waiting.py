@@ -9,7 +9,7 @@ from transformers.generation import logits_process as hf
 from eval.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, kernels, plugins
 from mmspec.budget import Budget, CostTable, SteadyBudget
-from mmspec.engine import decode
+from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.verify import Verdict
