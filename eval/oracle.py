@@ -7,6 +7,7 @@ random places, with decoys in random topological order, differently in each row 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -21,7 +22,8 @@ class Oracle:
     """Drafts from known continuations.
 
     Args:
-        references: the new tokens of each row, in the order of the prompts.
+        references: the new tokens of each sequence, in the order of joining; a sequence that joins while no other
+            decodes has the first.
         vocab: decoys are drawn from ``range(vocab)``.
         seed: of the trees' shapes.
         nodes: drafted nodes per row and step at most.
@@ -36,19 +38,25 @@ class Oracle:
         self.nodes = nodes
         self.spoil = spoil
         self._random = random.Random(seed)
-        self._history: list[list[int]] = []
-        self._starts: list[int] = []
+        self._joined = 0
+        self._rows: list[tuple[list[int], int, list[int]]] = []  # history, length of the prompt, reference
 
     def attach(self, target: Target) -> None:
         """Any target whose continuations these are."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        self._history = history
-        self._starts = [len(row) for row in prompt.histories()]
+        if not self._rows:
+            self._joined = 0
+        for row, start in zip(history, map(len, prompt.histories()), strict=True):
+            self._rows.append((row, start, self.references[self._joined % len(self.references)]))
+            self._joined += 1
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         rows = []
-        for history, start, reference in zip(self._history, self._starts, self.references, strict=True):
+        for history, start, reference in self._rows:
             truth = reference[len(history) - start :][: self._random.randint(0, budget.max_depth)]
             if truth and self._random.random() < self.spoil:
                 truth[self._random.randrange(len(truth))] = self._random.randrange(self.vocab)
