@@ -82,6 +82,7 @@ def measure(target: TransformersTarget, *, prefix: int = 128, seconds: float = 1
     limit = target.context_limit or prefix + SIZES[-1]
     prefix = max(1, min(prefix, limit - SIZES[-1]))
     ids = torch.arange(prefix, device=device)[None] % min(vocab, 256)
+    target.select([])
     target.prefill(Prompt(ids), room=SIZES[-1])
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for size in SIZES * (_WARM_UP if device.type == "cuda" else 0):
@@ -94,6 +95,7 @@ def measure(target: TransformersTarget, *, prefix: int = 128, seconds: float = 1
             target.forward_tree(tree).logits.max(-1).indices.tolist()
             times[size].append(clock() - start)
         rounds += 1
+    target.select([])
     return CostTable(SIZES, tuple(median(times[size]) for size in SIZES))
 
 

@@ -171,6 +171,7 @@ def next_token_scores(
 
     The tokens pass through the target in one pass, as a tree that is a chain.
     """
+    target = type(target)(target.model, target.processor)  # this one may have sequences that decode
     step = target.prefill(prompt, len(tokens))
     if tokens:
         chain = torch.tensor([list(tokens)], device=prompt.input_ids.device)

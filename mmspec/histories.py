@@ -20,11 +20,12 @@ NOTHING = -1
 
 
 class Histories:
-    """The rows of one request: lists of tokens that only grow."""
+    """Lists of tokens that only grow, followed on the device."""
 
     def __init__(self) -> None:
-        self._tokens = torch.empty(0, 0)  # (batch, room) int64, from the left, behind each row NOTHING
+        self._tokens = torch.empty(0, 0)  # (batch, capacity) int64, from the left, then NOTHING
         self._known: list[int] = []
+        self._rows: list[list[int]] = []
 
     def at(self, history: Sequence[list[int]], tree: TokenTree) -> NodeHistories:
         """The histories of a tree's nodes. ``history``: each row's tokens, the root being the last."""
@@ -32,11 +33,9 @@ class Histories:
 
     def follow(self, history: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows, (batch, longest) int64, behind ``NOTHING`` in shorter ones, and their lengths, (batch, 1)."""
-        if len(self._known) != len(history):
-            self._known, self._tokens = (
-                [0] * len(history),
-                torch.empty(len(history), 0, dtype=torch.long, device=device),
-            )
+        if len(self._rows) != len(history) or any(a is not b for a, b in zip(self._rows, history, strict=True)):
+            self._rows, self._known = list(history), [0] * len(history)  # sequences have joined or left
+            self._tokens = torch.empty(len(history), 0, dtype=torch.long, device=device)
         new = [row[known:] for row, known in zip(history, self._known, strict=True)]
         widest = max(map(len, new))
         room = max(self._known) + widest

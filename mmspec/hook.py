@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers.generation import (
 
 from mmspec import plugins
 from mmspec.checks import shown
-from mmspec.engine import Row
+from mmspec.engine import Sequence as Row
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
@@ -81,10 +80,18 @@ def decode(
         prompt = _prompt(input_ids, model_kwargs)
         stopper = _stopper(stopping_criteria, input_ids.shape[1])
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        with closing(_pipeline(model, drafter).steps(prompt, sampler, stopper, nodes)) as steps:
-            for rows in steps:
-                for token in rows[0].emitted if streamer is not None else ():
+        engine = _pipeline(model, drafter).engine
+        rows = engine.add(prompt, sampler, stopper, nodes)
+        try:
+            while not all(row.done for row in rows):
+                engine.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_news)
+                for token in rows[0].take() if streamer is not None else ():
                     streamer.put(torch.tensor([token]))
+        finally:
+            engine.remove(rows)
+        for row in rows:
+            if row.error is not None:
+                raise row.error
     finally:
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever

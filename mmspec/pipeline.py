@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
@@ -15,16 +15,13 @@ from mmspec.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.calibrate import cost_table, stored_cost
 from mmspec.checks import shown
 from mmspec.drafter import Drafter
-from mmspec.engine import Row, decode, generator_for
+from mmspec.engine import SLOTS, Engine
 from mmspec.errors import UserError
 from mmspec.loading import load_target, make_drafter
-from mmspec.request import Call, parse
-from mmspec.sampling import Sampler
+from mmspec.request import SLOT_COUNT, Call, parse
 from mmspec.stats import Stats
 from mmspec.stopping import FinishReason, Stopper
-from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
-from mmspec.turns import Turn
 
 Message = Mapping[str, Any]
 
@@ -59,6 +56,7 @@ def load(
     device: str = "auto",
     dtype: Any = "auto",
     processor: Any = None,
+    slots: int = SLOTS,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -73,6 +71,7 @@ def load(
         dtype: ``"auto"`` is float32 on a CPU for models below a billion parameters and the checkpoint's own
             otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``, or the torch dtype.
         processor: the tokenizer or processor of a model that is given as an object.
+        slots: requests that decode at the same time; each needs memory for its keys and values.
         **options: passed on to transformers' ``from_pretrained``. Python code that a folder brings along runs only with
             ``trust_remote_code=True``.
 
@@ -86,7 +85,7 @@ def load(
         if given := [f"{name}={shown(value)}" for name, value in asked.items() if value != "auto"]:
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(given)}")
         home = model.config.name_or_path or ""
-        return Pipeline(plugins.target_class(model.config)(model, processor), make_drafter(drafter, home))
+        return Pipeline(plugins.target_class(model.config)(model, processor), make_drafter(drafter, home), slots=slots)
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:
@@ -95,14 +94,17 @@ def load(
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
     # First: a misspelt name should not cost the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-    return Pipeline(load_target(folder, device, dtype, **options), speculator, name=model)
+    return Pipeline(load_target(folder, device, dtype, **options), speculator, name=model, slots=slots)
 
 
 class Pipeline:
-    """A target and its drafter.
+    """A target, a drafter and the engine that decodes with them.
 
-    It serves one request at a time: threads wait for each other, and a request made before a stream of the same thread
-    is finished is refused. So it is with pipelines that share a target or a drafter.
+    Threads may share it: their requests decode together, and no request's tokens depend on another's. Pipelines that
+    share a target or a drafter wait for each other.
+
+    Args:
+        slots: requests that decode at the same time; further ones wait.
 
     Attributes:
         model, processor: the plain transformers objects.
@@ -111,14 +113,16 @@ class Pipeline:
         budgets: by batch size, what adaptive budgets have learnt of this drafter on this target.
     """
 
-    def __init__(self, target: TransformersTarget, drafter: Drafter | None = None, name: str = "") -> None:
+    def __init__(
+        self, target: TransformersTarget, drafter: Drafter | None = None, name: str = "", *, slots: int = SLOTS
+    ) -> None:
         self.target = target
         self.drafter = drafter
-        self.budgets: dict[int, Any] = {}
+        self.budgets: dict[int, Budget] = {}
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
+        self.engine = Engine(target, drafter, self._budget, slots=SLOT_COUNT.check("slots", slots))
         if drafter is not None:
-            with Turn(drafter):
-                drafter.attach(target)
+            drafter.attach(target)
 
     @property
     def model(self) -> Any:
@@ -137,89 +141,119 @@ class Pipeline:
             prompt: text, or chat messages in transformers' format.
             images: paths, bytes, PIL images or arrays, in the order of their place in the prompt.
             videos: paths (or whatever the target's adapter takes as a video).
-            **keywords: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ``stop``, ``seed``, ...),
-                ``nodes`` (tree size per step; None takes the size that is expected to be fastest),
+            **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
+                ``seed``, ...), ``nodes`` (tree size per step; None takes the size that is expected to be fastest),
                 ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
                 (per video).
 
         Raises:
-            UserError: an option out of range, input that cannot be read, a prompt beyond the context limit, or a stream
-                of this thread that is not finished.
+            UserError: an option out of range, input that cannot be read, or a prompt beyond the context limit.
         """
         return self.generate_batch([{"prompt": prompt, "images": images, "videos": videos}], **keywords)[0]
 
     def generate_batch(self, requests: Sequence[Mapping[str, Any]], **keywords: Any) -> list[Generation]:
-        """Answer several prompts at once, ``{"prompt": ..., "images": ..., "videos": ...}`` each; see ``generate``.
+        """Answer several prompts, ``slots`` of them at a time.
 
-        In float32, each row's tokens are those of its answer alone.
+        In float32, each answer's tokens are those that it has alone.
+
+        Args:
+            requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` takes the place
+                of those of the call.
+            **keywords: see ``generate``.
         """
-        call = parse(requests, keywords)
-        if not requests:
-            return []
-        request = _Request(self, call)
-        *_, rows = request.steps()
-        return [
-            Generation(request.text(row.token_ids), row.token_ids, row.finish_reason or "length", row.stats)
-            for row in rows
-        ]
+        calls = parse(requests, keywords)
+        answers: list[_Answer] = []
+
+        def ready() -> bool:
+            return len(answers) - sum(answer.sequence.done for answer in answers) < 2 * self.engine.slots
+
+        try:
+            for call in calls:
+                self.engine.wait(ready)  # the inputs of waiting requests take memory
+                answers.append(_Answer(self, call))
+            for answer in answers:
+                self.engine.wait(lambda answer=answer: answer.sequence.done)  # type: ignore[misc]
+                answer.check()
+        finally:
+            self.engine.remove(answer.sequence for answer in answers)
+        return [answer.whole() for answer in answers]
 
     def stream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> Iterator[Piece]:
         """Answer one prompt piece by piece, as tokens are accepted; see ``generate``.
 
-        The request begins when the first piece is asked for, and ends with the last one, or when the iterator is closed
-        or dropped.
+        The request begins when the first piece is asked for. Closing or dropping the iterator cancels it.
         """
-        request = _Request(self, parse([{"prompt": prompt, "images": images, "videos": videos}], keywords))
-        shown, pending = "", []
-        with closing(request.steps()) as steps:
-            for (row,) in steps:
-                pending += row.emitted
-                text = request.text(row.token_ids, final=row.finish_reason is not None)
-                if row.finish_reason is not None:
-                    last = Piece(text[len(shown) :], pending, row.finish_reason, row.stats)
-                elif len(text) > len(shown):
-                    yield Piece(text[len(shown) :], pending)
-                    shown, pending = text, []
-        yield last
+        (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
+        return self._pieces(call)
 
-    def steps(
-        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None
-    ) -> Generator[list[Row], None, None]:
-        """Decode as ``mmspec.engine.decode`` does. Target and drafter belong to this request from the first step until
-        the generator ends, is closed or is dropped.
+    async def astream(
+        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+    ) -> AsyncIterator[Piece]:
+        """``stream`` for asyncio: the event loop goes on while a thread waits for tokens. Cancelling the task, or
+        leaving the loop, cancels the request."""
+        (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
+        made = asyncio.ensure_future(asyncio.to_thread(_Answer, self, call))
+        try:
+            answer = await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_cancel)
+            raise
+        try:
+            while not answer.ended:
+                piece = await asyncio.to_thread(answer.next)
+                if piece is not None:
+                    yield piece
+        finally:
+            self.engine.remove([answer.sequence])
 
-        Raises:
-            UserError: another request has them and may never end; see ``Turn``.
-        """
-        with Turn(self.target, self.drafter) as turn:
-            if self.drafter is not None:
-                self.drafter.attach(self.target)  # another pipeline may have attached it to its own target
-            budget = budget_for(self.target, self.drafter, nodes, len(prompt.input_ids), self.budgets)
-            for rows in decode(self.target, self.drafter, prompt, sampler, stopper, budget):
-                with turn.paused():
-                    yield rows
+    def _pieces(self, call: Call) -> Iterator[Piece]:
+        answer = _Answer(self, call)
+        try:
+            while not answer.ended:
+                piece = answer.next()
+                if piece is not None:
+                    yield piece
+        finally:
+            self.engine.remove([answer.sequence])
+
+    def _budget(self, batch: int, nodes: int | None) -> Budget:
+        """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None."""
+        target = self.target
+        if target.cost is None:
+            target.cost = stored_cost(target)
+        if self.drafter is None:
+            return Budget(nodes=0)
+        if nodes is not None:
+            return Budget(nodes)
+        if batch not in self.budgets:
+            if target.cost is None:
+                # On a target of its own: this one's sequences have been absorbed.
+                target.cost = cost_table(type(target)(target.model, target.processor))
+            steady = kernels.fixed_shapes(target.device)
+            self.budgets[batch] = (SteadyBudget if steady else AdaptiveBudget)(target.cost, batch=batch)
+        return self.budgets[batch]
 
 
-class _Request:
-    """A call that was checked, with what its decoding needs."""
+def _cancel(made: asyncio.Future[_Answer]) -> None:
+    """A request that nobody waits for any more has been queued."""
+    if made.exception() is None:
+        made.result().pipe.engine.remove([made.result().sequence])
+
+
+class _Answer:
+    """A request that decodes."""
 
     def __init__(self, pipe: Pipeline, call: Call) -> None:
         self.pipe, self.target = pipe, pipe.target
         params, extras = call.params, call.extras
-        self.stop, self.nodes = params.stop_strings, extras.nodes
-        with self.target.attention.applied():  # targets of one model share its tokenizer as well
-            self.prompt: Prompt = self.target.encode(call.requests, **call.inputs)
-        length, limit = self.prompt.input_ids.shape[1], self.target.context_limit
+        self.stop = params.stop_strings
+        prompt = self.target.encode([call.request], **call.inputs)
+        length, limit = prompt.input_ids.shape[1], self.target.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        self.sampler = Sampler(
-            params.processors(extras.logits_processor),
-            do_sample=params.do_sample,
-            generator=generator_for(params.seed, self.prompt.input_ids.device),
-        )
-        self.stopper = Stopper(
+        stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
             eos_token_ids=self.target.eos_token_ids,
@@ -227,9 +261,35 @@ class _Request:
             criteria=extras.stopping_criteria,
             tokenizer=self.target.tokenizer,
         )
+        sampler = params.sampler(extras.logits_processor, prompt.input_ids.device)
+        (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes)
+        self.ended = False
+        self._shown, self._pending = "", list[int]()
 
-    def steps(self) -> Generator[list[Row], None, None]:
-        return self.pipe.steps(self.prompt, self.sampler, self.stopper, self.nodes)
+    def check(self) -> None:
+        """Raises what ended the sequence by mistake."""
+        if self.sequence.error is not None:
+            raise self.sequence.error
+
+    def whole(self) -> Generation:
+        """The answer, once its sequence has ended."""
+        ids = self.sequence.token_ids
+        return Generation(self.text(ids), ids, self.sequence.finish_reason or "length", self.sequence.stats)
+
+    def next(self) -> Piece | None:
+        """Wait for the next tokens; None where they add no whole character yet."""
+        sequence = self.sequence
+        self.pipe.engine.wait(lambda: sequence.has_news)
+        self.check()
+        reason = sequence.finish_reason  # before the tokens: another thread may be adding some
+        self.ended = reason is not None
+        self._pending += sequence.take()
+        text = self.text(sequence.token_ids, final=reason is not None)
+        if reason is None and len(text) <= len(self._shown):
+            return None
+        piece = Piece(text[len(self._shown) :], self._pending, reason, sequence.stats if reason else None)
+        self._shown, self._pending = text, []
+        return piece
 
     def text(self, token_ids: list[int], *, final: bool = True) -> str:
         """The answer's text; unless ``final``, without an end that later tokens may still change."""
@@ -241,30 +301,3 @@ class _Request:
         held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         text = text[: len(text) - held]
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text
-
-
-def budget_for(
-    target: TransformersTarget,
-    drafter: Drafter | None,
-    nodes: int | None,
-    batch: int,
-    learnt: dict[int, Any] | None = None,
-) -> Budget:
-    """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None.
-
-    Args:
-        learnt: adaptive budgets by batch size, to go on with and to add to.
-    """
-    if target.cost is None:
-        target.cost = stored_cost(target)
-    if drafter is None:
-        return Budget(nodes=0)
-    if nodes is not None:
-        return Budget(nodes)
-    if target.cost is None:
-        target.cost = cost_table(target)
-    learnt = {} if learnt is None else learnt
-    if batch not in learnt:
-        steady = kernels.fixed_shapes(target.device)
-        learnt[batch] = SteadyBudget(target.cost, batch=batch) if steady else AdaptiveBudget(target.cost, batch=batch)
-    return learnt[batch]

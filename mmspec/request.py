@@ -11,12 +11,14 @@ from mmspec.checks import Checked, Rule, is_text, option, optional, shown, whole
 from mmspec.errors import UserError
 from mmspec.sampling import SamplingParams
 
-_KEYS = ("prompt", "images", "videos")
+_KEYS = ("prompt", "images", "videos", "params")
 _FUNCTIONS = Rule(
     "a list of callables", lambda value: isinstance(value, Sequence) and all(callable(one) for one in value)
 )
 
 NODES = optional(whole(0))
+SLOT_COUNT = whole(1)
+PARAMS = Rule("mmspec.SamplingParams", lambda value: isinstance(value, SamplingParams))
 
 
 @dataclass(frozen=True)
@@ -35,50 +37,59 @@ class Extras(Checked):
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call.
+    """A checked request.
 
     Attributes:
-        requests: ``{"prompt": ..., "images": ..., "videos": ...}`` each.
-        params, extras: how they are decoded.
+        request: its ``prompt``, ``images`` and ``videos``.
+        params, extras: how it is decoded.
         inputs: keywords that are left to the target's ``encode``.
     """
 
-    requests: Sequence[Mapping[str, Any]]
+    request: Mapping[str, Any]
     params: SamplingParams
     extras: Extras
     inputs: dict[str, Any]
 
 
-def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) -> Call:
-    """Check a call. Images and videos are checked where they are read, the keywords that remain by the target.
+def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) -> list[Call]:
+    """Check requests and the keywords that hold for all of them. Images and videos are checked where they are read, the
+    keywords that remain by the target.
 
     Raises:
-        UserError: a keyword breaks its rule; a request of another type, a key that is not known, no prompt, or a prompt
-            that is neither text nor chat messages.
+        UserError: a keyword breaks its rule, or is given beside ``params``; a request of another type, a key that is
+            not known, no prompt, or a prompt that is neither text nor chat messages.
     """
     if not isinstance(requests, Sequence) or isinstance(requests, str | bytes):
         raise UserError(f"requests must be a list of dicts: got {shown(requests)}")
     for request in requests:
         _check_request(request)
     left = dict(keywords)
+    params = left.pop("params", None)
+    fields, extras = _taken(left, SamplingParams), Extras(**_taken(left, Extras))
+    if params is None:
+        params = SamplingParams(**fields)
+    elif fields:
+        raise UserError(f"params hold all sampling parameters: got {', '.join(fields)} beside them")
+    PARAMS.check("params", params)
+    return [Call(request, request.get("params") or params, extras, left) for request in requests]
 
-    def take(kind: Any) -> Any:
-        return kind(**{field.name: left.pop(field.name) for field in fields_of(kind) if field.name in left})
 
-    return Call(requests, take(SamplingParams), take(Extras), left)
+def _taken(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """The keywords that are fields of a dataclass, which are removed."""
+    return {field.name: keywords.pop(field.name) for field in fields_of(kind) if field.name in keywords}
 
 
 def _check_request(request: Any) -> None:
     if not isinstance(request, Mapping):
         raise UserError(f"a request must be a dict with a prompt: got {shown(request)}")
     known = f"a request's keys are {', '.join(_KEYS)}"
-    if "params" in request:
-        raise UserError(f"{known}: params cannot differ within a batch, pass keywords to the call")
     if unknown := [str(key) for key in request if key not in _KEYS]:
         raise UserError(f"{known}: got {', '.join(unknown)}")
     if "prompt" not in request:
         raise UserError(f"a request must have a prompt: got {', '.join(request) or 'nothing'}")
     _check_prompt(request["prompt"])
+    if request.get("params") is not None:
+        PARAMS.check("params", request["params"])
 
 
 def _check_prompt(prompt: Any) -> None:

@@ -6,7 +6,7 @@ penalties and n-gram bans see at each node exactly what plain decoding would hav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -15,14 +15,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from mmspec import ops
 from mmspec.checks import Checked, Rule, is_text, number, option, optional, whole
 from mmspec.errors import UserError
 from mmspec.histories import Histories
-from mmspec.ops import quantile
 from mmspec.processors import OnTrees, known, on_trees
-from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
-from mmspec.verify import Verdict, verify, verify_greedy
 
 # These keep state between calls or pair rows of scores with other rows; neither survives being asked about many nodes
 # at once.
@@ -88,6 +86,16 @@ class SamplingParams(Checked):
     def do_sample(self) -> bool:
         return self.temperature > 0
 
+    def sampler(self, custom: Sequence[hf.LogitsProcessor] = (), device: torch.device | str = "cpu") -> Sampler:
+        """What chooses the tokens; ``custom`` as for ``processors``, ``device`` is that of the logits."""
+        values = self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
+        return Sampler(
+            self.processors(custom),
+            do_sample=self.do_sample,
+            generator=None if self.seed is None else torch.Generator(device).manual_seed(self.seed),
+            key=None if custom else values if self.do_sample else self.repetition_penalty,
+        )
+
     def processors(self, custom: Sequence[hf.LogitsProcessor] = ()) -> LogitsProcessorList:
         """The processors that transformers' ``generate`` would build from the same parameters, in its order: ``custom``
         ones see logits before temperature and filters do."""
@@ -109,19 +117,16 @@ class SamplingParams(Checked):
 
 
 class Sampler:
-    """Chooses tokens as plain decoding would.
-
-    The n-th new token of a row is drawn with the n-th random number of that row, at whichever node of a tree it is
-    decided: a path passes one node per depth, so sharing the number among the nodes of a depth biases nothing, and the
-    same seed gives the same tokens whatever was drafted. (Drawn trees need randomness of their own, and give up the
-    latter.)
+    """How the tokens of one request are chosen: logits processors, then the argmax or a draw.
 
     Args:
         processors: applied in order to float32 logits, each row with its own history. Those that ``mmspec.processors``
-            does not know are shown rows of equal length, for which the host reads the tree: a step then waits for the
-            device once more. So it does for transformers' eta and top-h, which check their own probabilities there.
+            does not know are called with rows of equal length, for which the host reads the tree: a step then waits for
+            the device once more. So it does for transformers' eta and top-h, which check their own probabilities there.
         do_sample: draw from the processed distribution; False takes its argmax.
-        generator: the source of randomness, on the device of the logits.
+        generator: the source of randomness, on the device of the logits; None is torch's global one.
+        key: samplers of equal keys have equal processors, which then run once for all of their rows; None: no other
+            sampler's are equal.
 
     Raises:
         UserError: a processor that keeps state or depends on the row index cannot be exact on trees.
@@ -133,6 +138,7 @@ class Sampler:
         *,
         do_sample: bool = False,
         generator: torch.Generator | None = None,
+        key: Hashable = None,
     ) -> None:
         for processor in processors:
             if isinstance(processor, _UNSUPPORTED):
@@ -143,72 +149,132 @@ class Sampler:
         self.processors = list(processors)
         self.do_sample = do_sample
         self.generator = generator
-        self._uniforms = torch.empty(0)  # (batch, new tokens), drawn in blocks as the rows grow
-        self._prompt_lengths: list[int] = []
+        self.key = (id(self) if processors and key is None else key, do_sample)
+
+
+class Sampled:
+    """A sequence as far as the choice of its tokens is concerned.
+
+    The n-th new token is drawn with the n-th random number of its sequence, at whichever node of a tree it is decided:
+    a path passes one node per depth, so sharing the number among the nodes of a depth biases nothing, and the same seed
+    gives the same tokens whatever was drafted. (Drawn trees need further random numbers: there the tokens depend on the
+    drafts, too.)
+
+    Args:
+        history: its tokens, the prompt's and the emitted ones.
+        sampler: how they are chosen.
+        index: its row in the request, on which some processors depend.
+
+    Attributes:
+        prompt_length: tokens of the history when it began.
+        error: what its processors raised.
+    """
+
+    def __init__(self, history: list[int], sampler: Sampler, index: int = 0) -> None:
+        self.history, self.sampler, self.index = history, sampler, index
+        self.prompt_length = len(history)
+        self.error: Exception | None = None
+        self._uniforms = torch.empty(0)
+
+    def uniforms(self, count: int, device: torch.device) -> Tensor:
+        """(count,) random numbers of the next tokens."""
+        first = len(self.history) - self.prompt_length
+        while len(self._uniforms) < first + count:
+            block = torch.rand(_BLOCK, generator=self.sampler.generator, device=device)
+            self._uniforms = torch.cat([self._uniforms.to(device), block])
+        return self._uniforms[first : first + count]
+
+
+class BatchSampler:
+    """Chooses the tokens of a batch of sequences, each as plain decoding of it alone would."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, _Group] = {}
+
+    def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        """The target's token after each node.
+
+        Args:
+            rows: the sequences, the last token of each history being the root.
+            tree: the draft.
+            logits: (batch, nodes, vocab), raw logits of the target.
+
+        Returns:
+            (batch, nodes) int64. Rows whose processors raised an exception have it as ``error``; their tokens mean
+            nothing.
+        """
+        members: dict[Hashable, list[int]] = {}
+        for place, row in enumerate(rows):
+            members.setdefault(row.sampler.key, []).append(place)
+        self._groups = {
+            key: self._groups.get(key) or _Group(rows[places[0]].sampler) for key, places in members.items()
+        }
+        if len(members) == 1:
+            (group,) = self._groups.values()
+            return group.choose(rows, tree, logits)
+        choices = torch.zeros_like(tree.tokens)
+        for key, places in members.items():
+            chosen = [rows[place] for place in places]
+            choices[places] = self._groups[key].choose(chosen, tree.select(places), logits[places])
+        return choices
+
+
+class _Group:
+    """Rows whose logits pass through the same processors."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._processors, self._do_sample = sampler.processors, sampler.do_sample
         self._histories = Histories()
-        self._on_trees: list[OnTrees] = []  # the processors for this vocabulary and device, once asked for
-        self._known = all(map(known, self.processors))
+        self._on_trees: list[OnTrees] = []  # the processors for this vocabulary and device, once they are called
+        self._known = all(map(known, self._processors))
 
-    def first(self, history: list[list[int]], logits: Tensor) -> Tensor:
-        """The token after the prompt. ``history``: token ids per row; ``logits``: (batch, 1, vocab) -> (batch,)."""
-        batch = logits.shape[0]
-        root_only = TokenTree.root(torch.zeros(batch, dtype=torch.long, device=logits.device))
-        self._prompt_lengths, self._histories, self._on_trees = [], Histories(), []
-        return self._choose(history, root_only, self._process(history, root_only, logits))[:, 0]
-
-    def verify(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Verdict:
-        """Judge a tree. ``history``: prompt and emitted tokens of each row, the root being the last; ``logits``:
-        (batch, nodes, vocab) raw logits of the target."""
-        scores = self._process(history, tree, logits)
-        if self.do_sample and tree.draft_probs is not None:
-            return verify(tree, scores.softmax(-1), generator=self.generator)
-        return verify_greedy(tree, self._choose(history, tree, scores))
-
-    def _choose(self, history: list[list[int]], tree: TokenTree, scores: Tensor) -> Tensor:
-        """(batch, nodes) the token after each node."""
-        if not self.do_sample:
+    def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        try:
+            scores = self._process(rows, tree, logits)
+        except Exception as error:
+            for row in rows:
+                row.error = error
+            return torch.zeros_like(tree.tokens)
+        if not self._do_sample:
             return scores.max(-1).indices  # what argmax gives, ties included; on a CPU in a third of its time
-        if len(self._prompt_lengths) != len(history):  # new rows
-            self._prompt_lengths = [len(row) for row in history]
-            self._uniforms = torch.empty(len(history), 0, device=scores.device)
-        new = [len(row) - length for row, length in zip(history, self._prompt_lengths, strict=True)]
-        while self._uniforms.shape[1] <= max(new) + tree.max_depth:
-            block = torch.rand(len(new), _BLOCK, generator=self.generator, device=scores.device)
-            self._uniforms = torch.cat([self._uniforms, block], dim=1)
-        place = on_device(new, scores.device)[:, None] + (tree.depth if tree.nodes > 1 else 0)
-        return quantile(scores.softmax(-1), self._uniforms.gather(1, place))
+        if tree.draft_probs is not None:
+            # One number decides about each node at its parent, another draws after a node whose children are rejected.
+            drawn = [torch.rand(2, tree.nodes, generator=row.sampler.generator, device=scores.device) for row in rows]
+            return ops.choose_drawn(tree, scores.softmax(-1), *torch.stack(drawn, dim=1))
+        uniforms = torch.stack([row.uniforms(tree.max_depth + 1, scores.device) for row in rows])
+        return ops.quantile(scores.softmax(-1), uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms)
 
-    def _process(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:
-        if not self.processors:
-            return logits.float() if self.do_sample else logits
+    def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        if not self._processors:
+            return logits.float() if self._do_sample else logits
         if not self._known:
-            return self._by_length(history, tree, logits)
-        scores, seen = logits.to(torch.float32, copy=True), self._histories.at(history, tree)
-        self._on_trees = self._on_trees or [on_trees(processor, scores) for processor in self.processors]
+            return self._by_length(rows, tree, logits)
+        scores, seen = logits.to(torch.float32, copy=True), self._histories.at([row.history for row in rows], tree)
+        self._on_trees = self._on_trees or [on_trees(processor, scores) for processor in self._processors]
         for process in self._on_trees:
             scores = process(seen, scores)
         return scores
 
-    def _by_length(self, history: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:
+    def _by_length(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
         scores = logits.to(torch.float32, copy=True)
-        for ids, row, node in _histories_by_length(history, tree):
-            group = scores[row, node]
-            for processor in self.processors:
-                group = _for_rows(processor, row)(ids, group)
-            scores[row, node] = group.to(scores.dtype)
+        for ids, at, node in _histories_by_length([row.history for row in rows], tree):
+            group, indices = scores[at, node], [rows[row].index for row in at.tolist()]
+            for processor in self._processors:
+                group = _for_rows(processor, indices)(ids, group)
+            scores[at, node] = group.to(scores.dtype)
         return scores
 
 
-def _for_rows(processor: hf.LogitsProcessor, rows: Tensor) -> hf.LogitsProcessor:
-    """The processor as it must be called when its i-th input belongs to batch row ``rows[i]``."""
+def _for_rows(processor: hf.LogitsProcessor, rows: list[int]) -> hf.LogitsProcessor:
+    """The processor as it must be called when its i-th input belongs to row ``rows[i]`` of the request."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):  # how much padding each row's repetition penalty must not count
         bound = copy(processor)
-        bound.prompt_ignore_length = ignored.to(rows.device)[rows]  # type: ignore[attr-defined]
+        bound.prompt_ignore_length = ignored[rows]  # type: ignore[attr-defined]
         return bound
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
-        allowed, index = processor._prefix_allowed_tokens_fn, rows.tolist()
-        return hf.PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(index[i], ids), num_beams=1)
+        allowed = processor._prefix_allowed_tokens_fn
+        return hf.PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(rows[i], ids), num_beams=1)
     return processor
 
 

@@ -111,6 +111,16 @@ class TokenTree:
         rows = self.log_probs[:, 1:].exp().tolist()
         return [[p for p in row[:drafted] if p > 0.0] for row, drafted in zip(rows, self.drafted, strict=True)]
 
+    def select(self, rows: Sequence[int]) -> TokenTree:
+        """The trees of some rows."""
+        parts = (self.tokens, self.parents, self.valid, self.draft_probs, self.log_probs)
+        tokens, parents, valid, draft_probs, log_probs = (None if part is None else part[rows] for part in parts)
+        assert tokens is not None
+        assert parents is not None
+        tree = TokenTree(tokens, parents, valid, draft_probs, log_probs=log_probs, check=False)
+        tree.max_depth = self.max_depth
+        return tree
+
     def first(self, nodes: int) -> TokenTree:
         """The tree of the first ``nodes`` nodes, root included: where there are ``log_probs``, the likeliest ones."""
         if nodes >= self.nodes:

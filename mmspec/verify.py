@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mmspec import ops
-from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 
 
@@ -61,15 +60,6 @@ class Verdict:
     def width(self) -> int:
         """The most nodes that a path can have."""
         return self.packed.shape[1] // 2 - 1
-
-    def only(self, rows: list[bool]) -> Verdict:
-        """The same verdict, keeping nothing in the rows marked False (they have finished)."""
-        if all(rows):
-            return self
-        nothing = self.packed.clone()
-        nothing[:, 0] = 0
-        nothing[:, 2 : 2 + self.width] = -1
-        return Verdict(torch.where(on_device(rows, self.packed.device)[:, None], self.packed, nothing))
 
     @cached_property
     def host(self) -> list[tuple[list[int], list[int]]]:

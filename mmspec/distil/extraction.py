@@ -103,7 +103,10 @@ class Extractor:
         if any(_KINDS in one.inputs for one in batch):
             inputs[_KINDS] = self._kinds(ids).to(device)
         prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
+        self.target.features = ("last",)
+        self.target.select([])
         step = self.target.prefill(prompt, room=1)
+        self.target.select([])
         rows = []
         for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
             visual = one.visual.to(device)

@@ -1,0 +1,19 @@
+"""Decoding step by step, by an engine of its own."""
+
+from mmspec.engine import Engine
+
+
+def decode(target, drafter, prompt, sampler, stopper, budget, **settings):
+    """The sequences of a prompt after each step; ``emitted`` of each holds its tokens of this step."""
+    engine = Engine(target, drafter, lambda batch, nodes: budget, **settings)
+    rows = engine.add(prompt, sampler, stopper)
+    try:
+        while not all(row.done for row in rows):
+            engine.wait(lambda: any(row.has_news for row in rows))
+            for row in rows:
+                if row.error:
+                    raise row.error
+                row.emitted = row.take()
+            yield rows
+    finally:
+        engine.remove(rows)
