@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmspec.budget import Budget
-from mmspec.drafter import Drafter, fork
+from mmspec.drafter import Drafter, features, fork
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
-from mmspec.target import Prompt, Step, Target
+from mmspec.target import Feature, Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
@@ -105,11 +106,19 @@ class Watched:
         self._network = network if count_forwards and isinstance(network, nn.Module) else None
         self.forwards = None if self._network is None else 0
 
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The hidden states that the drafter reads."""
+        return features(self.drafter)
+
     def attach(self, target: Target) -> None:
         self.drafter.attach(target)
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         self.drafter.begin(prompt, step, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         handle = None if self._network is None else self._network.register_forward_hook(self._count)

@@ -90,7 +90,7 @@ def passes(big: Big, batch: int, prefix: int, nodes: tuple[int, ...], bandwidth:
         getattr(target.config, "head_dim", None) or target.config.hidden_size // target.config.num_attention_heads
     )
     if (states := getattr(cache, "_state", None)) is not None:
-        entries += states.numel() * states.element_size()
+        entries += states.data.numel() * states.data.element_size()
     row: dict[str, Any] = {"batch": batch, "prefix": prefix, "pass_ms": {}, "draft_ms": {}}
     for count in (1, *nodes):
         check = partial(target.forward_tree, binary_tree(batch, count, device))
@@ -110,6 +110,8 @@ def passes(big: Big, batch: int, prefix: int, nodes: tuple[int, ...], bandwidth:
         grow = partial(drafter.propose, token, Budget(max(nodes) - 1))
         # Without the last step's tokens, which take one narrow pass of the drafter's layer more.
         row["draft_ms"][name] = 1000 * _ready(grow, device)
+        drafter.select([])
+    target.select([])
     return row
 
 

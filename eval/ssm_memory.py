@@ -57,17 +57,16 @@ class _Snapshots(StateCache):
         dt_bias: Tensor,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        assert self._state is not None
         assert self._tree is not None
         batch, nodes, heads, _ = x.shape
         place = self._current
         if place == 0:
-            self.kept = self._state.new_empty(len(self._place), batch, nodes, *self._state.shape[2:])
+            self.kept = x.new_empty(len(self._place), batch, nodes, *self._state.data.shape[2:], dtype=torch.float32)
         dt = F.softplus(dt.float() + dt_bias)
         b, c = (t.float().repeat_interleave(heads // t.shape[2], dim=2) for t in (b, c))
         y = torch.empty(x.shape, dtype=torch.float32)
         for node, parent in enumerate(self.parents):
-            before = self._state[place] if parent < 0 else self.kept[place, :, parent]
+            before = self._state.data[:, place] if parent < 0 else self.kept[place, :, parent]
             state = self.kept[place, :, node]
             torch.mul(before, (dt[:, node] * a).exp()[..., None, None], out=state)
             state += (dt[:, node, :, None] * x[:, node])[..., None] * b[:, node, :, None]
@@ -76,11 +75,9 @@ class _Snapshots(StateCache):
         return y, None
 
     def _absorb(self, path: Tensor) -> None:
-        assert self._state is not None
         assert self._inputs is not None
-        assert self._conv is not None
-        self._state.copy_(self.kept[:, :, int(path[0, -1])])
-        for inputs, conv in zip(self._inputs, self._conv, strict=True):
+        self._state.data.copy_(self.kept[:, :, int(path[0, -1])].transpose(0, 1))
+        for inputs, conv in zip(self._inputs, self._conv.data.unbind(1), strict=True):
             commit_conv(inputs, conv, path)
 
 
@@ -144,8 +141,7 @@ def step(target: TransformersTarget, tree: TokenTree) -> tuple[int, Tensor, Tens
     most = peak(verify_and_commit)
     cache = target._cache
     assert isinstance(cache, StateCache)
-    assert cache._state is not None
-    return most, logits, cache._state
+    return most, logits, cache._state.data
 
 
 def measure(layers: int, nodes: int, groups: int) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Unrolled(TransformersTarget):
     def forward_tree(self, tree: TokenTree) -> Step:
         chains, self._copy = unroll(tree)
         step = super().forward_tree(chains)
-        return Step(*(_nodes(x, self._copy) for x in (step.logits, step.hidden)))
+        features = {name: _nodes(x, self._copy) for name, x in step.features.items()}
+        return Step(_nodes(step.logits, self._copy), features)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:

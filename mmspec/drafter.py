@@ -99,12 +99,16 @@ def build_tree(
 
 
 def fork(drafter: Drafter | None, target: Target) -> Any:
-    """A copy that learns on its own. Weights and the target are shared with the original: nothing learns them."""
+    """A copy without rows that learns on its own. It shares weights and the target, which nothing changes."""
     shared: list[Any] = [target]
     for member in members(drafter):
+        shared.append(getattr(member, "_target", target))
         for value in vars(member).values():
             shared += value.modules() if isinstance(value, nn.Module) else []
-    return copy.deepcopy(drafter, {id(value): value for value in shared})
+    copied = copy.deepcopy(drafter, {id(value): value for value in shared})
+    if copied is not None:
+        copied.select([])
+    return copied
 
 
 def members(drafter: Drafter | None) -> list[Drafter]:

@@ -44,7 +44,7 @@ class RowTensor:
         """Add the entries of joining sequences, (joining, ...)."""
         rows = self.rows + len(new)
         if not self.in_place:
-            self.data = torch.cat([self.data, new]) if self.rows else new
+            self.data = torch.cat([self.data, new]) if self.rows else new.clone()
         else:
             old = self.data
             alike = (old.shape[1:], old.dtype, old.device) == (new.shape[1:], new.dtype, new.device)
@@ -55,6 +55,13 @@ class RowTensor:
                 self.version = object()
             self.data[self.rows : rows] = new
         self.rows = rows
+
+    def write(self, new: Tensor) -> None:
+        """Set all entries, (rows, ...); in place, ``new`` may have those of idle rows at its end."""
+        if self.in_place:
+            self.data[: len(new)].copy_(new)
+        else:
+            self.data = new
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""

@@ -1,21 +1,22 @@
-"""What became of each tree: a drafter that keeps a record of another one's steps."""
+"""Tracing: a drafter that records the trees of another one and their verdicts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mmspec.budget import Budget
-from mmspec.drafter import Drafter
-from mmspec.target import Prompt, Step, Target
+from mmspec.drafter import Drafter, features
+from mmspec.target import Feature, Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
 
 @dataclass(frozen=True)
 class JudgedTree:
-    """One row's tree of one step, and what the target made of it.
+    """The tree of one sequence in one step, and its verdict.
 
     Attributes:
         tokens, parents: of each node, the root first; its parent is -1.
@@ -24,7 +25,7 @@ class JudgedTree:
         probs: of each node, the probability that the target gives its token after its parent (raw: before processors
             and temperature); the root's is 1.
         bonus_prob: the same of the bonus token.
-        guesses: the drafter's own probability for the same, where it showed any.
+        guesses: the drafter's own probability for the same; None where it has none.
     """
 
     tokens: list[int]
@@ -37,36 +38,48 @@ class JudgedTree:
 
 
 class Traced:
-    """A drafter that records what becomes of its trees; a step without drafts is a tree of one node.
+    """A drafter that records its trees and their verdicts; a step without drafts is a tree of one node.
 
-    The record costs little, but it is taken within the step's time.
+    Recording takes little time, which is counted as the step's.
 
     Args:
-        drafter: the drafter; it is asked everything.
+        drafter: drafts.
 
     Attributes:
-        rows: by batch row, the trees of the latest request, in the order of its steps.
+        rows: by sequence, in the order of joining, the trees of its steps. A sequence that joins while no other decodes
+            begins a new list.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.rows: list[list[JudgedTree]] = []
+        self._decoding: list[list[JudgedTree]] = []  # those of the current rows
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The hidden states that the drafter reads."""
+        return features(self.drafter)
 
     def attach(self, target: Target) -> None:
         self.drafter.attach(target)
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        self.rows = [[] for _ in history]
+        new: list[list[JudgedTree]] = [[] for _ in history]
+        self.rows = [*self.rows, *new] if self._decoding else new
+        self._decoding = [*self._decoding, *new]
         self.drafter.begin(prompt, step, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._decoding = [self._decoding[row] for row in rows]
+        self.drafter.select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         return self.drafter.propose(token, budget)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         for row, (path, emitted) in enumerate(verdict.host):
-            if path:  # the row has not finished
-                gains = tree.path_probs[row] if tree.log_probs is not None else []
-                self.rows[row].append(_judged(tree, row, path, emitted[-1], step.logits[row], gains))
+            gains = tree.path_probs[row] if tree.log_probs is not None else []
+            self._decoding[row].append(_judged(tree, row, path, emitted[-1], step.logits[row], gains))
         self.drafter.observe(tree, verdict, step)
 
 

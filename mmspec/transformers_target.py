@@ -216,7 +216,7 @@ class TransformersTarget:
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
         reserve = length + min(longest, 4096) + 64
         # A cache whose rows are copied to another one needs no slots for the answer.
-        cache = self._new_cache(length + 1 if self._in_place or self.rows else reserve, False)
+        cache = self._new_cache(length + 1 if self.in_place or self.rows else reserve, False)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
             positions = self._prompt_positions(ids, mask)
@@ -261,7 +261,7 @@ class TransformersTarget:
         if self.cache.in_place:
             width, rows = node_bucket(width), batch_bucket(batch)
             self.cache.reserve_nodes(width)
-            logits, *read = self._check(*_padded(tree, width, rows), version=(*self._addresses, *names))
+            logits, *read = self._check(*_padded(tree, width, rows), version=(*self.version, *names))
             features = {name: one[:batch, :nodes] for name, one in zip(names, read, strict=True)}
             return Step(logits[:batch, :nodes], features)
         if width == nodes:
@@ -436,9 +436,9 @@ class TransformersTarget:
 
     def _join(self, prompts: TreeCache, reserve: int) -> None:
         """Add the rows of a cache that has absorbed prompts, ``reserve`` slots long at most."""
-        if self._cache is None or self._cache.in_place != self._in_place or not (self._in_place or self.rows):
-            self._position, self._last_position = RowTensor(self._in_place), RowTensor(self._in_place)
-            self._cache = self._new_cache(reserve, True) if self._in_place else prompts
+        if self._cache is None or self._cache.in_place != self.in_place or not (self.in_place or self.rows):
+            self._position, self._last_position = RowTensor(self.in_place), RowTensor(self.in_place)
+            self._cache = self._new_cache(reserve, True) if self.in_place else prompts
         if self._cache is not prompts:
             self._cache.append(prompts, reserve)
 
@@ -459,7 +459,7 @@ class TransformersTarget:
         self._tail_depth = None
         grown = [len(row) for row in rows]
         if self.cache.in_place:
-            self._keep(pad_rows(path, batch_bucket(len(path)), -1), version=self._addresses)
+            self._keep(pad_rows(path, batch_bucket(len(path)), -1), version=self.version)
             self.cache.advance(grown)
             return
         self.cache.commit(path, rows)
@@ -473,12 +473,12 @@ class TransformersTarget:
         return ()
 
     @property
-    def _addresses(self) -> tuple[Hashable, ...]:
+    def version(self) -> tuple[Hashable, ...]:
         """Changes whenever a buffer that a captured pass reads has moved."""
         return self.cache.version, self._position.version, self._last_position.version
 
     @property
-    def _in_place(self) -> bool:
+    def in_place(self) -> bool:
         """Whether passes have static shapes."""
         served = self.attention.name == attention.NAME or (self.layers is not None and not self.layers.attends)
         return served and kernels.fixed_shapes(self.device)

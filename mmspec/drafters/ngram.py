@@ -7,7 +7,7 @@ into one trie, and a node's confidence is the share of the occurrences that run 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -28,7 +28,8 @@ class Ngram:
 
     Args:
         longest, shortest: lengths of the suffixes to look up, in tokens.
-        memory: tokens of earlier requests to keep as a source of drafts; 0 forgets each request.
+        memory: tokens of earlier requests to keep as a source of drafts, for the sequences that join after these left;
+            0 keeps none.
         width: children of a node at most; 1 drafts chains, None trees.
 
     Raises:
@@ -40,8 +41,8 @@ class Ngram:
             raise UserError(f"suffix lengths must satisfy 1 <= shortest <= longest: got {shortest} and {longest}")
         self.lengths = range(longest, shortest - 1, -1)
         self.memory, self.width = memory, width
+        self._target: Target | None = None
         self._past: list[int] = []
-        self._history: list[list[int]] = []
         self._texts: list[_Text] = []
 
     @property
@@ -50,15 +51,18 @@ class Ngram:
         return self.memory > 0
 
     def attach(self, target: Target) -> None:
-        """Any target will do."""
+        if target is not self._target:
+            self._target = target
+            self.select([])
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        if self.memory and self._history:
-            for row in self._history:
-                self._past += row
-            del self._past[: -self.memory]
-        self._history = history
-        self._texts = [_Text(self._past, row, self.lengths) for row in history]
+        self._texts += [_Text(self._past, row, self.lengths) for row in history]
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self.memory:
+            left = [text.history for row, text in enumerate(self._texts) if row not in rows]
+            self._past = [token for text in (self._past, *left) for token in text][-self.memory :]
+        self._texts = [self._texts[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         found = [text.continuations(budget, self.width) for text in self._texts]

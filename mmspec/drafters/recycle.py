@@ -8,7 +8,7 @@ instead of the latest ranking, so that its confidences hold on average.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ from mmspec.drafters.recycled import NEWEST, UNLIKELY, Recycled
 from mmspec.errors import UserError
 from mmspec.fields import Checked, Within
 from mmspec.target import Prompt, Step, Target
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
@@ -45,8 +46,8 @@ class _Settings(Checked):
 class Recycle:
     """Successor-table drafter.
 
-    The table outlives requests: what the target ranked for one answer drafts the next one. ``reset`` forgets it. Where
-    shapes are fixed it stands on the device (``mmspec.drafters.recycled``).
+    The table outlives requests: what the target ranked for one answer drafts the next one. ``reset`` forgets it. With
+    static shapes it is on the device (``mmspec.drafters.recycled``).
 
     Args:
         top_k: successors kept per context.
@@ -64,8 +65,9 @@ class Recycle:
         self._table: dict[Context, Ranking] = {}
         self._vocab: int | None = None
         self._verifier: Mapping[str, Any] | None = None
+        self._target: Target | None = None
         self._last: list[Context] = []  # per row, the token before the root, and the root
-        self._recycled: Recycled | None = None  # what takes the place of these on a device
+        self._recycled: Recycled | None = None  # replaces table and rows where shapes are static
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Recycle:
@@ -109,34 +111,46 @@ class Recycle:
         return len(self._rankings())
 
     def attach(self, target: Target) -> None:
+        if target is self._target:
+            return
         if self._verifier is not None:
             checkpoint.check_verifier(self._verifier, target)
+        self._target = target
+        self.select([])
 
     def reset(self) -> None:
         """Forget all successors."""
-        self._table, self._recycled = {}, None
+        self._table = {}
+        if self._recycled is not None:
+            self._recycled.forget()
 
     def _rankings(self) -> dict[Context, Ranking]:
         return self._table if self._recycled is None else dict(self._recycled.entries())
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        if self._vocab != step.logits.shape[-1]:
-            self.reset()  # the table of another vocabulary
-        self._vocab = step.logits.shape[-1]
+        if self._vocab != step.logits.shape[-1]:  # the table of another vocabulary
+            self._table, self._recycled, self._last = {}, None, []
+            self._vocab = step.logits.shape[-1]
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
         device = step.logits.device
-        fixed = kernels.fixed_shapes(device)
-        if self._recycled is not None and (not fixed or self._recycled.last.device != device):
+        static = kernels.fixed_shapes(device)
+        if self._recycled is not None and (not static or self._recycled.device != device):
             self._table, self._recycled = self._rankings(), None
-        if fixed:
+        if static:
             if self._recycled is None:
                 self._recycled = Recycled(self, self._vocab, device)
                 self._recycled.fill(self._table)
-            first = torch.tensor([row[-1] for row in history], device=device)
-            self._recycled.begin(torch.tensor(ends, device=device), step, first)
+            first = on_device([row[-1] for row in history], device)
+            self._recycled.begin(on_device(ends, device), step, first)
             return
-        self._last = [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
+        self._last += [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
         self._learn(ends, step.logits.flatten(0, 1))
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self._recycled is not None:
+            self._recycled.select(rows)
+        else:
+            self._last = [self._last[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         if self._recycled is not None:
@@ -149,21 +163,16 @@ class Recycle:
         if self._recycled is not None:
             self._recycled.observe(tree, verdict, step)
             return
-        contexts: list[Context] = []
-        nodes: list[int] = []
-        drafted = zip(self._last, tree.tokens.tolist(), tree.parents.tolist(), verdict.host, strict=True)
-        for row, ((before, _), tokens, parents, (path, _)) in enumerate(drafted):
-            if path:  # a row that has finished says nothing any more
-                contexts += [
-                    (tokens[up] if up >= 0 else before, token) for token, up in zip(tokens, parents, strict=True)
-                ]
-                nodes += range(row * tree.nodes, (row + 1) * tree.nodes)
+        contexts: list[Context] = [
+            (row[parent] if parent >= 0 else before, token)
+            for (before, _), row, above in zip(self._last, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+            for token, parent in zip(row, above, strict=True)
+        ]
         self._last = [
             (*last, *tokens)[-2:]  # type: ignore[misc]
             for last, (_, tokens) in zip(self._last, verdict.host, strict=True)
         ]
-        logits = step.logits.flatten(0, 1)
-        self._learn(contexts, logits if len(nodes) == len(logits) else logits[nodes])
+        self._learn(contexts, step.logits.flatten(0, 1))
 
     def _successors(self, context: Context) -> list[tuple[int, float, Context]]:
         last = context[1]

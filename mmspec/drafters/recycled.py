@@ -1,14 +1,13 @@
-"""The table of Token Recycling on a device: it learns and drafts there, at fixed shapes and addresses, so that the host
-neither waits for rankings nor looks them up.
+"""The table of Token Recycling on a device: it learns and drafts there with static shapes, without host syncs.
 
-What it holds is what the table of ``mmspec.drafters.recycle`` holds, with two exceptions: contexts of two tokens share
-a number of slots, where a later one takes the place of an earlier one; and of a context that a step has several times,
-the last node counts alone.
+It has the same entries as the table of ``mmspec.drafters.recycle``, with two exceptions: contexts of two tokens share a
+number of slots, where a later one replaces an earlier one; and of a context that occurs several times in a step, only
+the last node counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.budget import Budget
-from mmspec.drafters.captured import CapturedSteps, hold
+from mmspec.drafters.captured import CapturedDrafter, RowState
 from mmspec.drafters.growth import grow_tree
+from mmspec.rows import RowTensor
 from mmspec.target import Step
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
@@ -36,11 +36,11 @@ class Rankings:
     """Successors of contexts and their probabilities, likeliest first.
 
     Args:
-        slots: for contexts; one more is nobody's, where goes what is not to be kept.
+        slots: for contexts; an extra one is a write sink.
         width: successors kept per context.
 
     Attributes:
-        key: (slots + 1,) int64, the context that a slot holds; -1 none.
+        key: (slots + 1,) int64, the context in a slot; -1 none.
         tokens, probs: (slots + 1, width), 0 where there are fewer.
     """
 
@@ -54,10 +54,10 @@ class Rankings:
         return self.tokens[slot], self.probs[slot].where((self.key[slot] == key)[..., None], 0.0)
 
     def average(self, slot: Tensor, key: Tensor, counts: Tensor, tokens: Tensor, probs: Tensor, newest: float) -> None:
-        """Average rankings into those that are held, with a weight of ``newest``.
+        """Average rankings into the table's, with a weight of ``newest``.
 
         Args:
-            slot, key, counts: (contexts,), ``counts`` bool, whether to learn from it at all.
+            slot, key, counts: (contexts,); ``counts`` bool, False for those of idle rows.
             tokens, probs: (contexts, k).
         """
         later = ((slot[:, None] == slot) & counts).triu(1).any(1)
@@ -73,63 +73,79 @@ class Rankings:
         self.probs[slot] = best
 
 
-class Recycled(CapturedSteps):
-    """What ``Recycle`` does where shapes are fixed.
+class Recycled(CapturedDrafter):
+    """What ``Recycle`` does with static shapes.
 
     Args:
         drafter: its settings are used.
         vocab: tokens of the vocabulary.
 
     Attributes:
-        last: (batch, 2) int64, the token before the root, and the root.
+        last: (rows, 2) int64, the token before the root, and the root.
     """
 
     def __init__(self, drafter: Recycle, vocab: int, device: torch.device) -> None:
-        super().__init__()
         self._drafter, self._vocab = drafter, vocab
         self._any = Rankings(vocab, 2 * drafter.top_k, device)
         self._pairs = Rankings(_SLOTS if drafter.pairs else 0, 2 * drafter.top_k, device)
-        self.last = torch.empty(0)
-        self._version = object()
+        super().__init__()
 
-    def begin(self, ends: Tensor, step: Step, first: Tensor) -> None:
-        """A prompt was absorbed that ends with ``ends``, (batch, 2), and behind which ``first``, (batch,), was said."""
-        ends = ends.clamp(0, self._vocab - 1)  # a prompt may have but one token, or some that cannot be said
-        if not hold(self, last=torch.stack([ends[:, 1], first], dim=1)):
-            self._version = object()
-        tokens, log_probs = ops.top_log_probs(step.logits[:, 0], self._drafter.top_k)
-        self._learn(ends[:, 0], ends[:, 1], torch.ones_like(first, dtype=torch.bool), tokens, log_probs)
-        none, some = ends[:, :0], tokens[:, None][:, :0]
-        self.start((none, none, some, log_probs[:, None][:, :0], none, torch.zeros_like(first)))
+    def reset(self, static: bool = False) -> None:
+        super().reset(static)
+        self.last = RowTensor(static)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Note the rankings at every node, and what was accepted."""
-        ranked = ops.top_log_probs(step.logits, self._drafter.top_k)
-        self.note((tree.tokens, tree.parents, *ranked, verdict.tokens, verdict.length), [])
+    @property
+    def device(self) -> torch.device:
+        return self._any.key.device
 
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return (self.last,)
+
+    @property
     def limits(self) -> tuple[int, int]:
         return _DEPTH, _NODES
 
-    def make_room(self, width: int) -> Hashable:
-        return self._version
+    def forget(self) -> None:
+        """Forget all successors."""
+        self._any.key.fill_(-1)
+        self._pairs.key.fill_(-1)
 
-    def count(self, kept: list[int]) -> None:
-        """A table needs no counting."""
+    @torch.inference_mode()
+    def begin(self, ends: Tensor, step: Step, first: Tensor) -> None:
+        """Sequences have joined whose prompts end with ``ends``, (joining, 2), and whose first token is ``first``,
+        (joining,)."""
+        self.join(len(ends), True)
+        ends = ends.clamp(0, self._vocab - 1)  # a prompt may have but one token, or some that no answer has
+        self.last.append(torch.stack([ends[:, 1], first], dim=1))
+        ranked = ops.top_log_probs(step.logits[:, 0], self._drafter.top_k)
+        self._learn(ends[:, 0], ends[:, 1], torch.ones_like(first, dtype=torch.bool), *ranked)
+
+    def select(self, rows: Sequence[int]) -> None:
+        steps, self._pending = self._pending, []
+        self._absorb_all(steps)  # what the others' last trees taught
+        super().select(rows)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """Note the rankings at every node, and the accepted tokens."""
+        ranked = ops.top_log_probs(step.logits, self._drafter.top_k)
+        self.note((tree.tokens, tree.parents, *ranked, verdict.tokens), verdict)
 
     def absorb(  # type: ignore[override]
-        self, tokens: Tensor, parents: Tensor, ranked: Tensor, log_probs: Tensor, said: Tensor, length: Tensor
+        self, tokens: Tensor, parents: Tensor, ranked: Tensor, log_probs: Tensor, emitted: Tensor, length: Tensor
     ) -> None:
-        """Learn from a tree's nodes, (batch, nodes), what was ranked there, (batch, nodes, k), and move on to behind
-        what was ``said``, (batch, depth), of which ``length``, (batch,), tokens count."""
-        before = torch.where(parents >= 0, tokens.gather(1, parents.clamp(min=0)), self.last[:, :1])
-        fed = (length > 0)[:, None]  # a row that has finished says nothing any more
-        flat = (x.flatten(0, 1) for x in (before, tokens, fed.expand_as(tokens), ranked, log_probs))
-        self._learn(*flat)
-        row = torch.cat([self.last, said], dim=1)
-        self.last.copy_(row.gather(1, length[:, None] + torch.arange(2, device=length.device)))
+        """Learn from a tree's nodes, (batch, nodes), and the rankings there, (batch, nodes, k); append ``emitted``,
+        (batch, depth)."""
+        last = self.last.data[: len(tokens)]
+        before = torch.where(parents >= 0, tokens.gather(1, parents.clamp(min=0)), last[:, :1])
+        counts = (length > 0)[:, None].expand_as(tokens)
+        self._learn(*(x.flatten(0, 1) for x in (before, tokens, counts, ranked, log_probs)))
+        both = torch.cat([last, emitted], dim=1)
+        self.last.write(both.gather(1, length[:, None] + torch.arange(2, device=length.device)))
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        drafter, above = self._drafter, self.last[:, 1:]
+        drafter, last = self._drafter, self.last.data[: len(token)]
+        above = last[:, 1:]
         started = False
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +154,7 @@ class Recycled(CapturedSteps):
             above, started = beam, True
             return self._children(before, beam)
 
-        return grow_tree(token, self._children(*self.last.unbind(1)), extend, budget, drafter.top_k)
+        return grow_tree(token, self._children(*last.unbind(1)), extend, budget, drafter.top_k)
 
     def _children(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Successors of contexts, (...), and their log probabilities, (..., width) each."""

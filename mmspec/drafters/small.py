@@ -5,29 +5,31 @@ It reads text only: visual positions of the prompt are left out of what it sees.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmspec import ops
 from mmspec.budget import Budget
-from mmspec.drafters.captured import CapturedSteps, hold
+from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline
+from mmspec.rows import RowTensor
 from mmspec.support import read_whole
 from mmspec.target import Prompt, Step, Target
+from mmspec.transfer import on_device
 from mmspec.transformers_target import TransformersTarget
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
-_DEPTH, _NODES = 16, 512  # levels and nodes of a tree where they are fixed ahead; budgets ask for less
+_DEPTH, _NODES = 16, 512  # levels and nodes of a tree of static shape; budgets ask for less
 
 
-class Small:
+class Small(CapturedDrafter):
     """Draft-model drafter.
 
     Args:
@@ -53,17 +55,22 @@ class Small:
             model = _read(model, trust_remote_code)
         self.model: PreTrainedModel = model.eval()
         self.top_k = top_k
-        self.lm = TransformersTarget(self.model)
+        super().__init__()
         if self.lm.layers is not None:
             # A recurrent state cannot be built upon before its tokens are accepted.
             raise UserError(
                 f"the small drafter must have attention layers only: {type(self.model).__name__} has others"
             )
-        self._history: list[list[int]] = []
-        self._absorbed: list[int] = []  # tokens of each row's history that the cache holds
-        self._captured = _Captured(self)  # what takes the place of these where the cache stays in place
+        self._target: Target | None = None
+
+    def reset(self, static: bool = False) -> None:
+        super().reset(static)
+        self.lm = TransformersTarget(self.model)
+        self._output = RowTensor(static)  # (rows, hidden), the model's at each row's last token
 
     def attach(self, target: Target) -> None:
+        if target is self._target:
+            return
         config: Any = getattr(target, "config", None)
         ours, theirs = self.lm.config.vocab_size, getattr(config, "vocab_size", None)
         if theirs is not None and ours > theirs:
@@ -71,30 +78,55 @@ class Small:
                 f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}"
             )
         self.model.to(target.device)  # type: ignore[arg-type]
+        self._target = target
+        self.reset()
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return self.lm, self._output
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return _DEPTH, _NODES
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
         if step.visual is not None:
             keep = keep * ~step.visual
-        # Left-padded with what is kept, in order.
+        first = on_device([[row[-1]] for row in history], keep.device)
+        ids, keep = torch.cat([prompt.input_ids, first], dim=1), F.pad(keep, (0, 1), value=1)
+        # Left-padded with the text, in order.
         order = keep.sort(dim=1, stable=True).indices
         width = int(keep.sum(1).max())
-        ids, mask = prompt.input_ids.gather(1, order)[:, -width:], keep.gather(1, order)[:, -width:]
-        ids = ids.clamp(max=self.lm.config.vocab_size - 1)
-        self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), room=1024)
-        self._history = history
-        self._absorbed = [len(row) - 1 for row in history]
-        if self.lm.cache.in_place:
-            self._captured.begin(torch.tensor([[row[-1]] for row in history], device=ids.device))
+        ids, mask = self._readable(ids.gather(1, order)[:, -width:]), keep.gather(1, order)[:, -width:]
+        self.join(len(history), self.lm.in_place)
+        read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), room=1024)
+        self._output.append(read.features["last"][:, -1])
 
-    @torch.inference_mode()
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        if self.lm.cache.in_place:
-            return self._captured.propose(token, budget)
-        return self.grow(token, self._absorb(token.device), budget)
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """Note the accepted tokens."""
+        self.note((verdict.tokens,), verdict)
 
-    def grow(self, token: Tensor, root: Tensor, budget: Budget) -> TokenTree:
-        """The tree behind the root's state, (batch, hidden), where the cache ends with the root."""
+    def reserve(self, width: int) -> None:
+        self.lm.cache.reserve_nodes(width + _DEPTH * self.top_k)
+
+    def advance(self, accepted: list[int]) -> None:
+        self.lm.cache.advance(accepted)
+
+    def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        """Absorb accepted tokens, (batch, width)."""
+        (batch, width), lm = tokens.shape, self.lm
+        lm.forget_nodes()
+        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+        depth = torch.arange(width, device=tokens.device).expand(batch, -1)
+        states, path = lm.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
+        if self.static:
+            lm.absorb(path)
+        else:
+            lm.commit_nodes(path, [list(range(count)) for count in length.tolist()])
+        write_last(self._output, states, length)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         lm, reach, levels = self.lm, Reach(), 0
         lm.forget_nodes()
 
@@ -106,36 +138,13 @@ class Small:
             levels += 1
             return self._children(states)
 
-        tree = grow_tree(token, self._children(root), extend, budget, self.top_k)
+        tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
         lm.forget_nodes()
         return tree
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Accepted tokens are absorbed, with true prefixes, when the next tree is asked for."""
-        if self.lm.cache.in_place:
-            self._captured.note((verdict.tokens, verdict.length), [len(path) for path, _ in verdict.host])
-
-    def forward_new(self, tokens: Tensor) -> Tensor:
-        """Last hidden states of tokens, (batch, width), one behind the other behind what is committed."""
-        batch, width = tokens.shape
-        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()[None].expand(batch, -1, -1)
-        depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        # The target may say what this model cannot read.
-        return self.lm.forward_nodes(tokens.clamp(max=self.lm.config.vocab_size - 1), depth, chain)
-
-    def _absorb(self, device: torch.device) -> Tensor:
-        """Take in the tokens emitted since the last proposal, root included; the root's state, (batch, hidden)."""
-        new = [row[done:] for row, done in zip(self._history, self._absorbed, strict=True)]
-        # A row that has finished has nothing new: its last token is read again and not kept.
-        width = max(1, max(map(len, new)))
-        ids = torch.tensor([(row or [0]) + [0] * (width - max(1, len(row))) for row in new], device=device)
-        states = self.forward_new(ids)
-        rows = [list(range(len(row))) for row in new]
-        path = torch.tensor([row + [-1] * (width - len(row)) for row in rows], device=device)
-        self.lm.commit_nodes(path, rows)
-        self._absorbed = [len(row) for row in self._history]
-        last = torch.tensor([max(len(row), 1) - 1 for row in new], device=device)
-        return states[torch.arange(len(new), device=device), last]
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """The target may have tokens that the model lacks."""
+        return tokens.clamp(max=self.lm.config.vocab_size - 1)
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return ops.top_log_probs(self.lm.head(hidden), self.top_k)
@@ -144,47 +153,3 @@ class Small:
 def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
     with cache_if_offline("drafter", name) as found:
         return read_whole(AutoModelForCausalLM, name, trust_remote_code=trust_remote_code, **found)
-
-
-class _Captured(CapturedSteps):
-    """What ``Small`` does between prompts where its model's cache stays in place.
-
-    Attributes:
-        root: (batch, hidden), the last hidden state of the root.
-    """
-
-    def __init__(self, drafter: Small) -> None:
-        super().__init__()
-        self._drafter = drafter
-        self.root = torch.empty(0)
-
-    def begin(self, first: Tensor) -> None:
-        """A prompt was absorbed, behind which ``first``, (batch, 1), was said."""
-        lm = self._drafter.lm
-        embedding: Any = lm.model.get_input_embeddings()
-        hold(self, root=embedding.weight.new_zeros(len(first), lm.config.hidden_size))
-        self.start((first[:, :0], torch.zeros_like(first[:, 0])))
-        self.note((first, torch.ones_like(first[:, 0])), [1] * len(first))
-
-    def limits(self) -> tuple[int, int]:
-        return _DEPTH, _NODES
-
-    def make_room(self, width: int) -> Hashable:
-        cache = self._drafter.lm.cache
-        cache.make_room(width + _DEPTH * self._drafter.top_k)
-        return cache.version
-
-    def count(self, kept: list[int]) -> None:
-        self._drafter.lm.cache.count(kept)
-
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        return self._drafter.grow(token, self.root, budget)
-
-    def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
-        """Take in accepted tokens, (batch, width), as many as ``length``, (batch,), says."""
-        drafter, step = self._drafter, torch.arange(tokens.shape[1], device=tokens.device)
-        drafter.lm.forget_nodes()
-        states = drafter.forward_new(tokens)
-        drafter.lm.absorb(torch.where(step < length[:, None], step, -1))
-        last = (length - 1).clamp(min=0)[:, None, None].expand(-1, -1, states.shape[2])
-        self.root.copy_(torch.where(length[:, None] > 0, states.gather(1, last)[:, 0], self.root))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmspec.budget import Budget
-from mmspec.drafter import Drafter, learns
+from mmspec.drafter import Drafter, features, learns
 from mmspec.errors import UserError
-from mmspec.target import Prompt, Step, Target
+from mmspec.target import Feature, Prompt, Step, Target
 from mmspec.tree import TokenTree, merge
 from mmspec.verify import Verdict
 
@@ -34,6 +34,11 @@ class Union:
         """Whether any of them drafts from what it saw in earlier answers."""
         return any(map(learns, self.drafters))
 
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The hidden states that any of them reads."""
+        return tuple(dict.fromkeys(feature for drafter in self.drafters for feature in features(drafter)))
+
     def attach(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.attach(target)
@@ -41,6 +46,10 @@ class Union:
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         for drafter in self.drafters:
             drafter.begin(prompt, step, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         return merge([drafter.propose(token, budget) for drafter in self.drafters])

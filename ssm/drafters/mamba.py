@@ -1,12 +1,12 @@
 """A small Mamba-2 of the target's vocabulary as drafter: it reads tokens only, and its state stays one size.
 
 Each step it absorbs the tokens emitted since the last one, once, then grows a tree (``grow_tree``) in which every node
-of a beam carries a state of its own, taken from its parent's. The state behind what was emitted is never touched.
+of a beam has a state of its own, computed from its parent's. The state after the emitted tokens is never changed by it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,13 +16,15 @@ from torch import Tensor
 from mmspec import checkpoint, kernels, ops
 from mmspec.budget import Budget
 from mmspec.checkpoint import TREE, TreeShape
+from mmspec.drafters.captured import CapturedDrafter, RowState, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
+from mmspec.rows import RowTensor
 from mmspec.support import lay_out_for_few_rows
 from mmspec.target import Prompt, Step, Target
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
-from ssm.drafters.captured import Captured
 from ssm.drafters.network import MambaConfig, MambaNetwork, State
 
 
@@ -33,7 +35,7 @@ class _Settings(TreeShape):
     network: MambaConfig
 
 
-class Mamba:
+class Mamba(CapturedDrafter):
     """Drafter for any target of the vocabulary that its network was trained for. Image placeholders are tokens to it.
 
     Args:
@@ -66,12 +68,13 @@ class Mamba:
         self.verifier = verifier
         self._target: Target | None = None
         self._head = torch.empty(0)  # (draft tokens, hidden)
-        self._history: list[list[int]] = []
-        self._absorbed: list[int] = []  # tokens of each row's history that the state has absorbed
-        self._state: State = ()  # of each row, behind them
-        self._root = torch.empty(0)  # (batch, hidden) what they say of the next token
-        self._rooms: list[list[Tensor]] = []  # where the states of a tree's even and odd levels are written
-        self._captured = Captured(self)  # what takes the place of these where shapes are fixed
+        super().__init__()
+
+    def reset(self, static: bool = False) -> None:
+        super().reset(static)
+        self._output = RowTensor(static)  # (rows, hidden), the network's after each row's last token
+        self._state = [(RowTensor(static), RowTensor(static)) for _ in range(self.network.config.layers)]
+        self._buffers: list[list[Tensor]] = []  # for the states of a tree's even and odd levels
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
@@ -111,80 +114,76 @@ class Mamba:
             self.draft_ids = self.draft_ids.to(target.device)
         self._head = self.network.head_rows(self.draft_ids)
         self._target = target
+        self.reset()
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return self._output, *(part for layer in self._state for part in layer)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.depth, self.total_tokens
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        rows = prompt.input_ids.tolist()
-        if prompt.attention_mask is not None:
-            keep = prompt.attention_mask.tolist()
-            rows = [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
-        self._state = self.network.begin(len(rows))
-        self._root = self._state[0][0].new_zeros(len(rows), self.network.config.hidden_size)
-        self._absorb(rows)
-        self._history = history
-        self._absorbed = [len(row) - 1 for row in history]
-        self._rooms = []
-        if kernels.fixed_shapes(self._root.device):
-            first = torch.tensor([[row[-1]] for row in history], device=self._root.device)
-            self._captured.begin(self._state, self._root, first)
-            return
-        # Blocks of this size are fresh memory each time they are asked for, which costs more than what is done in them.
-        most = len(rows) * self.top_k
-        self._rooms = [[s.new_empty(most, *s.shape[1:]) for _, s in self._state] for _ in range(2)]
+        device = self._head.device
+        self.join(len(history), kernels.fixed_shapes(device))
+        prompts = replace(prompt, padding_in_history=False).histories()
+        rows = [[*row, said[-1]] for row, said in zip(prompts, history, strict=True)]
+        lengths = [len(row) for row in rows]
+        longest = max(lengths)
+        tokens = on_device([row + [0] * (longest - len(row)) for row in rows], device)
+        length = on_device(lengths, device)
+        keep = None if min(lengths) == longest else torch.arange(longest, device=device) < length[:, None]
+        hidden, state = self.network(tokens, keep)
+        self._output.append(hidden[torch.arange(len(rows), device=device), length - 1])
+        for held, new in zip(self._state, state, strict=True):
+            for part, value in zip(held, new, strict=True):
+                part.append(value)
 
-    @torch.inference_mode()
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        if kernels.fixed_shapes(token.device):
-            return self._captured.propose(token, budget)
-        self._absorb([row[done:] for row, done in zip(self._history, self._absorbed, strict=True)])
-        self._absorbed = [len(row) for row in self._history]
-        return self.grow(token, self._state, self._root, budget)
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """Note the accepted tokens."""
+        self.note((verdict.tokens,), verdict)
 
-    def grow(self, token: Tensor, state: State, root: Tensor, budget: Budget) -> TokenTree:
-        """The tree behind the state of each row and what it says of the next token, ``root`` (batch, hidden)."""
-        width, levels = 1, 0
+    def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        """Absorb accepted tokens, (batch, width)."""
+        batch, width = tokens.shape
+        keep = torch.arange(width, device=tokens.device) < length[:, None]
+        hidden, state = self.network(tokens, keep, self._first(batch))
+        for held, new in zip(self._state, state, strict=True):
+            for part, value in zip(held, new, strict=True):
+                part.write(value)
+        write_last(self._output, hidden, length)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        rows, width, levels = len(token), 1, 0
+        state = self._first(rows)
+        if not self.static and (not self._buffers or len(self._buffers[0][0]) < rows * self.top_k):
+            # Fresh memory of this size costs more on a CPU than what is computed in it.
+            self._buffers = [[s.new_empty(rows * self.top_k, *s.shape[1:]) for _, s in state] for _ in range(2)]
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal state, width, levels
             above = origin
-            if len(beam) > 1:
-                above = origin + width * torch.arange(len(beam), device=beam.device)[:, None]
+            if rows > 1:
+                above = origin + width * torch.arange(rows, device=beam.device)[:, None]
             above = above.flatten()
-            rooms = self._rooms[levels % 2] if self._rooms else [None] * len(state)
+            buffers = self._buffers[levels % 2] if self._buffers else [None] * len(state)
             taken = tuple(
-                (window.index_select(0, above), _select(s, above, room))
-                for (window, s), room in zip(state, rooms, strict=True)
+                (window.index_select(0, above), _select(s, above, buffer))
+                for (window, s), buffer in zip(state, buffers, strict=True)
             )
             hidden, state = self.network.step(beam.flatten(), taken)
             width, levels = beam.shape[1], levels + 1
             tokens, scores = self._children(hidden)
             return tokens.view(*beam.shape, -1), scores.view(*beam.shape, -1)
 
-        size = {"depth": self.depth, "nodes": self.total_tokens}
-        return grow_tree(token, self._children(root), extend, budget, self.top_k, **size)
+        first = self._children(self._output.data[:rows])
+        return grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Accepted tokens are absorbed when the next tree is asked for."""
-        if kernels.fixed_shapes(step.logits.device):
-            self._captured.observe(verdict)
-
-    def _absorb(self, rows: list[list[int]]) -> None:
-        """Take in new tokens of each row; ``_root`` becomes what they say of the next one."""
-        lengths = [len(row) for row in rows]
-        longest, device = max(lengths), self._root.device
-        if longest == 0:
-            return
-        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-        if min(lengths) == longest:
-            hidden, self._state = self.network(tokens, None, self._state)
-            self._root = hidden[:, -1]
-            return
-        ends = torch.tensor(lengths, device=device)
-        keep = torch.arange(longest, device=device) < ends[:, None]
-        hidden, self._state = self.network(tokens, keep, self._state)
-        last = hidden[torch.arange(len(rows), device=device), (ends - 1).clamp(min=0)]
-        # A row that has finished has nothing new.
-        self._root = torch.where(ends[:, None] > 0, last, self._root)
+    def _first(self, rows: int) -> State:
+        """The state of the first rows."""
+        return tuple((window.data[:rows], s.data[:rows]) for window, s in self._state)
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest tokens behind states, (rows, hidden), and their log probabilities: (rows, top_k) each."""
@@ -192,8 +191,8 @@ class Mamba:
         return tokens if self.draft_ids is None else self.draft_ids[tokens], best
 
 
-def _select(states: Tensor, rows: Tensor, room: Tensor | None) -> Tensor:
-    """A copy of some rows, written to ``room`` if there is one."""
-    if room is None:
+def _select(states: Tensor, rows: Tensor, buffer: Tensor | None) -> Tensor:
+    """A copy of some rows, written to ``buffer`` if there is one."""
+    if buffer is None:
         return states.index_select(0, rows)
-    return torch.index_select(states, 0, rows, out=room[: len(rows)])
+    return torch.index_select(states, 0, rows, out=buffer[: len(rows)])

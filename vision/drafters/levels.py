@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mmspec.drafters.growth import Reach
 from vision.drafters.latents import take
+from vision.drafters.network import Rotation
 
 if TYPE_CHECKING:
     from vision.drafters.msd import MSD
@@ -77,18 +78,28 @@ class Levels:
         tokens, guesses, origin = _chains(self._block)
         self._block = []
         reach = self._reach(origin)
-        nodes = reach.shape[1]
-        rotation = drafter.rotation(self._passes * slots, slots, nodes // slots)
-        outputs = drafter.forward(drafter.fuse(tokens, guesses), rotation, self._mask(reach))
+        x, rotation = drafter.fuse(tokens, guesses), self._rotation(reach.shape[1])
+        outputs = drafter.forward(x, rotation, self._mask(reach), drafter.cache)
         self._passes += 1
-        drafter.cache.offset += nodes
+        drafter.cache.offset += reach.shape[1]
         return drafter.network.begin(outputs[:, slots - 1 :: slots])
 
+    def _rotation(self, nodes: int) -> Rotation:
+        """Of the chains of the next pass, which begin at one position of each row."""
+        if self._passes == 0:
+            self._rotations = self._drafter.rotation(len(self._guess), self._drafter.depth)
+        begin = self._passes * self._slots
+        cos, sin = (x[:, begin : begin + self._slots] for x in self._rotations)
+        if self._slots == 1:
+            return cos, sin  # which broadcast
+        chains = nodes // self._slots
+        return cos.repeat(1, chains, 1, 1), sin.repeat(1, chains, 1, 1)
+
     def _mask(self, reach: Tensor) -> Tensor:
-        """Of the prefix, which is the same for all passes, and ``reach``; that alone if the cache stays in place."""
+        """See ``MSD.allowed``. The prefix is the same for all passes."""
         drafter = self._drafter
-        if drafter.cache.in_place:
-            return reach[:, None]
+        if drafter.static:
+            return drafter.allowed(reach)
         prefix = drafter.cache.length
         if self._passes == 0:
             most = drafter.top_k * self._slots

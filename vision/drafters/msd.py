@@ -8,7 +8,7 @@ ideas are in use, ``MSDConfig`` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,26 +16,27 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from mmspec import checkpoint, kernels, ops
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache
 from mmspec.checkpoint import TREE, TreeShape
+from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
+from mmspec.rows import RowTensor
 from mmspec.support import lay_out_for_few_rows
-from mmspec.target import Prompt, Step, Target
+from mmspec.target import Feature, Prompt, Step, Target
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 from vision.drafters import published
-from vision.drafters.captured import Captured
 from vision.drafters.latents import packing, take
 from vision.drafters.levels import Levels, TokenLinear
 from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
 
 _AHEAD = 1024
-"""Entries behind a prompt that room is made for at first."""
+"""Entries after a prompt for which KV slots are reserved at first."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class _Settings(TreeShape):
     network: MSDConfig
 
 
-class MSD:
+class MSD(CapturedDrafter):
     """Drafter for any target that shows its hidden states; visual positions are told apart by the target.
 
     Args:
@@ -62,6 +63,7 @@ class MSD:
     decoupled: ClassVar[bool] = True  # how those are read
     name: ClassVar[str] = "msd"  # as registered
     learns: ClassVar[bool] = False
+    features: ClassVar[tuple[Feature, ...]] = ("last",)
     published: dict[str, Any] | None = None  # the sizes of the target of a published checkpoint
 
     def __init__(
@@ -82,14 +84,14 @@ class MSD:
         self._rotary = Rotary(network.config.head_dim, network.config.rope_theta)
         self._target: Target | None = None
         self._scores: Callable[[Tensor], Tensor] | None = None
-        self.cache = TreeCache(1)
-        # Behind the last emitted token, (batch, hidden) each: the guess, and what the first slot carries.
-        self._guess = self._carried = torch.empty(0)
-        self._positions: list[int] = []  # of each row, tokens absorbed (padding left out)
-        self._states: list[list[Tensor]] = []  # of each row, hidden states to absorb, (tokens, hidden) each
-        self._tokens: list[list[int]] = []  # and the tokens that follow them
-        self._beyond = 0
-        self._captured = Captured(self)  # what takes the place of these where the cache stays in place
+        super().__init__()
+
+    def reset(self, static: bool = False) -> None:
+        super().reset(static)
+        self.cache = TreeCache(1, in_place=static)
+        self._output = RowTensor(static)  # (rows, hidden or 2 * hidden), the network's at each row's last entry
+        self._position = RowTensor(static)  # (rows,) int64, of the next entry
+        self._history: list[list[int]] = []
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -135,7 +137,7 @@ class MSD:
             self.draft_ids = torch.arange(self.published["vocab_size"])
         lay_out_for_few_rows(self.network)
         self._target = target
-        self.cache, self._captured = TreeCache(1), Captured(self)
+        self.reset()
         self._scores = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
@@ -144,15 +146,21 @@ class MSD:
             if self.network.config.slots > 1:
                 self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
 
+    # ------------------------------------------------------------------ sequences join and leave
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return self.cache, self._output, self._position
+
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        target, network = self.target, self.network
+        target, network, hidden = self.target, self.network, step.features["last"]
         batch, length = prompt.input_ids.shape
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
-        self._positions = [length] * batch if mask is None else mask.sum(1).tolist()
-        first = torch.tensor([[row[-1]] for row in history], device=step.hidden.device)
-        fed = target.embed(prompt.input_ids) if step.embeds is None else step.embeds  # text needs not be shown
-        embeds, hidden = torch.cat([fed[:, 1:], target.embed(first)], dim=1), step.hidden
+        position = torch.full((batch,), length, device=hidden.device) if mask is None else mask.sum(1)
+        first = on_device([[row[-1]] for row in history], hidden.device)
+        fed = target.embed(prompt.input_ids) if step.embeds is None else step.embeds  # None for text
+        embeds = torch.cat([fed[:, 1:], target.embed(first)], dim=1)
         visual = None if step.visual is None else F.pad(step.visual[:, 1:], (0, 1))
         at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
         if visual is not None and mask is not None:
@@ -166,41 +174,71 @@ class MSD:
             embeds, hidden = (take(x, order) for x in network.with_latents(embeds, hidden, images))
             visual = visual.gather(1, order)
             mask = None if bool(mask.all()) else mask
+        self.join(batch, kernels.fixed_shapes(hidden.device))
         x = network.combine(embeds, hidden, visual)
         self._rotary.reserve(length + _AHEAD, x)
         entries = x.shape[1]
         allowed = None
         if mask is not None:
             allowed = mask[:, None, None] & torch.ones(entries, entries, device=x.device).tril().bool()
-            # What stands in the padding attends to itself, so that no row of the mask is empty.
+            # Padding attends to itself, so that no row of the mask is empty.
             allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
-        self._prepare(batch, entries, mask, x)
-        outputs = self.forward(x, self._rotary(at), allowed, causal=mask is None)
-        self.cache.commit_prompt(entries, mask, batch, x.device)
-        self._guess, self._carried = network.begin(outputs[:, -1])
-        self._states, self._tokens = [[] for _ in history], [[] for _ in history]
-        self._beyond = length - entries  # latents take fewer entries than the positions that they stand for
-        if self.cache.in_place:
-            self._captured.begin(self._positions, self._guess, self._carried)
-
-    def _prepare(self, batch: int, entries: int, mask: Tensor | None, like: Tensor) -> None:
-        """An empty cache for a prompt; one that stays in place serves further prompts, and what was captured of it."""
-        left = mask is None or bool((mask.long().diff(dim=1) >= 0).all())
-        in_place = left and kernels.fixed_shapes(like.device)
-        if in_place and self.cache.serves(batch, entries + _AHEAD // 2, like):
-            self.cache.reset()
+        alone = not (self.static or self.cache.rows)
+        cache = TreeCache(1, reserve=entries + (_AHEAD if alone else 1))
+        outputs = self.forward(x, self._rotary(at), allowed, cache)
+        cache.commit_prompt(entries, mask, batch)
+        if alone:
+            self.cache = cache
         else:
-            self.cache = TreeCache(1, reserve=entries + _AHEAD, in_place=in_place)
+            self.cache.append(cache, entries + _AHEAD)
+        self._output.append(outputs[:, -1])
+        self._position.append(position)
+        self._history += history
 
     @torch.inference_mode()
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        if self.cache.in_place:
-            return self._captured.propose(token, budget)
-        self._absorb()
-        return self.grow(token, self._guess, self._carried, budget)
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self._history = [self._history[row] for row in rows]
 
-    def grow(self, token: Tensor, guess: Tensor, carried: Tensor, budget: Budget) -> TokenTree:
-        """The tree behind a guess of the root's state, (batch, hidden), and what its first slot carries."""
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.depth, self.total_tokens
+
+    @property
+    def _version(self) -> tuple[Hashable, ...]:
+        return *super()._version, self._rotary.version
+
+    def reserve(self, width: int) -> None:
+        self.cache.reserve_nodes(width + self.top_k * self.network.config.slots * (self.depth + 1))
+        self._rotary.reserve(max(map(len, self._history)) + self.depth, self.network.fc.weight)
+
+    def advance(self, accepted: list[int]) -> None:
+        self.cache.advance(accepted)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """Note the accepted tokens and the target's hidden states at their parents."""
+        hidden, path = step.features["last"], verdict.path.clamp(min=0)
+        self.note((verdict.tokens, take(hidden, path)), verdict)
+
+    def absorb(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        """Absorb accepted tokens, (batch, width), with the true hidden states before them, (batch, width, hidden)."""
+        self.cache.offset = 0  # an attempt to capture may have ended half-way
+        batch, width = tokens.shape
+        x = self.network.combine(self.target.embed(tokens), states, None)
+        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+        outputs = self.forward(x, self.rotation(batch, width), self.allowed(chain), self.cache)
+        if self.static:
+            self.cache.keep(path_of(length, width))
+        else:
+            self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
+        self._position.data[:batch] += length
+        write_last(self._output, outputs, length)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        self.cache.offset = 0
+        guess, carried = self.network.begin(self._output.data[: len(token)])
         first = self.children(guess)
         levels = Levels(self, guess, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
@@ -209,92 +247,44 @@ class MSD:
             tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]
         return tree
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Note the true states of what was accepted; it is absorbed when the next tree is asked for."""
-        if self.cache.in_place:
-            self._captured.observe(verdict, step)
-            return
-        for row, (path, tokens) in enumerate(verdict.host):
-            if path:
-                contiguous = path[-1] == len(path) - 1
-                self._states[row].append(step.hidden[row, : len(path)] if contiguous else step.hidden[row, path])
-                self._tokens[row] += tokens
-
-    def _absorb(self) -> None:
-        """Take in accepted tokens with true states; what is said of the root follows from them."""
-        grown, width = [len(row) for row in self._tokens], self.network.config.hidden_size
-        longest = max(grown)
-        if longest == 0:
-            return
-        device = self._guess.device
-        states = [torch.cat(row) if row else self._guess.new_zeros(1, width) for row in self._states]
-        hidden = pad_sequence(states, batch_first=True)
-        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in self._tokens], device=device)
-        x = self.network.combine(self.target.embed(tokens), hidden, None)
-        self._rotary.reserve(max(self._positions) + longest + self.depth + 1, x)
-        chain = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().expand(len(grown), -1, -1)
-        outputs = self.forward(x, self.rotation(0, longest, 1), self.allowed(chain))
-        rows = [list(range(n)) for n in grown]
-        path = torch.tensor([row + [-1] * (longest - len(row)) for row in rows], device=device)
-        self.cache.commit(path, rows)
-        self._positions = [at + n for at, n in zip(self._positions, grown, strict=True)]
-        ends = outputs[:, -1] if min(grown) == longest else outputs[range(len(grown)), [n - 1 for n in grown]]
-        guess, carried = self.network.begin(ends)
-        if not all(grown):
-            fed = torch.tensor(grown, device=device)[:, None] > 0
-            guess, carried = torch.where(fed, guess, self._guess), torch.where(fed, carried, self._carried)
-        self._guess, self._carried = guess, carried
-        self._states, self._tokens = [[] for _ in grown], [[] for _ in grown]
-
-    def rotation(self, after: int, count: int, chains: int) -> Rotation:
-        """The rotation of ``chains`` chains of ``count`` nodes, which begin ``after`` positions behind the prefix."""
-        if self.cache.in_place:
-            step = torch.arange(after, after + count, device=self._captured.position.device)
-            cos, sin = self._rotary(self._captured.position[:, None] + step)
-            return (cos, sin) if count == 1 else (torch.cat([cos] * chains, dim=1), torch.cat([sin] * chains, dim=1))
-        begin = [at + after for at in self._positions]
-        if len(begin) == 1:
-            cos, sin = self._rotary(slice(begin[0], begin[0] + count))
-        else:
-            device = self._guess.device
-            cos, sin = self._rotary(torch.tensor(begin, device=device)[:, None] + torch.arange(count, device=device))
-        if count == 1:
-            return cos, sin  # one position for all, which broadcasts
-        return torch.cat([cos] * chains, dim=-3), torch.cat([sin] * chains, dim=-3)
+    def rotation(self, batch: int, count: int) -> Rotation:
+        """The rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
+        step = torch.arange(count, device=self._position.data.device)
+        return self._rotary(self._position.data[:batch, None] + step)
 
     def allowed(self, reach: Tensor) -> Tensor:
-        """(batch, 1, nodes, slots) bool: the committed prefix, and ``reach`` behind it."""
+        """(batch, 1, nodes, slots) bool: the committed prefix, if shapes are not static, then ``reach``."""
         cache = self.cache
+        if self.static:
+            return reach[:, None]
         batch, nodes = reach.shape[:2]
         prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
         return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
 
-    def forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, causal: bool = False) -> Tensor:
-        """Guesses behind new entries, (batch, nodes, hidden), which the cache takes in."""
-        cache = self.cache
+    def forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
+        """The network's outputs at new entries, (batch, nodes, hidden or 2 * hidden), which are written to the cache.
+
+        Args:
+            x: (batch, nodes, hidden), the entries.
+            rotation: of their positions.
+            allowed: see ``allowed``; None for a prompt without padding.
+            cache: what they attend to.
+        """
         layer: Any = cache.layers[0]
-        behind = cache.in_place and cache.length > 0  # the prompt's own pass is as any other
-        if behind:
-            cache.enter(x.shape[1])
+        if cache.in_place:
+            cache.set_write_slots(x.shape[1])
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = layer.update(k, v)
-            if behind:
+            if cache.in_place:
                 assert cache.ends is not None
                 assert allowed is not None
-                ends = cache.ends
+                ends = cache.ends.first(len(q))
                 read = ops.tree_attention(q, keys, values, ends.begin, ends.end, allowed[:, 0], start=ends.start)
                 return read.transpose(1, 2)
-            return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=causal, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
 
         return self.network(x, rotation, attend)
-
-    def version(self, width: int) -> tuple[object, object]:
-        """Make room for a step that absorbs so many tokens and drafts a tree; what stands for the addresses it uses."""
-        slots = self.network.config.slots
-        self.cache.make_room(width + self.top_k * slots * (self.depth + 1))
-        self._rotary.reserve(self.cache.length + self._beyond + width + self.depth + 1, self.network.fc.weight)
-        return self.cache.version, self._rotary.version
 
     def children(self, guess: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest tokens by guesses of states, (..., hidden), as numbers of the draft vocabulary, and their log
