@@ -94,8 +94,8 @@ class Budget:
         self.depth = depth
         self.remaining = depth
 
-    def begin(self) -> None:
-        """A new request starts."""
+    def begin(self, share: float = 1.0) -> None:
+        """Requests have joined, which make up this share of the batch."""
 
     @property
     def max_depth(self) -> int:
@@ -149,13 +149,13 @@ class AdaptiveBudget(Budget):
         self._steps = self._in_vain = 0  # steps in all; latest ones whose drafting did not pay
         self._saved, self._record = 0.0, _TRIAL  # plain steps saved in this request, and lately per request
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, share: float = 1.0) -> None:
         if self._saved:
-            self._record += 0.3 * (self._saved - self._record)
-        self._saved = 0.0
+            self._record += 0.3 * share * (self._saved - self._record)
+        self._saved *= 1.0 - share
         # One draft can always be paid, or a single slow one would be the last.
-        self._account = (_CREDIT + max(_CREDIT, 0.5 * self._record)) * self._cost[0] * self._scale + self._draft
+        credit = (_CREDIT + max(_CREDIT, 0.5 * self._record)) * self._cost[0] * self._scale + self._draft
+        self._account += share * (credit - self._account)
 
     def drafts(self) -> bool:
         self._levels = 1

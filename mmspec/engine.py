@@ -250,8 +250,8 @@ class Engine:
     def _begin(self) -> Budget:
         """The step's budget; the drafter learns of the sequences that have joined."""
         budget = self._budget(len(self.running), self._nodes)
-        if self._joined:
-            budget.begin()
+        if joined := sum(len(sequences) for _, _, sequences in self._joined):
+            budget.begin(joined / len(self.running))
         for prompt, step, sequences in self._joined:
             if self.drafter is not None:
                 self.drafter.begin(prompt, step, [sequence.history for sequence in sequences])
