@@ -22,8 +22,7 @@ class Oracle:
     """Drafts from known continuations.
 
     Args:
-        references: the new tokens of each sequence, in the order of joining; a sequence that joins while no other
-            decodes has the first.
+        references: the new tokens of each sequence, in the order of joining, begun anew whenever there are no rows.
         vocab: decoys are drawn from ``range(vocab)``.
         seed: of the trees' shapes.
         nodes: drafted nodes per row and step at most.
@@ -38,18 +37,17 @@ class Oracle:
         self.nodes = nodes
         self.spoil = spoil
         self._random = random.Random(seed)
-        self._joined = 0
-        self._rows: list[tuple[list[int], int, list[int]]] = []  # history, length of the prompt, reference
+        self._rows: list[tuple[list[int], int, list[int]]] = []  # history, prompt length, reference
+        self._begun = 0
 
     def attach(self, target: Target) -> None:
         """Any target whose continuations these are."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        if not self._rows:
-            self._joined = 0
-        for row, start in zip(history, map(len, prompt.histories()), strict=True):
-            self._rows.append((row, start, self.references[self._joined % len(self.references)]))
-            self._joined += 1
+        self._begun = self._begun if self._rows else 0
+        references = self.references[self._begun : self._begun + len(history)]
+        self._begun += len(history)
+        self._rows += zip(history, map(len, prompt.histories()), references, strict=True)
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

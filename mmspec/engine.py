@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import abc, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter as clock
 
 import torch
@@ -32,6 +32,10 @@ CHUNK = 512
 """Tokens of waiting prompts that one step absorbs by default while others decode."""
 
 
+_AT_ONCE = 4
+"""Chunks that one pass absorbs while nothing decodes."""
+
+
 class Sequence(Sampled):
     """One sequence under generation.
 
@@ -39,6 +43,7 @@ class Sequence(Sampled):
         stats: its figures.
         finish_reason: set when it has ended.
         cancelled: nobody wants the rest of it.
+        added: when it was queued, in seconds of the clock that ``stats`` uses.
     """
 
     def __init__(self, history: list[int], sampler: Sampler, stopper: Stopper, index: int = 0) -> None:
@@ -47,6 +52,7 @@ class Sequence(Sampled):
         self.stats = Stats()
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
+        self.added = clock()
         self._taken = len(history)
 
     @property
@@ -91,7 +97,6 @@ class _Arrival:
     sequences: list[Sequence]
     nodes: int | None
     kind: Hashable
-    since: float = field(default_factory=clock)
     seconds: float = 0.0  # spent on absorbing them
     passes: abc.Iterator[Step | None] | None = None
 
@@ -259,8 +264,8 @@ class Engine:
         """Absorb waiting prompts: as many as there are slots for, but no more than ``chunk`` tokens while others
         decode. Whether any have joined."""
         busy, tokens, joined = bool(self.running), 0, False
-        while tokens < self.chunk if busy else True:
-            arrival = self._arriving or self._next()
+        while not busy or tokens < self.chunk:
+            arrival = self._arriving or self._next(self.chunk - tokens if busy else _AT_ONCE * self.chunk)
             if arrival is None:
                 break
             if all(sequence.done for sequence in arrival.sequences):
@@ -284,19 +289,36 @@ class Engine:
                 self._join(arrival, step)
         return joined
 
-    def _next(self) -> _Arrival | None:
-        """The next prompts, if they may join now."""
+    def _next(self, tokens: int) -> _Arrival | None:
+        """The next prompts, if they may join now; together with those after them that one pass over ``tokens`` tokens
+        can absorb as well."""
+        found: list[_Arrival] = []
+        longest, rows = 0, len(self.running)
         with self._changed:
-            while self._waiting and all(sequence.done for sequence in self._waiting[0].sequences):
+            while self._waiting:
+                one = self._waiting[0]
+                rows += len(one.sequences)
+                longest = max(longest, one.prompt.input_ids.shape[1])
+                if all(sequence.done for sequence in one.sequences):
+                    rows -= len(one.sequences)
+                elif not self.running and not found:
+                    self._nodes, self._kind = one.nodes, one.kind
+                    found.append(one)
+                else:
+                    alike = (one.nodes, one.kind) == (self._nodes, self._kind)
+                    small = not found or longest * (rows - len(self.running)) <= tokens
+                    if not (alike and small and rows <= self.slots):
+                        break
+                    found.append(one)
                 self._waiting.popleft()
-            if not self._waiting:
-                return None
-            first = self._waiting[0]
-            alike = (first.nodes, first.kind) == (self._nodes, self._kind)
-            if self.running and not (alike and len(self.running) + len(first.sequences) <= self.slots):
-                return None
-            self._nodes, self._kind = first.nodes, first.kind
-            self._arriving = self._waiting.popleft()
+            if len(found) > 1:
+                prompt = Prompt.stack([one.prompt for one in found])
+                if prompt is None:
+                    self._waiting.extendleft(reversed(found[1:]))
+                else:
+                    sequences = [sequence for one in found for sequence in one.sequences]
+                    found = [_Arrival(prompt, sequences, self._nodes, self._kind)]
+            self._arriving = found[0] if found else None
         self.target.features = features(self.drafter)
         return self._arriving
 
@@ -313,7 +335,7 @@ class Engine:
             if not sequence.error:
                 sequence.stats.num_generated_tokens = sequence.keep([token])
             sequence.stats.prefill_seconds = arrival.seconds
-            sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - arrival.since
+            sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added
 
     def _leave(self) -> None:
         """Free the slots of sequences that have ended: the last ones move there."""

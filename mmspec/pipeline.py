@@ -119,6 +119,7 @@ class Pipeline:
         self.target = target
         self.drafter = drafter
         self.budgets: dict[int, Budget] = {}
+        self._searched = False  # for the target's stored cost
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
         self.engine = Engine(target, drafter, self._budget, slots=SLOT_COUNT.check("slots", slots))
         if drafter is not None:
@@ -221,8 +222,8 @@ class Pipeline:
     def _budget(self, batch: int, nodes: int | None) -> Budget:
         """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None."""
         target = self.target
-        if target.cost is None:
-            target.cost = stored_cost(target)
+        if target.cost is None and not self._searched:
+            target.cost, self._searched = stored_cost(target), True
         if self.drafter is None:
             return Budget(nodes=0)
         if nodes is not None:

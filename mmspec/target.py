@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
@@ -44,6 +45,38 @@ class Prompt:
             return rows
         keep = self.attention_mask.tolist()
         return [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
+
+    @staticmethod
+    def stack(prompts: Sequence[Prompt]) -> Prompt | None:
+        """Several prompts in one batch; None where their inputs do not fit together.
+
+        Inputs of the shape of ``input_ids`` are padded as these are; others, which belong to images or videos, follow
+        each other along the first axis.
+        """
+        first = prompts[0]
+        if any(one.inputs.keys() != first.inputs.keys() or one.padding_in_history for one in prompts):
+            return None
+        longest = max(one.input_ids.shape[1] for one in prompts)
+
+        def padded(one: Prompt, values: Tensor) -> Tensor:
+            return F.pad(values, (longest - one.input_ids.shape[1], 0))
+
+        inputs = {}
+        for name in first.inputs:
+            values = [one.inputs[name] for one in prompts]
+            if not all(isinstance(value, Tensor) for value in values):
+                return None
+            if all(value.shape == one.input_ids.shape for one, value in zip(prompts, values, strict=True)):
+                values = [padded(one, value) for one, value in zip(prompts, values, strict=True)]
+            if any(value.shape[1:] != values[0].shape[1:] or not value.ndim for value in values):
+                return None
+            inputs[name] = torch.cat(values)
+        masks = [
+            torch.ones_like(one.input_ids) if one.attention_mask is None else one.attention_mask for one in prompts
+        ]
+        mask = torch.cat([padded(one, mask) for one, mask in zip(prompts, masks, strict=True)])
+        ids = torch.cat([padded(one, one.input_ids) for one in prompts])
+        return Prompt(ids, None if bool(mask.all()) else mask, inputs)
 
 
 @dataclass

@@ -8,8 +8,8 @@ def decode(target, drafter, prompt, sampler, stopper, budget, **settings):
     engine = Engine(target, drafter, lambda batch, nodes: budget, **settings)
     rows = engine.add(prompt, sampler, stopper)
     try:
-        while waiting := [row for row in rows if not row.done]:
-            engine.wait(lambda waiting=waiting: any(row.has_news for row in waiting))
+        while alive := [row for row in rows if not row.done]:
+            engine.wait(lambda alive=alive: any(row.has_news for row in alive))
             for row in rows:
                 if row.error:
                     raise row.error

@@ -18,7 +18,7 @@ from eval.tiny_models import msd_network
 from mmspec.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine import decode, generator_for
+from tests.decoding import decode
 from tests.standin import save_llava
 from vision.drafters.msd import MSD
 

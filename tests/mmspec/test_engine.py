@@ -13,10 +13,10 @@ from mmspec.budget import AdaptiveBudget, Budget, CostTable
 from mmspec.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine import decode, generator_for
 from mmspec.sampling import Sampler, SamplingParams
 from mmspec.stopping import Stopper
 from mmspec.target import Prompt, Step
+from tests.decoding import decode
 from tests.tiny import table_model
 
 VOCAB = 7
@@ -25,23 +25,37 @@ VOCAB = 7
 class TableTarget:
     """A language model whose next token depends on the last two by a table, (vocab, vocab, vocab) logits."""
 
+    device = torch.device("cpu")
+
     def __init__(self, table):
         self.table = table
-        self.said = []  # tokens that each row has absorbed
+        self.rows = []  # tokens that each row has absorbed
+        self.features = ()
+        self.passes = []  # (rows, nodes) of every verify pass
 
-    def prefill(self, prompt, room):
-        self.said = [list(row) for row in prompt.histories()]
-        return self._step(torch.tensor([[row[-2:]] for row in self.said]))
+    def kind(self, prompt):
+        return None
+
+    def prefill_chunks(self, prompt, room, chunk):
+        new = [list(row) for row in prompt.histories()]
+        for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
+            yield None
+        self.rows += new
+        yield self._step(torch.tensor([[row[-2:]] for row in new]))
+
+    def select(self, rows):
+        self.rows = [self.rows[row] for row in rows]
 
     def forward_tree(self, tree):
         self.tree = tree
+        self.passes.append(tuple(tree.tokens.shape))
         up = tree.tokens.gather(1, tree.parents.clamp(min=0))
-        up[:, 0] = torch.tensor([row[-1] for row in self.said])
+        up[:, 0] = torch.tensor([row[-1] for row in self.rows])
         return self._step(torch.stack([up, tree.tokens], dim=-1))
 
     def commit(self, verdict):
         for b, (path, _) in enumerate(verdict.host):
-            self.said[b] += [int(self.tree.tokens[b, node]) for node in path]
+            self.rows[b] += [int(self.tree.tokens[b, node]) for node in path]
 
     def embed(self, token_ids):
         return torch.nn.functional.one_hot(token_ids, VOCAB).float()
@@ -51,7 +65,7 @@ class TableTarget:
 
     def _step(self, pairs):
         logits = self.table[pairs[..., 0], pairs[..., 1]]
-        return Step(logits, torch.zeros(*logits.shape[:2], 4))
+        return Step(logits, {"last": torch.zeros(*logits.shape[:2], 4)})
 
 
 def prompt_of(rows):
@@ -70,16 +84,12 @@ def said_plainly(table, row, count, eos=()):
 def run(table, rows, drafter, stopper, sampler=None, budget=None):
     """All steps: the rows at the end, and what each step emitted for each row."""
     target, steps, result = TableTarget(table), [], []
-    before, ended = [0] * len(rows), [False] * len(rows)
     for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, budget or Budget(10, 6)):
         steps.append([list(row.emitted) for row in result])
-        absorbed = [len(row) for row in target.said]
-        # A row that had finished before this step absorbs nothing more.
-        assert all(now == then for now, then, over in zip(absorbed, before, ended, strict=True) if over)
-        before, ended = absorbed, [row.finish_reason is not None for row in result]
-    for b, row in enumerate(result):
-        # The target has absorbed everything but what was emitted last.
-        assert row.history[: len(target.said[b])] == target.said[b][: len(row.history)]
+        alive = [row for row in result if not row.done]
+        # The target has absorbed everything but the last token of each row, and holds no other rows after a step.
+        assert len(steps) == 1 or sorted(row.history[:-1] for row in alive) == sorted(target.rows)
+    assert target.rows == []
     return result, steps
 
 
@@ -192,6 +202,9 @@ class Fixed:
     def begin(self, prompt, step, history):
         self.history = history
 
+    def select(self, rows):
+        self.history = [self.history[row] for row in rows]
+
     def propose(self, token, budget):
         assert token.tolist() == [row[-1] for row in self.history]
         return build_tree(token, self.trees.pop(0)) if self.trees else TokenTree.root(token)
@@ -221,7 +234,7 @@ def test_no_draft_reaches_beyond_the_limit():
         def propose(self, token, budget):
             tree = super().propose(token, budget)
             assert tree.max_depth <= budget.max_depth <= budget.remaining
-            depths.append((len(self._history[0]), tree.max_depth))
+            depths.append((len(self._rows[0][0]), tree.max_depth))
             return tree
 
     for limit in range(1, 12):
@@ -243,7 +256,7 @@ def test_random_numbers_come_from_the_seed_alone():
     table, rows = table_model(VOCAB), [[1, 2], [3, 4]]
 
     def sampled(seed):
-        sampler = Sampler(do_sample=True, generator=generator_for(seed, torch.device("cpu")))
+        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
         result, _ = run(table, rows, drafters(table, rows, 40, 0)["oracle"], Stopper(30), sampler)
         return [row.token_ids for row in result]
 
@@ -252,7 +265,6 @@ def test_random_numbers_come_from_the_seed_alone():
     torch.manual_seed(2)
     assert sampled(5) == first
     assert sampled(6) != first
-    assert generator_for(None, torch.device("cpu")) is None
 
 
 class Drawn:
@@ -264,6 +276,8 @@ class Drawn:
     def attach(self, target): ...
 
     def begin(self, prompt, step, history): ...
+
+    def select(self, rows): ...
 
     def propose(self, token, budget):
         first = torch.multinomial(self.q[token], 2, generator=self.g)
