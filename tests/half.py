@@ -13,9 +13,9 @@ from eval.oracle import Oracle
 from eval.tiny_models import VISION_CONFIGS, text_inputs, text_model, vision_inputs, vision_model
 from mmspec import plugins
 from mmspec.budget import Budget
-from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
+from tests.decoding import decode
 from tests.targets import plain_logits, prompt_of, row_of
 
 

@@ -9,9 +9,9 @@ import torch
 
 from mmspec import SamplingParams, plugins
 from mmspec.budget import Budget
-from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
+from tests.decoding import decode
 from tests.targets import prompt_of
 from tests.tiny import root_path, valid_nodes
 
@@ -28,6 +28,34 @@ class Watched(Budget):
         return super().drafts() and self.step not in self.skip
 
 
+class Recorded:
+    """Notes the trees that a drafter proposes, and of each row the history and its length at that time."""
+
+    def __init__(self, drafter):
+        self._rows, self._trees = [], []
+        begin, select, propose = drafter.begin, drafter.select, drafter.propose
+
+        def recorded_begin(prompt, step, history):
+            self._rows += history
+            begin(prompt, step, history)
+
+        def recorded_select(rows):
+            self._rows = [self._rows[row] for row in rows]
+            select(rows)
+
+        def recorded_propose(token, budget):
+            tree = propose(token, budget)
+            self._trees.append((tree, [(history, len(history)) for history in self._rows]))
+            return tree
+
+        drafter.begin, drafter.select, drafter.propose = recorded_begin, recorded_select, recorded_propose
+
+    def take(self):
+        """What was proposed since the last call."""
+        trees, self._trees = self._trees, []
+        return trees
+
+
 def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), new=12, params=None):
     """Decode; every node of every tree must have been given the probability that ``gains`` finds, and greedy output
     must be that of transformers.
@@ -41,26 +69,23 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), ne
     """
     target = plugins.target_class(model.config)(model)
     drafter.attach(target)
-    budget, trees = Watched(nodes, depth, skip), []
-    propose = drafter.propose
-    drafter.propose = lambda token, b: trees.append(propose(token, b)) or trees[-1]
+    budget, recorded = Watched(nodes, depth, skip), Recorded(drafter)
     sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
-    said: list[list[int]] = [[] for _ in inputs["input_ids"]]
     lengths: Counter[int] = Counter()
-    for state in decode(target, drafter, prompt_of(inputs), sampler, Stopper(new, eos_token_ids=[]), budget):
-        if trees:
-            tree = trees.pop()
-            for b, tokens in enumerate(said):
-                if len(tokens) == new:
-                    continue  # finished: what is drafted for it is not looked at
-                assert int(tree.tokens[b, 0]) == tokens[-1]
-                drafted = valid_nodes(tree, b)[1:]
-                paths = [[int(tree.tokens[b, i]) for i in root_path(tree, b, node)[1:]] for node in drafted]
+    stopper, said = Stopper(new, eos_token_ids=[]), []
+    for rows in decode(target, drafter, prompt_of(inputs), sampler, stopper, budget):
+        for tree, histories in recorded.take():
+            for number, (history, length) in enumerate(histories):
+                b = next(b for b, row in enumerate(rows) if row.history is history)
+                tokens = history[rows[b].prompt_length : length]
+                assert int(tree.tokens[number, 0]) == tokens[-1]
+                drafted = valid_nodes(tree, number)[1:]
+                paths = [[int(tree.tokens[number, i]) for i in root_path(tree, number, node)[1:]] for node in drafted]
                 expected = gains(target, b, tokens, paths)
-                assert [tree.path_probs[b][node - 1] for node in drafted] == pytest.approx(expected, rel=2e-3, abs=1e-6)
-        for b, row in enumerate(state):
-            said[b] += row.emitted if said[b] != row.token_ids else []
-            lengths[len(row.emitted)] += 1
+                found = [tree.path_probs[number][node - 1] for node in drafted]
+                assert found == pytest.approx(expected, rel=2e-3, abs=1e-6)
+        lengths.update(len(row.emitted) for row in rows)
+        said = [row.token_ids for row in rows]
     if params is None:
         with torch.no_grad():
             ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -114,7 +114,6 @@ class Extractor:
             hidden = step.features["last"][index, pad:].clone()
             shown = hidden[:0] if step.embeds is None else step.embeds[index, pad:][visual].clone()
             rows.append(Row(one.tokens.to(device), hidden, shown, visual, (one.turn >= 0).to(device)))
-        self.target.select(range(self.target.rows - len(batch)))
         return rows
 
     def _kinds(self, ids: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from eval.tiny_models import text_inputs, vision_inputs
 from mmspec import plugins
 from mmspec.budget import Budget
 from mmspec.drafters.ngram import Ngram
-from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
+from tests.decoding import decode
 from tests.drafting import network_for
 from tests.interpreter import mend_interpreter
 from tests.targets import prompt_of

@@ -13,10 +13,10 @@ from mmspec.budget import AdaptiveBudget, Budget, CostTable
 from mmspec.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from tests.decoding import decode
 from mmspec.sampling import Sampler, SamplingParams
 from mmspec.stopping import Stopper
 from mmspec.target import Prompt, Step
+from tests.decoding import decode
 from tests.tiny import table_model
 
 VOCAB = 7

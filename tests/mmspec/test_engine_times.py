@@ -4,9 +4,9 @@ import pytest
 
 import mmspec.engine
 from mmspec.budget import Budget
-from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
+from tests.decoding import decode
 from tests.mmspec.test_engine import VOCAB, Fixed, TableTarget, prompt_of, said_plainly
 from tests.tiny import table_model
 

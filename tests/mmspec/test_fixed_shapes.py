@@ -10,11 +10,11 @@ from mmspec.cache import TreeCache
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.transformers_target import TransformersTarget, bucket
 from ssm.drafters.mamba import Mamba
+from tests.decoding import decode
 from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, root_path, shared_model

@@ -12,13 +12,13 @@ from mmspec.cache import TreeCache
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from tests.decoding import decode
 from mmspec.graphs import Graphed
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.transfer import on_device
 from mmspec.transformers_target import TransformersTarget
 from ssm.drafters.mamba import Mamba
+from tests.decoding import decode
 from tests.device import Replayed, as_launches, on_a_gpu
 from tests.drafting import network_for
 from tests.targets import prompt_of

@@ -8,11 +8,11 @@ import torch
 from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.budget import Budget
-from tests.decoding import decode
 from mmspec.graphs import Graphed
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.target import Prompt
+from tests.decoding import decode
 from tests.mmspec.test_graphs import DRAFTERS
 from tests.tiny import shared_model
 

@@ -9,10 +9,10 @@ from transformers.generation import logits_process as hf
 from eval.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, kernels, plugins
 from mmspec.budget import Budget, CostTable, SteadyBudget
-from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
 from mmspec.verify import Verdict
+from tests.decoding import decode
 from tests.device import as_launches, on_a_gpu, waiting
 from tests.mmspec.test_graphs import CASES as CAPTURED
 from tests.mmspec.test_graphs import DRAFTERS

@@ -8,9 +8,9 @@ import torch
 from eval.tiny_models import vision_inputs
 from mmspec import kernels, plugins
 from mmspec.budget import Budget
-from tests.decoding import decode
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper
+from tests.decoding import decode
 from tests.drafting import network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
