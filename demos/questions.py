@@ -115,7 +115,9 @@ class Question:
             return {"images": [_decoder().load(path, "image", name=name)]}
         if not 1 <= self.frames <= MOST_FRAMES:
             raise UserError(f"frames must lie in 1..{MOST_FRAMES}: got {self.frames}")
-        return {"videos": [_decoder().load(path, "video", name=name, frames=int(self.frames), longest=LONGEST_VIDEO)]}
+        return {
+            "videos": [_decoder().load(path, "video", name=name, frames=int(self.frames), max_duration=LONGEST_VIDEO)]
+        }
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmspec.errors import UserError
-from vision.media import shown
+from vision.media import printable
 from vision.video import Video
 
 Cause = Literal["crash", "time", "memory", "exception"]
@@ -83,9 +83,9 @@ class Decoder:
         """
         request = {"kind": kind, "name": name, "video": video, "seconds": self.seconds, "cwd": os.getcwd()}
         if isinstance(source, bytes):
-            request["size"], body, label = len(source), source, shown(name or "<bytes>")
+            request["size"], body, label = len(source), source, printable(name or "<bytes>")
         else:
-            request["path"], body, label = os.fspath(source), b"", shown(name or source)
+            request["path"], body, label = os.fspath(source), b"", printable(name or source)
         with self._slots:
             while True:
                 worker = self._acquire()
@@ -168,7 +168,7 @@ class _Worker:
             raise self._exit_error() from None
         self.idle = "cause" not in reply
         if "cause" in reply:
-            raise _WorkerError(reply["cause"], shown(reply["error"]))
+            raise _WorkerError(reply["cause"], printable(reply["error"]))
         if "error" in reply:
             raise UserError(reply["error"])
         if "video" not in reply:
