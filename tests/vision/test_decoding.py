@@ -14,8 +14,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from demos import questions
-from demos.questions import Question, Upload
+from demos import chat_request
+from demos.chat_request import ChatRequest, Upload
 from mmspec.cli import main
 from mmspec.errors import UserError
 from tests.standin import save_llava
@@ -55,6 +55,7 @@ CRASH, EXIT, MEMORY, EXCEPTION, HANG, POISON = range(1, 7)
 
 @pytest.fixture
 def decoder():
+    chat_request._decoder.cache_clear()  # ends workers that tests of the demo started
     decoder = Decoder()
     yield decoder
     decoder.close()
@@ -352,8 +353,8 @@ def test_crash_prints_one_error_line(tmp_path, faulty, capfd):
 
 
 def test_crash_fails_one_demo_request(tmp_path, faulty, monkeypatch):
-    monkeypatch.setattr(questions, "_decoder", lambda: faulty)
+    monkeypatch.setattr(chat_request, "_decoder", lambda: faulty)
     sent = [Upload(str(write(tmp_path / f"{width}.png", width, CRASH)), "holiday.png") for width in (1, 8)]
     with pytest.raises(UserError, match=r"^holiday.png: .* the decoder fails \(SIGSEGV\)$"):
-        Question("image", "What?", sent[0]).request()
-    assert Question("image", "What?", sent[1]).request()["images"][0].size == (8, CRASH)
+        ChatRequest("image", "What?", sent[0]).pipeline_request()
+    assert ChatRequest("image", "What?", sent[1]).pipeline_request()["images"][0].size == (8, CRASH)
