@@ -111,11 +111,9 @@ class ChatRequest:
             return {}
         article = "an image" if self.kind == "image" else "a video"
         if self.upload is None:
-            raise UserError(f"there is nothing to look at yet: expected {article}, upload one or take an example")
+            raise UserError(f"no {self.kind} was uploaded: expected {article}, upload one or select an example")
         if not Path(self.upload.path).is_file():
-            raise UserError(
-                f"{self.upload.name} is no longer here (uploads are removed after a while): upload it again"
-            )
+            raise UserError(f"{self.upload.name} was removed (uploads are kept for a limited time): upload it again")
         path, name = self.upload.path, self.upload.name
         if self.kind == "image":
             return {"images": [_decoder().load(path, "image", name=name)]}

@@ -117,7 +117,7 @@ class ModelCache:
         return loaded
 
     def one_at_a_time(self, work: Generator[T, None, None]) -> Iterator[T]:
-        """StreamedAnswer a request's steps while no other request's are run.
+        """Run a request's steps while no other request's steps run.
 
         The server runs requests one after the other, so that one which is unfinished when the next begins was
         cancelled: it is closed, which frees the model for the next.

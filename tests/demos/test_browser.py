@@ -212,7 +212,7 @@ def test_too_long_video_shows_an_error(visit, tmp_path):
 def test_missing_upload_empty_prompt_and_unknown_model(visit):
     page = visit()
     page.locator(".mm-ask:visible").click()
-    page.locator(".mm-note:visible", has_text="there is nothing to look at yet").wait_for()
+    page.locator(".mm-note:visible", has_text="no image was uploaded").wait_for()
     page.locator(".mm-prompt:visible textarea, .mm-prompt:visible input").first.fill("")
     page.locator(".mm-ask:visible").click()
     page.locator(".mm-note:visible", has_text="the prompt must not be empty").wait_for()

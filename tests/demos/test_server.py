@@ -103,7 +103,7 @@ def test_answers_are_streamed(client):
         ("/generate", {"prompt": "x" * 4001}, "at most 4000 characters"),
         ("/generate", {"prompt": "x", "temperature": -1}, "temperature must be 0 or"),
         ("/generate", {"prompt": None}, "prompt must be of type str"),
-        ("/caption_image", {"image": None}, "there is nothing to look at yet"),
+        ("/caption_image", {"image": None}, "no image was uploaded"),
         ("/caption_image", {"image": {"path": "/etc/hostname"}}, "the image must be uploaded"),
         ("/caption_image", {"image": {"path": "https://example.org/a.png"}}, "the image must be uploaded"),
         ("/caption_image", {"image": {"path": "a\0.png"}}, "the image must be uploaded"),
