@@ -50,17 +50,17 @@ def load_test(users: int, requests: int) -> None:
     with demo_process() as (address, process):
         clients = [Client(address, verbose=False) for _ in range(users)]
         _timed_caption(clients[0])  # warm-up
-        alone = statistics.median(_timed_caption(clients[0])[1] for _ in range(3))
+        single = statistics.median(_timed_caption(clients[0])[1] for _ in range(3))
         start = clock()
         with ThreadPoolExecutor(users) as pool:
             answers = list(pool.map(_timed_caption, clients))
-        together = clock() - start
+        total = clock() - start
         texts = {answer["text"] for answer, _ in answers}
         if len(texts) != 1:
             raise click.ClickException(f"expected equal answers for all visitors, received {texts}")
         latencies = sorted(seconds for _, seconds in answers)
         click.echo(
-            f"one visitor: {alone:.2f} s; {users} concurrent: {', '.join(f'{latency:.2f}' for latency in latencies)} s"
+            f"one visitor: {single:.2f} s; {users} concurrent: {', '.join(f'{latency:.2f}' for latency in latencies)} s"
         )
         memory = {0: process.memory_info().rss / 2**20}
         for number in range(1, requests + 1):
@@ -68,7 +68,7 @@ def load_test(users: int, requests: int) -> None:
             if number % max(requests // 5, 1) == 0:
                 memory[number] = process.memory_info().rss / 2**20
                 click.echo(f"after {number} requests: {memory[number]:.0f} MiB")
-        click.echo(json.dumps({"alone": alone, "waits": latencies, "together": together, "rss_mib": memory}))
+        click.echo(json.dumps({"single": single, "concurrent": latencies, "total": total, "rss_mib": memory}))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def video(tmp_path):
 
 
 def test_first_request(image, video):
-    asked = ChatRequest("image", " What? ", image).pipeline_request()
-    assert asked["prompt"] == "What?"
-    assert asked["images"][0].size == (20, 10)
+    request = ChatRequest("image", " What? ", image).pipeline_request()
+    assert request["prompt"] == "What?"
+    assert request["images"][0].size == (20, 10)
     assert len(ChatRequest("video", "What?", video, frames=3).pipeline_request()["videos"][0].frames) == 3
     assert ChatRequest("text", "What?").pipeline_request() == {"prompt": "What?"}
 

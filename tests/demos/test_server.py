@@ -129,10 +129,10 @@ def test_path_outside_the_upload_folder_raises(client, address):
 
 
 def test_seed_of_a_request(client):
-    asked = {"temperature": 1.5, "max_new_tokens": 24}
+    arguments = {"temperature": 1.5, "max_new_tokens": 24}
     alone = mmspec.load("tiny-hybrid", drafter=None)
-    texts = [client.predict("Tell a story.", seed=seed, api_name="/generate", **asked)["text"] for seed in (3, 4)]
-    assert texts == [alone.generate("Tell a story.", seed=seed, **asked).text.strip() for seed in (3, 4)]
+    texts = [client.predict("Tell a story.", seed=seed, api_name="/generate", **arguments)["text"] for seed in (3, 4)]
+    assert texts == [alone.generate("Tell a story.", seed=seed, **arguments).text.strip() for seed in (3, 4)]
     assert texts[0] != texts[1]
 
 

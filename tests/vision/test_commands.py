@@ -91,9 +91,9 @@ def test_media_kind_is_detected_from_content(run: Run, model: str, image: str, t
 
 def test_prompt(run: Run, model: str, image: str) -> None:
     args = (image, "--model", model, "--max-new-tokens", "8", "--json")
-    asked = json.loads(run(*args, "--prompt", "A red star")[1])["token_ids"]
+    token_ids = json.loads(run(*args, "--prompt", "A red star")[1])["token_ids"]
     pipe = mmspec.load(model, drafter=None)
-    assert asked == pipe.generate("A red star", images=[image], max_new_tokens=8).token_ids
+    assert token_ids == pipe.generate("A red star", images=[image], max_new_tokens=8).token_ids
 
 
 def test_compare_reports_equal_tokens_in_float32(run: Run, model: str, image: str) -> None:

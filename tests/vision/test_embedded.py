@@ -39,8 +39,8 @@ def test_captions_equal_generate_and_are_correct(pipe):
 
 @pytest.mark.parametrize("drafter", ["flash", "msd"])
 def test_drafters_acceptance_length(pipe, drafter):
-    asked = mmspec.load("tiny-llava", drafter=drafter, device="cpu")
-    rows = asked.generate_batch([request(scene) for scene in SCENES], nodes=16, max_new_tokens=200)
+    drafting = mmspec.load("tiny-llava", drafter=drafter, device="cpu")
+    rows = drafting.generate_batch([request(scene) for scene in SCENES], nodes=16, max_new_tokens=200)
     steps, tokens = (
         sum(getattr(row.stats, name) for row in rows) for name in ("num_spec_steps", "num_generated_tokens")
     )
@@ -59,9 +59,9 @@ def test_embedded_drafters(pipe):
 
 @pytest.mark.parametrize("frames", [4, 8, 16])
 def test_batches_of_clips_equal_generate(pipe, frames):
-    asked = [{"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]}, request(SCENES[0])]
-    answers = pipe.generate_batch(asked, frames=frames, max_new_tokens=90)
-    for one, answer in zip(asked, answers, strict=True):
+    requests = [{"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]}, request(SCENES[0])]
+    answers = pipe.generate_batch(requests, frames=frames, max_new_tokens=90)
+    for one, answer in zip(requests, answers, strict=True):
         prompt = pipe.target.encode([one], frames=frames)
         plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=90, do_sample=False)
         assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()

@@ -421,7 +421,7 @@ def write_audio(path: Path, *, cover: bool = False) -> Path:
     return path
 
 
-def refused(source: object, expected: str, **options: object) -> None:
+def assert_user_error(source: object, expected: str, **options: object) -> None:
     with pytest.raises(UserError) as caught:
         load_video(source, **options)  # type: ignore[arg-type]
     assert expected in str(caught.value)
@@ -429,43 +429,43 @@ def refused(source: object, expected: str, **options: object) -> None:
 
 
 def test_sources_that_are_not_videos(tmp_path: Path) -> None:
-    refused(tmp_path / "none.mp4", "none.mp4: expected a video, received no such file")
-    refused(tmp_path, "received a folder")
-    refused("https://example.org/a.mp4", "received a URL")
-    refused(b"", "received no bytes")
-    refused(7, "received int")
+    assert_user_error(tmp_path / "none.mp4", "none.mp4: expected a video, received no such file")
+    assert_user_error(tmp_path, "received a folder")
+    assert_user_error("https://example.org/a.mp4", "received a URL")
+    assert_user_error(b"", "received no bytes")
+    assert_user_error(7, "received int")
     (tmp_path / "empty.mp4").touch()
-    refused(tmp_path / "empty.mp4", "received an empty file")
+    assert_user_error(tmp_path / "empty.mp4", "received an empty file")
     (tmp_path / "text.mp4").write_text("not a film\n" * 1000)
-    refused(tmp_path / "text.mp4", "received text")
+    assert_user_error(tmp_path / "text.mp4", "received text")
     (tmp_path / "latin.txt").write_bytes("un été\n".encode("latin-1") * 1000)
-    refused(tmp_path / "latin.txt", "expected a video, received")
+    assert_user_error(tmp_path / "latin.txt", "expected a video, received")
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")
-    refused(tmp_path / "list.mp4", "received text")
+    assert_user_error(tmp_path / "list.mp4", "received text")
     (tmp_path / "noise.mp4").write_bytes(np.random.default_rng(0).bytes(5000))
-    refused(tmp_path / "noise.mp4", "expected a video, received unknown data")
-    refused(write_audio(tmp_path / "sound.mp4"), "received audio only")
+    assert_user_error(tmp_path / "noise.mp4", "expected a video, received unknown data")
+    assert_user_error(write_audio(tmp_path / "sound.mp4"), "received audio only")
     Image.new("RGB", (8, 8)).save(tmp_path / "still.jpg")
-    refused(tmp_path / "still.jpg", "received a JPEG image; pass it as an image")
-    refused(tmp_path / "still.jpg", "received a JPEG image; pass it as an image", backend="decord")
+    assert_user_error(tmp_path / "still.jpg", "received a JPEG image; pass it as an image")
+    assert_user_error(tmp_path / "still.jpg", "received a JPEG image; pass it as an image", backend="decord")
 
 
 def test_options_out_of_range(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(50))
-    refused(path, f"frames must be None or a whole number in [1, {MAX_FRAMES}]: got 0", frames=0)
-    refused(path, "got 513", frames=513)
-    refused(path, "got '8'", frames="8")
+    assert_user_error(path, f"frames must be None or a whole number in [1, {MAX_FRAMES}]: got 0", frames=0)
+    assert_user_error(path, "got 513", frames=513)
+    assert_user_error(path, "got '8'", frames="8")
     for fps in (0.0, -1.0, float("nan"), float("inf")):
-        refused(path, "fps must be None or a number > 0", fps=fps)
-    refused(path, "is 5000 frames: expected at most 512", fps=1000.0)
-    refused(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
+        assert_user_error(path, "fps must be None or a number > 0", fps=fps)
+    assert_user_error(path, "is 5000 frames: expected at most 512", fps=1000.0)
+    assert_user_error(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
 
 
 @pytest.mark.parametrize("backend", ["pyav", "decord"])
 def test_max_duration(tmp_path: Path, backend: str) -> None:
     path = encode(tmp_path / "a.mp4", even(50))
     duration = load_video(path, frames=1).duration
-    refused(
+    assert_user_error(
         path,
         f"expected a video of at most {duration - 0.5:g} s, received",
         max_duration=duration - 0.5,
@@ -520,7 +520,7 @@ def test_decord_rounding_at_the_start_of_a_frame(tmp_path: Path) -> None:
 
 def test_missing_decord_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "decord", None)
-    refused(encode(tmp_path / "a.mp4", even(4)), "pip install -e '.[decord]'", backend="decord")
+    assert_user_error(encode(tmp_path / "a.mp4", even(4)), "pip install -e '.[decord]'", backend="decord")
 
 
 def test_kind_of_detects_by_content(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def write_clip(clip: Clip, path: Path, frames: int = 32, rate: int = 8) -> None:
 @click.option("--images", type=click.IntRange(0), default=1, show_default=True, help="Number of images.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first image.")
 @click.option("--clip", "index", type=click.IntRange(0), default=0, show_default=True, help="Index of the video.")
-def main(out: Path, images: int, first: int, index: int) -> None:
+def write_samples(out: Path, images: int, first: int, index: int) -> None:
     """Write held-out images and one video, and print a caption of each."""
     out.mkdir(parents=True, exist_ok=True)
     for number in range(first, first + images):
@@ -57,4 +57,4 @@ def main(out: Path, images: int, first: int, index: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_samples()
