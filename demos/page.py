@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +14,7 @@ from demos import endpoints, samples, views
 from demos.answer_details import AnswerDetails, answer_details, plots_html, tree_html
 from demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, ChatRequest, Kind
 from demos.service import Service
+from demos.streaming import StreamedAnswer
 from demos.uploads import ImageUpload, VideoUpload
 from mmspec import plugins
 from mmspec.errors import UserError
@@ -207,46 +208,48 @@ class _Tab:
         return "" if limits is None or samples.is_sample(chat, self.folder) else limits
 
     def _ask(self, conversation: Conversation, prompt: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        tab, rest = gr.Tabs(selected="answer"), (gr.skip(),) * 3
-        answer = None
-        try:
-            chat = self._chat_request(conversation, prompt, settings)
-            html = views.conversation_html(conversation.history_html, prompt, None)
-            yield conversation, html, tab, gr.Column(visible=False), *rest
-            limits = self._limits(chat)
-            for answer in self.service.answer(chat):
-                if answer.stats is None:
-                    html = views.conversation_html(conversation.history_html, prompt, answer, limits=limits)
-                    yield conversation, html, gr.skip(), gr.skip(), *rest
-        except UserError as error:
-            html = views.conversation_html(conversation.history_html, "", None, note=str(error))
-            yield conversation, html, tab, gr.Column(visible=False), *rest
-            return
-        if answer is None or answer.stats is None:  # cancelled by another request
-            return
-        html = views.conversation_html(conversation.history_html, prompt, answer, limits=limits)
-        turn = prompt, answer.text.strip(), views.tokens_html(answer.tokens)
-        conversation = replace(conversation, turns=[*conversation.turns, turn], details=answer_details(answer))
-        yield conversation, html, gr.skip(), *_details_updates(conversation.details)
+        def html(answer: StreamedAnswer | None, note: str = "", limits: str = "") -> str:
+            return views.conversation_html(conversation.history_html, "" if note else prompt, answer, note, limits)
+
+        chat = self._chat_request(conversation, prompt, settings)
+        answer, final = yield from self._stream("answer", self.service.answer, conversation, chat, html)
+        if answer is not None:
+            turn = prompt, answer.text.strip(), views.tokens_html(answer.tokens)
+            details = answer_details(answer)
+            updated = replace(conversation, turns=[*conversation.turns, turn], details=details)
+            yield updated, final, gr.skip(), *_details_updates(details)
 
     def _race(self, conversation: Conversation, prompt: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        tab, rest = gr.Tabs(selected="race"), (gr.skip(),) * 3
-        race = None
+        chat = replace(self._chat_request(conversation, prompt, settings), history=[])
+        race, final = yield from self._stream("race", self.service.race, conversation, chat, views.race_html)
+        if race is not None:
+            details = answer_details(race.speculative)
+            yield replace(conversation, details=details), final, gr.skip(), *_details_updates(details)
+
+    def _stream(
+        self,
+        tab: str,
+        start: Callable[[ChatRequest], Iterator[Any]],
+        conversation: Conversation,
+        chat: ChatRequest,
+        html: Callable[..., str],
+    ) -> Generator[tuple[Any, ...], None, tuple[Any, str]]:
+        """Run a request; yields the page's updates, and returns the complete result with its HTML.
+
+        The result is None after an error, or if another request cancelled this one.
+        """
+        begin, rest = (gr.Tabs(selected=tab), gr.Column(visible=False)), (gr.skip(),) * 3
+        result, limits = None, ""
         try:
-            chat = replace(self._chat_request(conversation, prompt, settings), history=[])
-            yield conversation, views.race_html(None), tab, gr.Column(visible=False), *rest
+            yield conversation, html(None), *begin, *rest
             limits = self._limits(chat)
-            for race in self.service.race(chat):
-                if not race.finished:
-                    yield conversation, views.race_html(race, limits=limits), gr.skip(), gr.skip(), *rest
+            for result in start(chat):
+                if not result.finished:
+                    yield conversation, html(result, limits=limits), gr.skip(), gr.skip(), *rest
         except UserError as error:
-            yield conversation, views.race_html(None, str(error)), tab, gr.Column(visible=False), *rest
-            return
-        if race is None or not race.finished:
-            return
-        conversation = replace(conversation, details=answer_details(race.speculative))
-        html = views.race_html(race, limits=limits)
-        yield conversation, html, gr.skip(), *_details_updates(conversation.details)
+            yield conversation, html(None, str(error)), *begin, *rest
+            return None, ""
+        return (result, html(result, limits=limits)) if result is not None and result.finished else (None, "")
 
     @staticmethod
     def _show_step(conversation: Conversation, number: int) -> str:

@@ -58,6 +58,10 @@ class StreamedAnswer:
     stats: Stats | None = None
     finish_reason: FinishReason | None = None
 
+    @property
+    def finished(self) -> bool:
+        return self.stats is not None
+
     def append(self, piece: Piece, steps: list[JudgedTree], decode: Callable[[list[int]], str]) -> None:
         """Append a piece of the pipeline's stream.
 
