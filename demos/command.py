@@ -28,7 +28,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if
         "Embedded name, local folder or hub id. May be repeated; the first one is the default. [default: tiny-llava]"
     ),
 )
-@click.option("--drafter", "drafters", multiple=True, metavar="NAME", help="Drafter on offer. May be repeated.")
+@click.option("--drafter", "drafters", multiple=True, metavar="NAME", help="Selectable drafter. May be repeated.")
 @device_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0 selects a free port.")

@@ -26,7 +26,7 @@ EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 @click.option("--video-backend", type=click.Choice(["pyav", "decord"]), default="pyav", show_default=True)
 @click.option("--out", type=OUT_FILE, help="JSONL file for a FOLDER's captions.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Files of a FOLDER per batch.")
-@click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="For a FOLDER.")
+@click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Runs a FOLDER.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Ray actors, one model each.")
 @generation_options
 def caption(
