@@ -1,1 +1,1 @@
-"""Web pages on top of mmspec: ``mmspec demo``."""
+"""Web demo: the server and page of ``mmspec demo``."""

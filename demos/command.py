@@ -1,4 +1,4 @@
-"""``mmspec demo``."""
+"""The command ``mmspec demo``."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if
     multiple=True,
     metavar="NAME",
     help=(
-        "Embedded name, local folder or hub id; the first answers by default. May be repeated. [default: tiny-llava]"
+        "Embedded name, local folder or hub id. May be repeated; the first one is the default. [default: tiny-llava]"
     ),
 )
-@click.option("--drafter", "drafters", multiple=True, metavar="NAME", help="What visitors may choose. May be repeated.")
+@click.option("--drafter", "drafters", multiple=True, metavar="NAME", help="Selectable drafter. May be repeated.")
 @device_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all of them.")
-@click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0 takes a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0 selects a free port.")
 @click.option(
     "--auth",
     metavar="USER:PASSWORD",
     envvar="MMSPEC_DEMO_AUTH",
-    help="Ask visitors for these; better given in MMSPEC_DEMO_AUTH, which other users of this machine cannot see.",
+    help="Login for visitors. Prefer the environment variable MMSPEC_DEMO_AUTH, which other local users cannot see.",
 )
-@click.option("--no-auth", is_flag=True, help="Let everybody in who reaches a public address.")
-@click.option("--share", is_flag=True, help="Open a public address through gradio's servers, too.")
+@click.option("--no-auth", is_flag=True, help="Allow a public address without a login.")
+@click.option("--share", is_flag=True, help="Also create a public link through gradio's servers.")
 @click.option(
     "--upload-space",
     type=click.IntRange(64),
     default=2048,
     show_default=True,
     metavar="MIB",
-    help="What visitors' uploads may take on disk together.",
+    help="Limit on the total size of uploads on disk.",
 )
 def demo(
     models: Sequence[str],
@@ -60,11 +60,11 @@ def demo(
     share: bool,
     upload_space: int,
 ) -> None:
-    """Open the web demo: watch answers appear, and see why they are fast.
+    """Serve the web demo: streamed answers, a race against plain decoding, draft trees.
 
-    Who reaches the page at a loopback address, such as the default one, can have any model of the hub or folder of this
-    machine loaded. At another --host, or with --share, there are the --model and --drafter given here alone (the
-    embedded models and registered drafters if none are), and --auth or --no-auth is required.
+    On a loopback address, such as the default one, visitors can load any hub id or local folder. With another --host or
+    with --share, only the models and drafters of --model and --drafter are available (by default the embedded models
+    and registered drafters), and --auth or --no-auth is required.
     """
     public = share or not _is_loopback(host)
     login = _login(auth, no_auth, public)
@@ -72,18 +72,18 @@ def demo(
         import gradio  # noqa: F401
     except ImportError:
         raise missing("the demo", "gradio", "demo") from None
-    from demos.models import Models
-    from demos.offer import offer
-    from demos.server import serving
+    from demos.catalog import make_catalog
+    from demos.models import ModelCache
+    from demos.server import run_server
 
-    offered = offer(models, drafters, open=not public)
-    loaded = Models(device=device, dtype=dtype)
-    for name in reversed(models or (offered.default,)):
-        loaded.get(name)  # a missing model is an error now, not for the first visitor
+    catalog = make_catalog(models, drafters, open=not public)
+    cache = ModelCache(device=device, dtype=dtype)
+    for name in reversed(models or (catalog.default,)):
+        cache.get(name)  # fails now if a model is missing, not at the first request
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     try:
-        with _unwound_by_signals(), serving(loaded, offered, upload_space=upload_space, **options) as page:
-            click.echo(f"mmspec demo: {page.local_url} (Ctrl-C ends it)")
+        with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, **options) as page:
+            click.echo(f"mmspec demo: {page.local_url} (Ctrl-C to stop)")
             if page.share_url:
                 click.echo(f"public address: {page.share_url}")
             Event().wait()
@@ -96,7 +96,7 @@ def _is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, which may come to mean any address
+    except ValueError:  # a host name may resolve to any address
         return False
 
 
@@ -116,18 +116,19 @@ def _login(auth: str | None, no_auth: bool, public: bool) -> tuple[str, str] | N
 
 
 @contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    """Signals that end the process run its clean-up first, which removes visitors' uploads."""
+def _signals_raise() -> Iterator[None]:
+    """Turn termination signals into exceptions, so that clean-up code runs and uploads are removed."""
 
-    def end(number: int, _: Any) -> None:
+    def handle(number: int, _: Any) -> None:
         for one in before:
-            signal.signal(one, signal.SIG_IGN)  # a second one would cut the clean-up short
+            signal.signal(one, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
+    # Signals that are ignored already, for example under nohup, stay ignored.
     handlers = {one: signal.getsignal(one) for one in _SIGNALS}
-    before = {one: handler for one, handler in handlers.items() if handler != signal.SIG_IGN}  # as nohup sets it
+    before = {one: handler for one, handler in handlers.items() if handler != signal.SIG_IGN}
     for one in before:
-        signal.signal(one, end)
+        signal.signal(one, handle)
     try:
         yield
     finally:

@@ -1,23 +1,23 @@
-"""The named endpoints: the demo as a small web API, typed.
+"""Typed API endpoints of the demo.
 
-Each yields what there is so far, so that a client can stream it and cancel it; the last result is the whole one.
+Each endpoint yields partial results, so that clients can stream and cancel; the last result is complete.
 """
 
-# No postponed annotations: the server reads the types of the endpoints from them.
+# No postponed annotations: gradio reads the endpoints' types from them.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
 import gradio as gr
 
-from demos.questions import PROMPTS, Kind, Question, Upload
-from demos.runs import Race, Run
-from demos.service import Service, not_uploaded
+from demos.chat_request import DEFAULT_PROMPTS, ChatRequest, Kind, Upload
+from demos.service import Service, not_uploaded_error
+from demos.streaming import Race, StreamedAnswer
 from mmspec.errors import UserError
 
 
 class Answer(TypedDict):
-    """An answer. ``acceptance`` is the mean number of tokens per verify pass; figures are 0 until it has ended."""
+    """Result of a request. ``acceptance`` is the mean acceptance length; statistics are 0 until the answer ends."""
 
     text: str
     tokens: int
@@ -31,7 +31,7 @@ class Answer(TypedDict):
 
 
 class Comparison(TypedDict):
-    """Two answers to one request. ``first_difference`` is a position, -1 where the tokens are equal."""
+    """Speculative and plain decoding of one request. ``first_difference`` is -1 if the tokens are equal."""
 
     speculative: Answer
     plain: Answer
@@ -41,17 +41,22 @@ class Comparison(TypedDict):
     first_difference: int
 
 
-def add(service: Service, together: dict[str, Any]) -> None:
+def add_endpoints(service: Service, queue: dict[str, Any]) -> None:
     """Add the endpoints to the page that is being built.
 
     Args:
-        together: the queue that they share with the page.
+        queue: gradio's options of the queue that they share with the page.
     """
+    shared = {name: value for name, value in queue.items() if name != "api_visibility"}
+    for endpoint in (*_caption_endpoints(service), *_text_endpoints(service)):
+        gr.api(endpoint, api_name=endpoint.__name__, **shared)
 
-    # Each yields results of the annotated type, which is the type of one result that the server wants to be told.
+
+# Endpoints are generators, but gradio expects the type of one result as their return annotation.
+def _caption_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
     def caption_image(  # type: ignore[misc]
         image: gr.FileData,
-        prompt: str = PROMPTS["image"],
+        prompt: str = DEFAULT_PROMPTS["image"],
         model: str = "",
         drafter: str = "auto",
         max_new_tokens: int = 256,
@@ -63,7 +68,7 @@ def add(service: Service, together: dict[str, Any]) -> None:
 
     def caption_video(  # type: ignore[misc]
         video: gr.FileData,
-        prompt: str = PROMPTS["video"],
+        prompt: str = DEFAULT_PROMPTS["video"],
         model: str = "",
         drafter: str = "auto",
         max_new_tokens: int = 256,
@@ -74,6 +79,10 @@ def add(service: Service, together: dict[str, Any]) -> None:
         """Describe a video, or answer a question about it."""
         yield from _answers(service, locals() | {"kind": "video", "upload": video})
 
+    return caption_image, caption_video
+
+
+def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
     def generate(  # type: ignore[misc]
         prompt: str,
         model: str = "",
@@ -82,7 +91,7 @@ def add(service: Service, together: dict[str, Any]) -> None:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Answer:
-        """Answer a text."""
+        """Answer a text prompt."""
         yield from _answers(service, locals() | {"kind": "text"})
 
     def compare(  # type: ignore[misc]
@@ -94,73 +103,73 @@ def add(service: Service, together: dict[str, Any]) -> None:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Comparison:
-        """Answer a text, or a question about an image, speculatively and plainly."""
-        yield from _races(service, locals() | {"kind": "image" if image else "text", "upload": image})
+        """Answer a text prompt, or a question about an image, with speculative and with plain decoding."""
+        yield from _comparisons(service, locals() | {"kind": "image" if image else "text", "upload": image})
 
-    shared = {name: value for name, value in together.items() if name != "api_visibility"}
-    for endpoint in (caption_image, caption_video, generate, compare):
-        gr.api(endpoint, api_name=endpoint.__name__, **shared)
+    return generate, compare
 
 
 def _answers(service: Service, given: dict[str, Any]) -> Iterator[Answer]:
-    for run in _told(lambda: service.answer(_question(given))):
-        yield answer(run)
+    for answer in _gradio_errors(lambda: service.answer(_parse_request(given))):
+        yield answer_result(answer)
 
 
-def _races(service: Service, given: dict[str, Any]) -> Iterator[Comparison]:
-    for race in _told(lambda: service.race(_question(given))):
-        yield comparison(race)
+def _comparisons(service: Service, given: dict[str, Any]) -> Iterator[Comparison]:
+    for race in _gradio_errors(lambda: service.race(_parse_request(given))):
+        yield comparison_result(race)
 
 
-def _told(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def _gradio_errors(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Raise ``UserError`` as ``gr.Error``."""
     try:
         yield from start()
     except UserError as error:
         raise gr.Error(str(error), print_exception=False) from None
 
 
-def _question(given: dict[str, Any]) -> Question:
-    asked = {name: given[name] for name in Question.__dataclass_fields__ if name in given and name != "upload"}
+def _parse_request(given: dict[str, Any]) -> ChatRequest:
+    """Check the types of an endpoint's arguments."""
+    fields = {name: given[name] for name in ChatRequest.__dataclass_fields__ if name in given and name != "upload"}
     for name, kind in (("prompt", str), ("model", str), ("drafter", str), ("max_new_tokens", int), ("seed", int)):
-        if not isinstance(asked[name], kind) or isinstance(asked[name], bool):
-            raise UserError(f"{name} must be of type {kind.__name__}: got {asked[name]!r}")
+        if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
+            raise UserError(f"{name} must be of type {kind.__name__}: got {fields[name]!r}")
     for name in ("temperature", "frames"):
-        if not isinstance(asked.get(name, 0), int | float):
-            raise UserError(f"{name} must be a number: got {asked[name]!r}")
-    return Question(**asked, upload=_uploaded(given.get("upload"), given["kind"]))
+        if not isinstance(fields.get(name, 0), int | float):
+            raise UserError(f"{name} must be a number: got {fields[name]!r}")
+    return ChatRequest(**fields, upload=_parse_upload(given.get("upload"), given["kind"]))
 
 
-def _uploaded(file: Any, kind: Kind) -> Upload | None:
-    """The upload that a client's file stands for."""
+def _parse_upload(file: Any, kind: Kind) -> Upload | None:
+    """The upload for a client's file data."""
     if file is None:
         return None
     path = file.get("path") if isinstance(file, dict) else None
     if not isinstance(path, str):
-        raise not_uploaded(kind)
+        raise not_uploaded_error(kind)
     return Upload(path, str(file.get("orig_name") or Path(path).name))
 
 
-def answer(run: Run) -> Answer:
-    """A run as the result of an endpoint."""
-    stats = run.stats
+def answer_result(answer: StreamedAnswer) -> Answer:
+    """Convert an answer to an endpoint's result."""
+    stats = answer.stats
     return {
-        "text": run.text.strip(),
-        "tokens": len(run.token_ids),
-        "seconds": run.seconds,
+        "text": answer.text.strip(),
+        "tokens": len(answer.token_ids),
+        "seconds": answer.seconds,
         "tokens_per_second": stats.tokens_per_second if stats else 0.0,
         "acceptance": stats.mean_acceptance_length if stats else 0.0,
         "draft_acceptance_rate": stats.draft_acceptance_rate if stats else 0.0,
-        "finish_reason": run.finish_reason or "",
-        "model": run.model,
-        "drafter": run.drafter,
+        "finish_reason": answer.finish_reason or "",
+        "model": answer.model,
+        "drafter": answer.drafter,
     }
 
 
-def comparison(race: Race) -> Comparison:
-    """A race as the result of an endpoint."""
+def comparison_result(race: Race) -> Comparison:
+    """Convert a race to an endpoint's result."""
     return {
-        "speculative": answer(race.speculative),
-        "plain": answer(race.plain),
+        "speculative": answer_result(race.speculative),
+        "plain": answer_result(race.plain),
         "decode_speedup": race.decode_ratio or 0.0,
         "end_to_end_speedup": race.end_to_end_ratio or 0.0,
         "equal": bool(race.equal),

@@ -1,4 +1,4 @@
-"""What several visitors at once wait for, and what many requests cost in memory: ``python -m demos.load``."""
+"""Load test of the demo: latency of concurrent visitors, memory over many requests. ``python -m demos.load``"""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PICTURE = str(samples() / "scene.png")
 
 
 @contextmanager
-def server() -> Iterator[tuple[str, psutil.Process]]:
-    """Address and process of a demo of its own."""
+def demo_process() -> Iterator[tuple[str, psutil.Process]]:
+    """Start a demo; yields its address and process."""
     command = [sys.executable, "-c", "from mmspec.cli import main; main(['demo', '--port', '0'])"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -36,38 +36,40 @@ def server() -> Iterator[tuple[str, psutil.Process]]:
             process.terminate()
 
 
-def _ask(client: Client) -> tuple[dict[str, Any], float]:
+def _timed_caption(client: Client) -> tuple[dict[str, Any], float]:
     start = clock()
     answer = client.predict(handle_file(_PICTURE), api_name="/caption_image")
     return answer, clock() - start
 
 
 @click.command()
-@click.option("--users", default=5, show_default=True, help="Visitors who ask in the same moment.")
-@click.option("--requests", default=100, show_default=True, help="Requests one after the other.")
-def main(users: int, requests: int) -> None:
-    """Measure waiting times of visitors at once, then the server's memory over many requests."""
-    with server() as (address, process):
+@click.option("--users", default=5, show_default=True, help="Concurrent visitors.")
+@click.option("--requests", default=100, show_default=True, help="Sequential requests.")
+def load_test(users: int, requests: int) -> None:
+    """Measure the latency of concurrent visitors, then the server's memory over many requests."""
+    with demo_process() as (address, process):
         clients = [Client(address, verbose=False) for _ in range(users)]
-        _, alone = _ask(clients[0])  # reads what is read once
-        alone = statistics.median(_ask(clients[0])[1] for _ in range(3))
+        _timed_caption(clients[0])  # warm-up
+        single = statistics.median(_timed_caption(clients[0])[1] for _ in range(3))
         start = clock()
         with ThreadPoolExecutor(users) as pool:
-            answers = list(pool.map(_ask, clients))
-        together = clock() - start
+            answers = list(pool.map(_timed_caption, clients))
+        total = clock() - start
         texts = {answer["text"] for answer, _ in answers}
         if len(texts) != 1:
-            raise click.ClickException(f"expected the same answer for everybody, received {texts}")
-        waits = sorted(seconds for _, seconds in answers)
-        click.echo(f"one visitor: {alone:.2f} s; {users} at once: {', '.join(f'{wait:.2f}' for wait in waits)} s")
+            raise click.ClickException(f"expected equal answers for all visitors, received {texts}")
+        latencies = sorted(seconds for _, seconds in answers)
+        click.echo(
+            f"one visitor: {single:.2f} s; {users} concurrent: {', '.join(f'{latency:.2f}' for latency in latencies)} s"
+        )
         memory = {0: process.memory_info().rss / 2**20}
         for number in range(1, requests + 1):
-            _ask(clients[number % users])
+            _timed_caption(clients[number % users])
             if number % max(requests // 5, 1) == 0:
                 memory[number] = process.memory_info().rss / 2**20
                 click.echo(f"after {number} requests: {memory[number]:.0f} MiB")
-        click.echo(json.dumps({"alone": alone, "waits": waits, "together": together, "rss_mib": memory}))
+        click.echo(json.dumps({"single": single, "concurrent": latencies, "total": total, "rss_mib": memory}))
 
 
 if __name__ == "__main__":
-    main()
+    load_test()

@@ -1,4 +1,4 @@
-"""Models in memory: each read once, a few at a time, and one request at a time."""
+"""Cache of loaded models with their drafters; requests run one at a time."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from mmspec.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 
-_DRAFTERS = 4  # per model, kept beside it
+_DRAFTERS = 4  # cached drafters per model
 
 
-class Loaded:
-    """One model with the drafters that were asked for.
+class LoadedModel:
+    """One model with a cache of its drafters.
 
-    Every request drafts with a copy of a drafter that learns: it would otherwise show one visitor's words in another's
-    trees, and would know a repeated request by heart.
+    A drafter that learns is copied for each request: otherwise one visitor's tokens would show up in another's draft
+    trees, and repeated requests would be drafted from memory.
 
     Attributes:
         target: the model.
+        name: what it was loaded by.
     """
 
     def __init__(self, target: TransformersTarget, name: str) -> None:
@@ -43,31 +44,31 @@ class Loaded:
         self._drafters: OrderedDict[str, tuple[Drafter | None, dict[int, AdaptiveBudget]]] = OrderedDict()
 
     def pipeline(self, drafter: str) -> Pipeline:
-        """The model with a traced drafter, and with what is known of the tree sizes that pay.
+        """A pipeline with a traced drafter and the adaptive budgets of earlier requests.
 
         Args:
             drafter: as for ``mmspec.load``.
 
         Raises:
-            UserError: no such drafter, or one of another model.
+            UserError: the drafter is unknown, or made for another model.
         """
-        kept, budgets = self._drafter(drafter)
-        lent = lend(kept, self.target)
+        cached, budgets = self._get_drafter(drafter)
+        lent = lend(cached, self.target)
         pipe = Pipeline(self.target, None if lent is None else Traced(lent), self.name)
         pipe.budgets = budgets
         return pipe
 
-    def rival(self) -> Pipeline:
-        """Plain decoding of the same weights, with caches of its own: it can be under way beside the other."""
+    def plain_pipeline(self) -> Pipeline:
+        """A plain decoding pipeline that shares the weights but not the caches, to run interleaved with another."""
         target = type(self.target)(self.target.model, self.target.processor)
         target.cost = self.target.cost
         return Pipeline(target, None, self.name)
 
-    def label(self, drafter: str) -> str:
-        """The registered name of what ``drafter`` stands for, or "none"."""
-        return drafter_name(self._drafter(drafter)[0]) or "none"
+    def drafter_label(self, drafter: str) -> str:
+        """The registered name of a drafter, or "none"."""
+        return drafter_name(self._get_drafter(drafter)[0]) or "none"
 
-    def _drafter(self, name: str) -> tuple[Drafter | None, dict[int, AdaptiveBudget]]:
+    def _get_drafter(self, name: str) -> tuple[Drafter | None, dict[int, AdaptiveBudget]]:
         if name not in self._drafters:
             self._drafters[name] = make_drafter(name, str(self.target.model.config.name_or_path)), {}
             while len(self._drafters) > _DRAFTERS:
@@ -76,39 +77,39 @@ class Loaded:
         return self._drafters[name]
 
 
-class Models:
-    """The models that are in memory, the least recently used one given up first.
+class ModelCache:
+    """LRU cache of loaded models.
 
     Args:
-        keep: how many.
+        capacity: maximum number of models in memory.
         device, dtype: as for ``mmspec.load``.
     """
 
-    def __init__(self, keep: int = 2, device: str = "auto", dtype: str = "auto") -> None:
-        self.keep = keep
+    def __init__(self, capacity: int = 2, device: str = "auto", dtype: str = "auto") -> None:
+        self.capacity = capacity
         self._options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._loaded: OrderedDict[str, Loaded] = OrderedDict()
+        self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._threads = torch.get_num_threads()
-        self._lock = RLock()  # a collected request ends its work in whatever thread collects it
-        self._work: Generator[Any, None, None] | None = None  # of the latest request
+        self._lock = RLock()  # a garbage-collected request is closed in any thread
+        self._work: Generator[Any, None, None] | None = None  # the latest request's
 
     def __len__(self) -> int:
         return len(self._loaded)
 
-    def get(self, name: str) -> Loaded:
-        """A model, from memory where it is there.
+    def get(self, name: str) -> LoadedModel:
+        """Returns a model, loading it if it is not cached.
 
         Raises:
-            UserError: there is none of this name, or it cannot be a target.
+            UserError: the model does not exist or is not supported as a target.
         """
         if not name:
             raise UserError(f"choose a model: expected {', '.join(plugins.names('models'))}, a folder or a hub id")
         if name not in self._loaded:
-            while len(self._loaded) >= self.keep:
+            while len(self._loaded) >= self.capacity:
                 self._loaded.popitem(last=False)
             target = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options).target
             target.cost = cost_table(target)
-            self._loaded[name] = Loaded(target, name)
+            self._loaded[name] = LoadedModel(target, name)
         self._loaded.move_to_end(name)
         loaded = self._loaded[name]
         if "OMP_NUM_THREADS" not in os.environ:
@@ -116,7 +117,7 @@ class Models:
         return loaded
 
     def one_at_a_time(self, work: Generator[T, None, None]) -> Iterator[T]:
-        """Run a request's steps while no other request's are run.
+        """Run a request's steps while no other request's steps run.
 
         The server runs requests one after the other, so that one which is unfinished when the next begins was
         cancelled: it is closed, which frees the model for the next.

@@ -1,4 +1,4 @@
-"""Small plots as SVG, in the page's own colours."""
+"""SVG plots of an answer's statistics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _WIDTH, _HEIGHT = 360, 168
 _LEFT, _BASE = 34, 128
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that people would use."""
+def format_duration(seconds: float) -> str:
+    """Format a duration in milliseconds or seconds."""
     return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def histogram(counts: Sequence[int]) -> str:
-    """How many passes accepted how many drafts; ``counts[k]`` passes accepted k."""
+    """Histogram of accepted draft tokens: ``counts[k]`` verify passes accepted k."""
     most = max(counts, default=0)
     if not most:
         return ""
@@ -26,43 +26,43 @@ def histogram(counts: Sequence[int]) -> str:
     for accepted, count in enumerate(counts):
         x = _LEFT + (accepted + 0.5) * wide
         tall = 84 * count / most
-        told = f"{count} {'pass' if count == 1 else 'passes'} accepted {accepted}"
+        tooltip = f"{count} {'pass' if count == 1 else 'passes'} accepted {accepted}"
         parts.append(
-            f'<g><title>{told}</title><rect class="bar" x="{x - bar / 2:.1f}" y="{_BASE - tall:.1f}" width="{bar:.1f}" '
-            f'height="{tall:.1f}" rx="2"/></g>'
+            f'<g><title>{tooltip}</title><rect class="bar" x="{x - bar / 2:.1f}" y="{_BASE - tall:.1f}" '
+            f'width="{bar:.1f}" height="{tall:.1f}" rx="2"/></g>'
         )
         if count:
             parts.append(f'<text class="value" x="{x:.1f}" y="{_BASE - tall - 5:.1f}">{count}</text>')
         if wide > 16 or accepted % 2 == 0:
             parts.append(f'<text class="tick" x="{x:.1f}" y="{_BASE + 16}">{accepted}</text>')
     axis = f'<line x1="{_LEFT - 8}" x2="{_WIDTH}" y1="{_BASE + 0.5}" y2="{_BASE + 0.5}"/>'
-    label = f'<text class="tick" x="{(_WIDTH + _LEFT) / 2}" y="{_BASE + 36}">drafts accepted in a pass</text>'
-    return _figure("Passes by accepted drafts", axis + "".join(parts) + label)
+    label = f'<text class="tick" x="{(_WIDTH + _LEFT) / 2}" y="{_BASE + 36}">draft tokens accepted in a pass</text>'
+    return _figure("Passes by accepted draft tokens", axis + "".join(parts) + label)
 
 
 def time_split(stats: Stats) -> str:
-    """Where the time went."""
-    shares = {
+    """Bar chart of prefill, draft, verify and commit time."""
+    times = {
         "prefill": stats.prefill_seconds,
         "draft": stats.draft_seconds,
         "verify": stats.verify_seconds,
         "commit": stats.commit_seconds,
     }
-    whole = sum(shares.values())
-    if not whole:
+    total = sum(times.values())
+    if not total:
         return ""
     parts = []
-    longest = max(shares.values())
-    for row, (name, seconds) in enumerate(shares.items()):
+    longest = max(times.values())
+    for row, (name, seconds) in enumerate(times.items()):
         y = 30 + row * 30
         wide = max(170 * seconds / longest, 1.5)
-        told = f"{duration(seconds)} · {seconds / whole:.0%}"
+        label = f"{format_duration(seconds)} · {seconds / total:.0%}"
         parts.append(
             f'<text class="name" x="0" y="{y + 13}">{name}</text>'
             f'<rect class="{name}" x="58" y="{y}" width="{wide:.1f}" height="18" rx="2"/>'
-            f'<text class="told" x="{58 + wide + 8:.1f}" y="{y + 13}">{told}</text>'
+            f'<text class="label" x="{58 + wide + 8:.1f}" y="{y + 13}">{label}</text>'
         )
-    return _figure(f"Time: {duration(whole)}", "".join(parts))
+    return _figure(f"Time: {format_duration(total)}", "".join(parts))
 
 
 def _figure(title: str, body: str) -> str:

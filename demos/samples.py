@@ -1,4 +1,4 @@
-"""Things to try: held-out pictures and clips, drawn by the project's own code, and prompts."""
+"""Examples on the page: held-out images and clips that are rendered at start, and text prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from demos.questions import Question
+from demos.chat_request import ChatRequest
 from vision.embedded import samples
 from vision.scenes.__main__ import SCALE, write_clip
 from vision.scenes.clips import sample_clip
@@ -27,35 +27,35 @@ TEXTS = {
         "- carpet: tall, red, beside the wall"
     ),
 }
-"""Prompts by what they are called on the page."""
+"""Example prompts by their label on the page."""
 
 
-def provided(question: Question, folder: Path) -> bool:
-    """Whether a question is about a sample: one of the package's, or of those drawn into ``folder``."""
-    if question.upload is None:
-        return question.prompt.strip() in TEXTS.values()
+def is_sample(request: ChatRequest, folder: Path) -> bool:
+    """Whether a request's upload is one of the package's samples or of those in ``folder``, or its text an example."""
+    if request.upload is None:
+        return request.prompt.strip() in TEXTS.values()
     known = [*samples().iterdir(), *folder.iterdir()]
     try:
-        return any(filecmp.cmp(question.upload.path, sample, shallow=False) for sample in known)
-    except OSError:  # it is no longer here, which the answer will tell
+        return any(filecmp.cmp(request.upload.path, sample, shallow=False) for sample in known)
+    except OSError:  # the upload was removed, which the request itself will report
         return False
 
 
-def pictures(folder: Path) -> list[str]:
-    """Paths of the shipped sample and of pictures drawn into ``folder``."""
-    drawn = []
+def sample_images(folder: Path) -> list[str]:
+    """Render example images into ``folder``; returns their paths and that of the shipped sample."""
+    rendered = []
     for index in _SCENES:
         path = folder / f"scene-{index}.png"
         Image.fromarray(draw(sample_scene(seeded("heldout", index)), SCALE)).save(path)
-        drawn.append(str(path))
-    return [str(samples() / "scene.png"), *drawn]
+        rendered.append(str(path))
+    return [str(samples() / "scene.png"), *rendered]
 
 
-def films(folder: Path) -> list[str]:
-    """The same of clips."""
-    drawn = []
+def sample_videos(folder: Path) -> list[str]:
+    """Render example clips into ``folder``; returns their paths and that of the shipped sample."""
+    rendered = []
     for index in _CLIPS:
         path = folder / f"clip-{index}.mp4"
         write_clip(sample_clip(seeded("heldout", index)), path)
-        drawn.append(str(path))
-    return [str(samples() / "clip.mp4"), *drawn]
+        rendered.append(str(path))
+    return [str(samples() / "clip.mp4"), *rendered]

@@ -1,4 +1,4 @@
-"""The server: limits, temporary files, and how it is reached."""
+"""Run the demo's server: gradio settings, upload limits, temporary files, port."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ import gradio as gr
 from gradio.blocks import Block
 from starlette.middleware import Middleware
 
-from demos.gate import Gate, no_downloads
-from demos.models import Models
-from demos.offer import Offer
+from demos.catalog import Catalog
+from demos.chat_request import MAX_UPLOAD_MIB
+from demos.models import ModelCache
 from demos.page import build
-from demos.questions import LARGEST_UPLOAD
+from demos.request_filter import RequestFilter, refuse_urls
 from demos.service import Service
-from demos.storage import Uploads, temporary_folder
+from demos.storage import UploadFolder, temporary_folder
 
-_PORTS = 5  # free ones to try
+_PORT_ATTEMPTS = 5
 _CSS = Path(__file__).with_name("style.css")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
 
 
 @contextmanager
-def serving(
-    models: Models,
-    offer: Offer,
+def run_server(
+    models: ModelCache,
+    catalog: Catalog,
     *,
     upload_space: int = 2048,
-    removal: tuple[float, float] = (60, 1800),
+    cleanup: tuple[float, float] = (60, 1800),
     **launch: Any,
 ) -> Iterator[gr.Blocks]:
-    """The demo, listening until the block ends; uploads are in a folder of its own that goes with it.
+    """Serve the demo until the block ends; uploads are kept in a temporary folder.
 
     Args:
-        models: what answers.
-        offer: what visitors may choose.
-        upload_space: MiB that uploads may take together.
-        removal: how often uploads are looked through, and the age from which they are removed, in seconds.
-        **launch: passed on to gradio's ``launch``; a ``server_port`` of 0 takes a free one.
+        models: cache of loaded models.
+        catalog: models and drafters that visitors may select.
+        upload_space: limit on the total size of uploads, in MiB.
+        cleanup: interval at which unused uploads are removed, and the age from which they are, in seconds.
+        **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
     """
     with (
         temporary_folder() as folder,
-        mock.patch.dict(os.environ, _settings(folder)),
-        mock.patch.object(Block, "async_move_resource_to_block_cache", no_downloads),
+        mock.patch.dict(os.environ, _gradio_environment(folder)),
+        mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
     ):
-        uploads = Uploads(folder, upload_space * 2**20)
+        uploads = UploadFolder(folder, upload_space * 2**20)
         samples = folder / "samples"
         samples.mkdir()
-        demo = build(Service(models, offer, uploads), samples)
-        uploads.keep_present()
+        demo = build(Service(models, catalog, uploads), samples)
+        uploads.exempt_existing()
         _launch(
             demo,
-            app_kwargs={"middleware": [Middleware(Gate, uploads=uploads)]},
+            app_kwargs={"middleware": [Middleware(RequestFilter, uploads=uploads)]},
             prevent_thread_lock=True,
             quiet=True,
             css_paths=_CSS,
             theme=gr.themes.Default(primary_hue="emerald", neutral_hue="gray", font=_FONTS, font_mono=_MONO),
             footer_links=["api"],
-            max_file_size=LARGEST_UPLOAD * 2**20,
+            max_file_size=MAX_UPLOAD_MIB * 2**20,
             enable_monitoring=False,
             run_history=False,
             ssr_mode=False,
@@ -74,36 +74,40 @@ def serving(
             **{"share": False, **launch},
         )
         try:
-            with uploads.removing(*removal):
+            with uploads.periodic_cleanup(*cleanup):
                 yield demo
         finally:
-            uploads.remove(age=0)  # at once: closing may wait for pages that are open
+            uploads.remove_unused(age=0)  # first: closing waits for open pages
             demo.close(verbose=False)
 
 
-def _settings(folder: Path) -> dict[str, str]:
+def _gradio_environment(folder: Path) -> dict[str, str]:
     return {
         "GRADIO_TEMP_DIR": str(folder),
-        "GRADIO_EXAMPLES_CACHE": str(folder / "examples"),  # by default a folder below the current one, which is served
-        # gradio sums up its own records anew after every request, for a page that is switched off here.
+        "GRADIO_EXAMPLES_CACHE": str(folder / "examples"),  # default: below the working directory, and served
+        # Disables analytics that gradio computes after every request for its monitoring page.
         "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),
     }
 
 
 def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int = 0, **options: Any) -> None:
-    """Launch at a port. A free one may be taken by another process before the server has it: then try the next."""
-    for attempt in range(_PORTS):
-        port = _bound(server_name, server_port)
+    """Launch on a port; tries again if another process takes a free port before the server does."""
+    for attempt in range(_PORT_ATTEMPTS):
+        port = _bindable_port(server_name, server_port)
         try:
             demo.launch(server_name=server_name, server_port=port, **options)
             return
         except OSError:
-            if server_port or attempt == _PORTS - 1:
+            if server_port or attempt == _PORT_ATTEMPTS - 1:
                 raise
 
 
-def _bound(host: str, port: int) -> int:
-    """The port that a socket gets there; the system says at once, and best, why there is none."""
+def _bindable_port(host: str, port: int) -> int:
+    """Returns the port that a socket can bind to (0: any free one).
+
+    Raises:
+        OSError: there is none; more specific than gradio's error.
+    """
     address = host.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

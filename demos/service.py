@@ -1,4 +1,4 @@
-"""Questions in, answers out: what the page and the named endpoints share."""
+"""Answer requests; shared by the page and the API endpoints."""
 
 from __future__ import annotations
 
@@ -7,80 +7,80 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
-from demos.models import Models
-from demos.offer import Offer
-from demos.questions import Kind, Question
-from demos.runs import Race, Run, follow, race
-from demos.storage import Uploads
+from demos.catalog import Catalog
+from demos.chat_request import ChatRequest, Kind
+from demos.models import ModelCache
+from demos.storage import UploadFolder
+from demos.streaming import Race, StreamedAnswer, race, stream_answer
 from mmspec.errors import UserError
 
 _log = logging.getLogger("mmspec.demo")
 
 
 class Service:
-    """Answers questions, one at a time.
+    """Answers requests, one at a time.
 
     Args:
-        models: where the models come from.
-        offer: the names that a question may give.
-        uploads: the only files that a question may bring.
+        models: cache of loaded models.
+        catalog: models and drafters that a request may name.
+        uploads: folder that a request's file must be in.
     """
 
-    def __init__(self, models: Models, offer: Offer, uploads: Uploads) -> None:
+    def __init__(self, models: ModelCache, catalog: Catalog, uploads: UploadFolder) -> None:
         self.models = models
-        self.offer = offer
+        self.catalog = catalog
         self.uploads = uploads
 
-    def answer(self, question: Question) -> Iterator[Run]:
-        """The answer, as it grows. Raises ``UserError``; anything else that goes wrong is told as one, too."""
-        return self.models.one_at_a_time(_told(self._answer(question)))
+    def answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
+        """Stream an answer. All errors are raised as ``UserError``."""
+        return self.models.one_at_a_time(_user_errors(self._answer(chat)))
 
-    def race(self, question: Question) -> Iterator[Race]:
-        """The answer of plain and of speculative decoding, as they grow; see ``answer``."""
-        return self.models.one_at_a_time(_told(self._race(question)))
+    def race(self, chat: ChatRequest) -> Iterator[Race]:
+        """Stream a race of speculative and plain decoding; see ``answer``."""
+        return self.models.one_at_a_time(_user_errors(self._race(chat)))
 
-    def _answer(self, question: Question) -> Iterator[Run]:
-        question, request, keywords = self._ready(question)
-        loaded = self.models.get(question.model)
-        pipe = loaded.pipeline(question.drafter)
-        yield from follow(pipe, loaded.label(question.drafter), request, keywords)
+    def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
+        chat, request, keywords = self._prepare(chat)
+        loaded = self.models.get(chat.model)
+        pipe = loaded.pipeline(chat.drafter)
+        yield from stream_answer(pipe, loaded.drafter_label(chat.drafter), request, keywords)
 
-    def _race(self, question: Question) -> Iterator[Race]:
-        question, request, keywords = self._ready(question)
-        yield from race(self.models.get(question.model), question.drafter, request, keywords)
+    def _race(self, chat: ChatRequest) -> Iterator[Race]:
+        chat, request, keywords = self._prepare(chat)
+        yield from race(self.models.get(chat.model), chat.drafter, request, keywords)
 
-    def named(self, question: Question) -> Question:
-        """The question with its model and drafter filled in.
+    def with_defaults(self, chat: ChatRequest) -> ChatRequest:
+        """Fill in a request's default model and drafter.
 
         Raises:
-            UserError: one of them is not offered.
+            UserError: the model or drafter is not in the catalog.
         """
-        model = question.model.strip() or self.offer.model_for(question.kind)
-        drafter = question.drafter.strip() or "auto"
-        self.offer.check(model, drafter)
-        return replace(question, model=model, drafter=drafter)
+        model = chat.model.strip() or self.catalog.default_model(chat.kind)
+        drafter = chat.drafter.strip() or "auto"
+        self.catalog.check(model, drafter)
+        return replace(chat, model=model, drafter=drafter)
 
-    def _ready(self, question: Question) -> tuple[Question, dict, dict]:
-        """The question with its names filled in, its request and its keywords."""
-        question = self.named(question)
-        if question.upload is not None:
-            if not self.uploads.holds(question.upload.path):
-                raise not_uploaded(question.kind)
-            self.uploads.use(question.upload.path)
-        return question, question.request(), question.keywords()
+    def _prepare(self, chat: ChatRequest) -> tuple[ChatRequest, dict, dict]:
+        """The request with its defaults, and the pipeline's request and keywords."""
+        chat = self.with_defaults(chat)
+        if chat.upload is not None:
+            if not self.uploads.contains(chat.upload.path):
+                raise not_uploaded_error(chat.kind)
+            self.uploads.touch(chat.upload.path)
+        return chat, chat.pipeline_request(), chat.generate_kwargs()
 
 
-def not_uploaded(kind: Kind) -> UserError:
-    """The error for a file that was not sent to this server."""
+def not_uploaded_error(kind: Kind) -> UserError:
+    """The error for a file that was not uploaded to this server."""
     return UserError(f"the {kind} must be uploaded: expected gradio_client's handle_file(PATH)")
 
 
-def _told(work: Iterator) -> Generator[Any, None, None]:
-    """The same, with every failure as one line for the page; details of ours go to the log."""
+def _user_errors(work: Iterator) -> Generator[Any, None, None]:
+    """Log unexpected exceptions, and raise a ``UserError`` without details instead."""
     try:
         yield from work
     except UserError:
         raise
     except Exception as error:
         _log.exception("a request failed")
-        raise UserError(f"something went wrong here ({type(error).__name__}); the server's log says what") from error
+        raise UserError(f"internal error ({type(error).__name__}); details are in the server's log") from error

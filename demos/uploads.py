@@ -1,7 +1,7 @@
-"""Image and video components that hand on what was sent, as it was sent.
+"""Gradio components for images and videos that pass uploads on unchanged.
 
-gradio's own decode an image on arrival, and answer a broken one with a message of theirs. Here what a file is, and
-whether it is whole, is judged where answers are made.
+gradio's own components decode images on arrival and report broken ones with their own message. Here uploads are decoded
+when a request is answered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from unittest import mock
 
 import gradio as gr
 
-from demos.questions import Upload
+from demos.chat_request import Upload
 
 
 def _upload(payload: Any) -> Upload | None:
@@ -21,11 +21,11 @@ def _upload(payload: Any) -> Upload | None:
     return Upload(payload.path, payload.orig_name or Path(payload.path).name)
 
 
-# For every class of components gradio writes a stub file beside its source, which would hide that from type checkers.
+# gradio writes a stub file next to the source of each component class, which would hide the source from type checkers.
 with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
 
-    class Picture(gr.Image):
-        """An image."""
+    class ImageUpload(gr.Image):
+        """Image input; its value is an `Upload`."""
 
         def get_block_name(self) -> str:
             return "image"
@@ -33,8 +33,8 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
         def preprocess(self, payload: Any) -> Upload | None:  # type: ignore[override]
             return _upload(payload)
 
-    class Film(gr.Video):
-        """A video."""
+    class VideoUpload(gr.Video):
+        """Video input; its value is an `Upload`."""
 
         def get_block_name(self) -> str:
             return "video"

@@ -1,1 +1,1 @@
-"""Vision-language side of mmspec: targets, image and video input, drafters and their training."""
+"""Vision-language models: targets, image and video input, MSD and FLASH drafters, and their training."""

@@ -1,4 +1,4 @@
-"""``mmspec caption FILE`` and ``mmspec caption FOLDER --out captions.jsonl``."""
+"""The command ``mmspec caption``: describe one image or video, or caption all of a folder's."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 from vision.folder import PROMPTS
 
-SKIPPED = 3  # exit status where some files of a folder were skipped
+EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 
 
 @click.command()
 @click.argument("file", metavar="FILE|FOLDER")
-@click.option("--prompt", help=f"By default '{PROMPTS['image']}' or '{PROMPTS['video']}'")
+@click.option("--prompt", help=f"[default: '{PROMPTS['image']}' or '{PROMPTS['video']}']")
 @click.option(
-    "--frames", type=click.IntRange(1, 512), help="Frames taken from a video; by default 8, or what --fps gives."
+    "--frames", type=click.IntRange(1, 512), help="Frames sampled from a video. [default: 8, or according to --fps]"
 )
-@click.option("--fps", type=Number(0, min_open=True), help="Frames taken per second of a video.")
+@click.option("--fps", type=Number(0, min_open=True), help="Frames sampled per second of a video.")
 @click.option("--video-backend", type=click.Choice(["pyav", "decord"]), default="pyav", show_default=True)
-@click.option("--out", type=OUT_FILE, help="JSONL file for the captions of a FOLDER.")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Files of a FOLDER at once.")
-@click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="For a FOLDER.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
+@click.option("--out", type=OUT_FILE, help="JSONL file for a FOLDER's captions.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Files of a FOLDER per batch.")
+@click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Runs a FOLDER.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Ray actors, one model each.")
 @generation_options
 def caption(
     file: str,
@@ -43,29 +43,31 @@ def caption(
 ) -> None:
     """Describe FILE, an image or a video, or answer a question about it.
 
-    The answer streams to standard output, one line of figures follows on standard error. Of a FOLDER, every image and
-    video is described, and --out gets a line of JSON for each.
+    The answer streams to standard output; one line of statistics follows on standard error. For a FOLDER, every image
+    and video is captioned, and one JSON line per file is written to --out.
 
-    Called again with the same settings, a FOLDER's run goes on: files that are new or have changed (size or
-    modification time) are captioned, lines of deleted files stay. A file that cannot be captioned is skipped; its line
-    has "error" in place of "text", and the exit status is 3. It is tried again when it has changed or its line has been
-    deleted.
+    A FOLDER's run is resumed when the command is repeated with the same settings: new files and changed files (size or
+    modification time) are captioned, and the lines of deleted files are kept. A file that cannot be captioned is
+    skipped: its line has "error" instead of "text", and the exit status is 3. It is retried once the file has changed
+    or its line has been deleted.
     """
     if prompt is not None and not prompt.strip():
-        raise UserError("the prompt must not be empty: got --prompt with nothing but blanks")
+        raise UserError("the prompt must not be empty: got --prompt with only white space")
     video: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
     if os.path.isdir(file):
         if out is None:
             raise UserError(f"{file} is a folder: expected --out FILE for its captions, received none")
-        _caption_all(file, prompt, video, out, batch_size, engine, workers, options)
+        settings = _folder_settings(file, prompt, video, options)
+        if _caption_folder(settings, out, batch_size, engine, workers):
+            click.get_current_context().exit(EXIT_SKIPPED)
         return
     if out is not None or engine != "local":
-        raise UserError(f"--out and --engine are for folders: {file} is not one")
+        raise UserError(f"--out and --engine require a folder: received {file}")
 
     from vision.decoding import Decoder
     from vision.video import Video
 
-    # Read before the model loads: a broken file should not cost the minutes that a large model takes.
+    # Decoded before the model loads, so that a broken file fails at once.
     media = Decoder().load(file, **video)
     kind, key = ("video", "videos") if isinstance(media, Video) else ("image", "images")
 
@@ -76,45 +78,47 @@ def caption(
     answer({"prompt": PROMPTS[kind] if prompt is None else prompt, key: [media]}, options, sample)
 
 
-def _caption_all(
-    folder: str,
-    prompt: str | None,
-    video: dict[str, Any],
-    out: Path,
-    batch_size: int,
-    engine: str,
-    workers: int,
-    options: dict[str, Any],
-) -> None:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from mmspec.cli.session import generation_keywords, show_limits
-    from vision.embedded import samples
-    from vision.folder import caption_folder
+def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The settings of ``vision.folder.Captioner``, from the command line's options."""
+    from mmspec.cli.session import generation_keywords
     from vision.video_decord import import_decord
 
     if options["compare"] or options["as_json"]:
-        raise UserError("--compare and --json are for one file: a folder's captions are JSON lines already")
+        raise UserError("--compare and --json require a single file: a folder's captions are JSON lines already")
     if video["backend"] == "decord":
-        import_decord()  # where it is missing, no video could be read
+        import_decord()  # fails early when decord is missing
     keywords = generation_keywords(options)
-    settings = {
+    return {
         "folder": str(Path(folder).resolve()),
         "prompt": prompt,
         "video": video,
         "loading": {name: options[name] for name in LOADING},
         "keywords": keywords | {"stop": list(keywords["stop"])},
     }
-    notes = Console(stderr=True)
-    if Path(folder).resolve() != samples().resolve():
-        show_limits(notes, options["model"])
-    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+
+
+def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine: str, workers: int) -> int:
+    """Caption a folder with a progress bar; returns the number of skipped files."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from mmspec.cli.session import show_limits
+    from vision.embedded import samples
+    from vision.folder import caption_folder
+
+    console = Console(stderr=True)
+
+    def note(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if Path(settings["folder"]) != samples().resolve():
+        show_limits(console, settings["loading"]["model"])
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("captioning")
 
-        def advance(files: int, skipped: Any) -> None:
+        def show_batch(files: int, skipped: Any) -> None:
             for line in skipped:
-                notes.print(f"skipped {line['file']}: {line['error']}", markup=False, highlight=False, soft_wrap=True)
+                note(f"skipped {line['file']}: {line['error']}")
             progress.advance(bar, files)
 
         captions, skipped = caption_folder(
@@ -124,8 +128,7 @@ def _caption_all(
             engine,
             workers,
             lambda done, files: progress.update(bar, total=files, completed=done),
-            advance,
+            show_batch,
         )
-    notes.print(f"{captions} captions in {out}, {skipped} files skipped", markup=False, highlight=False, soft_wrap=True)
-    if skipped:
-        click.get_current_context().exit(SKIPPED)
+    note(f"{captions} captions in {out}, {skipped} files skipped")
+    return skipped

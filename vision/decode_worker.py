@@ -1,8 +1,8 @@
-"""The process that decodes media for `vision.decoding.Decoder`.
+"""Worker process of `vision.decoding.Decoder`: decodes media and sends back RGB bytes.
 
-It reads requests from standard input, a line of JSON each, followed by `size` bytes where the request has no `path`.
-It writes replies to standard output: a line of JSON, then the RGB bytes of the images whose `sizes` it lists. It must
-not import torch: workers start in a fraction of a second and stay small.
+Requests arrive on standard input, one JSON line each, followed by `size` bytes if the request has no `path`. Replies
+go to standard output: a JSON line, then the RGB bytes of the images listed in its `sizes`. This module must not import
+torch, so that workers start in a fraction of a second and stay small.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ from vision.video import kind_of, load_video
 
 
 def serve(memory: int) -> None:
-    """Answer requests until standard input ends.
+    """Decode requests until standard input is closed.
 
     Args:
-        memory: limit of data, in bytes.
+        memory: limit on allocated data (RLIMIT_DATA), in bytes.
     """
-    _limit(memory)
+    _set_limits(memory)
     with os.fdopen(os.dup(1), "wb") as replies:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in (1, 2):  # what decoders print; also what libc prints before it aborts
-            os.dup2(nowhere, descriptor)
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):  # silence decoders, and libc's message before an abort
+            os.dup2(null, descriptor)
         replies.write(b"ready\n")
         replies.flush()
         while line := sys.stdin.buffer.readline():
             request = json.loads(line)
             source = request["path"] if "path" in request else sys.stdin.buffer.read(request["size"])
-            _alarm(request["seconds"] + _size(source) / 2**20)
-            reply, images = _answer(request, source)
-            _alarm(0)
+            _set_alarm(request["seconds"] + _size(source) / 2**20)
+            reply, images = _decode(request, source)
+            _set_alarm(0)
             replies.write(json.dumps(reply | {"sizes": [image.size for image in images]}).encode() + b"\n")
             for image in images:
                 replies.write(image.tobytes())
             replies.flush()
 
 
-def _limit(memory: int) -> None:
+def _set_limits(memory: int) -> None:
+    """Signal handlers and resource limits of this process."""
     if sys.platform == "win32":
         return
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent's end closes our input
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # what the parent ignores or blocks is inherited
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends us
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # undo what the parent's settings passed on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-        with suppress(OSError):  # where memory runs out, the kernel ends this process first
+        with suppress(OSError):  # the OOM killer picks this process first
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _alarm(seconds: float) -> None:
+def _set_alarm(seconds: float) -> None:
+    """Arm the timer that kills this process; 0 disarms it."""
     if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # its default action ends the process, whatever holds the GIL
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM kills even while C code holds the GIL
 
 
 def _size(source: str | bytes) -> int:
@@ -76,8 +78,8 @@ def _size(source: str | bytes) -> int:
         return 0
 
 
-def _answer(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any], list[Image.Image]]:
-    """The reply and the images that follow it."""
+def _decode(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any], list[Image.Image]]:
+    """Decode a request's media. Returns the reply and the images whose bytes follow it."""
     name = request["name"]
     try:
         os.chdir(request["cwd"])
@@ -93,7 +95,7 @@ def _answer(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any
         return {"cause": "memory", "error": ""}, []
     except Exception as error:
         return {"cause": "exception", "error": f"{type(error).__name__}: {error}"}, []
-    images = {id(frame): frame for frame in video.frames}  # repeated frames share one image
+    images = {id(frame): frame for frame in video.frames}  # repeated frames are sent once
     order = list(images)
     reply = {"times": video.times, "duration": video.duration, "name": video.name}
     return {"video": reply, "frames": [order.index(id(frame)) for frame in video.frames]}, list(images.values())

@@ -1,7 +1,7 @@
-"""Decoding of untrusted media in worker processes, with limits of time and memory.
+"""Decode untrusted images and videos in worker processes, with time and memory limits.
 
-A file on which a decoder crashes, hangs or runs out of memory costs its worker and raises a `UserError`; the next file
-gets a new worker. This guards against broken files. It is no sandbox: a worker has all rights of its user.
+A file on which a decoder crashes, hangs or runs out of memory kills only its worker and raises a `UserError`; the next
+file gets a new worker. This protects against broken files. It is not a sandbox: workers run with the user's rights.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmspec.errors import UserError
-from vision.media import shown
+from vision.media import printable
 from vision.video import Video
 
 Cause = Literal["crash", "time", "memory", "exception"]
 
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from vision.decode_worker import serve; serve(int(sys.argv[1]))"
-# Threads of numpy's linear algebra would reserve memory, and nothing here uses them.
+# BLAS threads would reserve memory that counts towards the limit; decoding does not use them.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class DecodeError(UserError):
-    """A file on which the decoder itself failed.
+    """Raised when the decoder itself fails on a file.
 
     Attributes:
-        cause: "crash" (the worker died), "time" or "memory" (over the limit), or "exception" (an unexpected one).
+        cause: "crash" (the worker died), "time" or "memory" (limit exceeded), or "exception" (an unexpected exception).
     """
 
     def __init__(self, message: str, cause: Cause) -> None:
@@ -42,14 +42,15 @@ class DecodeError(UserError):
 
 
 class Decoder:
-    """Loads images and videos in worker processes, which start when needed and serve many files.
+    """Pool of worker processes that load images and videos.
 
-    Threads may share a decoder. Workers end with it, and with the process that it belongs to.
+    Workers are started on demand and reused. Thread-safe. Workers are stopped when the decoder is closed or garbage
+    collected, and exit when the process that owns it ends.
 
     Args:
-        workers: most files decoded at once; further calls wait.
-        seconds: wall-clock time per file, plus one second per MiB of it. Not enforced on Windows.
-        memory: most bytes of data a worker may allocate. Enforced on Linux alone.
+        workers: maximum number of files decoded concurrently; further calls block.
+        seconds: wall-clock limit per file, plus one second per MiB of file size. Not enforced on Windows.
+        memory: maximum bytes of data that a worker may allocate. Enforced on Linux only.
     """
 
     def __init__(self, *, workers: int = 2, seconds: float = 60.0, memory: int = 4 << 30) -> None:
@@ -68,46 +69,47 @@ class Decoder:
         name: str | None = None,
         **video: Any,
     ) -> Image.Image | Video:
-        """Decode an image or a video, as `load_image` and `load_video` do.
+        """Decode an image or a video in a worker; same results as `load_image` and `load_video`.
 
         Args:
-            source: path, or the content of a file.
-            kind: None goes by the content.
-            name: what error messages call the source.
-            **video: how a video is loaded; see `load_video`.
+            source: path, or a file's content.
+            kind: None detects the kind from the content.
+            name: name of the source in error messages.
+            **video: options of `load_video`.
 
         Raises:
-            UserError: as `load_image` and `load_video`.
-            DecodeError: a decoder crashed, or exceeded a limit.
+            UserError: as for `load_image` and `load_video`.
+            DecodeError: the decoder crashed or exceeded a limit.
         """
         request = {"kind": kind, "name": name, "video": video, "seconds": self.seconds, "cwd": os.getcwd()}
         if isinstance(source, bytes):
-            request["size"], body, label = len(source), source, shown(name or "<bytes>")
+            request["size"], body, label = len(source), source, printable(name or "<bytes>")
         else:
-            request["path"], body, label = os.fspath(source), b"", shown(name or source)
+            request["path"], body, label = os.fspath(source), b"", printable(name or source)
         with self._slots:
             while True:
-                worker = self._take()
+                worker = self._acquire()
                 used = worker.used
                 try:
                     return worker.decode(request, body)
                 except _WorkerError as error:
-                    # Memory that an earlier file corrupted may end a worker late: only a new one can blame this file.
+                    # An earlier file may have corrupted a used worker's memory: retry in a fresh one before blaming
+                    # this file.
                     if not used or error.cause == "time":
                         raise DecodeError(f"{label}: {self._describe(error)}", error.cause) from None
                 finally:
-                    self._give_back(worker)
+                    self._release(worker)
 
-    def _take(self) -> _Worker:
+    def _acquire(self) -> _Worker:
         with suppress(IndexError):
             while (worker := self._idle.pop()).process.poll() is not None:
-                self._give_back(worker)
+                self._release(worker)
             return worker
         worker = _Worker(self.memory)
         self._workers.add(worker)
         return worker
 
-    def _give_back(self, worker: _Worker) -> None:
+    def _release(self, worker: _Worker) -> None:
         if worker.idle and worker.process.poll() is None:
             self._idle.append(worker)
         else:
@@ -131,10 +133,15 @@ class _WorkerError(Exception):
 
 
 class _Worker:
-    """One worker process. `idle`: it waits for a request; `used`: it has had one."""
+    """One worker process.
+
+    Attributes:
+        idle: waiting for a request.
+        used: has received a request before.
+    """
 
     def __init__(self, memory: int) -> None:
-        # Not multiprocessing's spawn, which would import the caller's main module, and with it torch.
+        # multiprocessing's spawn would import the caller's main module, and torch with it.
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(memory), *sys.path],
             stdin=subprocess.PIPE,
@@ -157,11 +164,11 @@ class _Worker:
             self._requests.flush()
             reply = json.loads(self._replies.readline())
             images = [Image.frombytes("RGB", tuple(size), self._read(3 * size[0] * size[1])) for size in reply["sizes"]]
-        except (OSError, EOFError, ValueError):  # ValueError: half a line, or none
-            raise self._death() from None
+        except (OSError, EOFError, ValueError):  # ValueError: incomplete or missing JSON line
+            raise self._exit_error() from None
         self.idle = "cause" not in reply
         if "cause" in reply:
-            raise _WorkerError(reply["cause"], shown(reply["error"]))
+            raise _WorkerError(reply["cause"], printable(reply["error"]))
         if "error" in reply:
             raise UserError(reply["error"])
         if "video" not in reply:
@@ -170,7 +177,7 @@ class _Worker:
 
     def stop(self) -> None:
         self.process.kill()
-        with suppress(OSError):  # a request that was never read
+        with suppress(OSError):  # unread request in the pipe
             self._requests.close()
         self._replies.close()
         self.process.wait()
@@ -181,7 +188,8 @@ class _Worker:
             raise EOFError
         return data
 
-    def _death(self) -> _WorkerError:
+    def _exit_error(self) -> _WorkerError:
+        """Stop the worker; returns the error for its exit status."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         self.stop()

@@ -1,4 +1,4 @@
-"""The display matrix of a video frame, read without PyAV's `frame.side_data`."""
+"""Read a video frame's display matrix (rotation and mirroring) without PyAV's `frame.side_data`."""
 
 from fractions import Fraction
 
@@ -13,22 +13,22 @@ _OTHER_SIDE_DATA = [kind for kind in range(64) if kind != _DISPLAY_MATRIX]
 
 
 def display_matrix(frame: VideoFrame) -> np.ndarray | None:
-    """The 9 values of a frame's display matrix; None without one.
+    """Returns the 9 values of a frame's display matrix, or None if it has none.
 
-    `frame.side_data` frees metadata that FFmpeg frees again (the name of an ICC profile, PyAV 14 to 19), which ends the
-    process, and raises for types of side data that PyAV does not list. FFmpeg's own filter removes the other types.
+    PyAV's `frame.side_data` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19) and
+    raises on types of side data that PyAV does not list. FFmpeg's `sidedata` filter removes all other types first.
     """
     if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
         return None
-    bare = _filtered(frame, [f"mode=delete:type={kind}" for kind in _OTHER_SIDE_DATA])
-    assert bare is not None
-    matrix = bare.side_data.get("DISPLAYMATRIX")
+    stripped = _filtered(frame, [f"mode=delete:type={kind}" for kind in _OTHER_SIDE_DATA])
+    assert stripped is not None
+    matrix = stripped.side_data.get("DISPLAYMATRIX")
     assert isinstance(matrix, SideData)
     return np.frombuffer(bytes(matrix), np.int32)
 
 
 def _filtered(frame: VideoFrame, steps: list[str]) -> VideoFrame | None:
-    """A frame after FFmpeg's `sidedata` filter, once per step; None if a step drops it."""
+    """Apply FFmpeg's `sidedata` filter once per step; returns None if a step drops the frame."""
     graph = Graph()
     source = graph.add_buffer(
         width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)

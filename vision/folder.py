@@ -1,12 +1,12 @@
-"""Captions of all images and videos in a folder, batch by batch.
+"""Caption all images and videos of a folder in batches, resumable, locally or on Ray.
 
-Files are told apart by content. The batches follow from the files' names alone, so that a run which was stopped, or
-which several machines share, gives what a single one gives. Lines go to ``OUT.part`` as they come; when all are there,
-they are sorted by file and become ``OUT``.
+Images and videos are recognised by content. Batches depend only on the file names, so that a resumed run, or one spread
+over several machines, gives the same captions as an uninterrupted one. Lines are appended to ``OUT.part`` as batches
+finish; at the end they are sorted by file name and renamed to ``OUT``.
 
-A line holds the file's size and modification time and the settings that can change its text. A file that has changed
-is captioned again, a file that has been deleted keeps its line, and other settings are refused. A file that cannot be
-captioned has a line with ``error`` in place of the text; it is read again when the file has changed.
+A line contains the file's size and modification time and all settings that can change its text. When a run is resumed,
+changed files are captioned again, lines of deleted files are kept, and different settings raise an error. A file that
+cannot be captioned gets a line with ``error`` instead of ``text``; it is retried once the file has changed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from mmspec.jobs import run_jobs
 from mmspec.training.records import refuse_others, write
 
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
-_LOADING = {"image": "images", "video": "videos"}
-# Neither changes the tokens: outputs are the target's own, whatever is drafted and wherever it runs.
-_FREE = ("drafter", "device", "nodes")
+_MEDIA_KEYS = {"image": "images", "video": "videos"}
+# Settings that may differ when a run is resumed: speculative decoding is lossless, so they do not change the tokens.
+_NO_EFFECT = ("drafter", "device", "nodes")
 
 Line = dict[str, Any]
 
 
 class Captioner:
-    """A model that captions files; call it with a job to have it done.
+    """Captions batches of files with one model; a worker of ``mmspec.jobs.run_jobs``.
 
     Args:
-        settings: ``folder``, ``prompt`` (None takes the usual ones), ``loading`` (of the model), ``video`` (how videos
-            are opened) and ``keywords`` (of ``Pipeline.generate``).
+        settings: ``folder``; ``prompt`` (None: ``PROMPTS``); ``loading``, options of the model; ``video``, options of
+            ``load_video``; and ``keywords`` of ``Pipeline.generate``.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -54,11 +54,11 @@ class Captioner:
         """Caption a batch.
 
         Args:
-            job: ``batch``, its number, ``files``, relative to the folder, and those of them that are ``done``: where
-                nothing else can be read, nothing is captioned again.
+            job: ``batch``, its index; ``files``, relative to the folder; and ``done``, those with an up-to-date line.
+                If no other file can be read, the batch is not captioned.
 
         Returns:
-            One line per file, without its fingerprint.
+            One line per file, without size, modification time and settings.
         """
         requests: dict[str, list[tuple[str, dict[str, Any]]]] = {"image": [], "video": []}
         lines = []
@@ -70,29 +70,29 @@ class Captioner:
                 lines.append({"file": name, "error": str(error).removeprefix(f"{path}: ")})
                 continue
             prompt = self.settings["prompt"] or PROMPTS[kind]
-            requests[kind].append((name, {"prompt": prompt, _LOADING[kind]: [media]}))
-        if not {name for asked in requests.values() for name, _ in asked} - set(job["done"]):
+            requests[kind].append((name, {"prompt": prompt, _MEDIA_KEYS[kind]: [media]}))
+        if not {name for named in requests.values() for name, _ in named} - set(job["done"]):
             return lines
         keywords = dict(self.settings["keywords"])
         if keywords.get("seed") is not None:
             keywords["seed"] += job["batch"]
-        for asked in requests.values():
-            lines += self._answers(asked, keywords)
+        for named in requests.values():
+            lines += self._generate(named, keywords)
         return lines
 
-    def _answers(self, asked: Sequence[tuple[str, dict[str, Any]]], keywords: dict[str, Any]) -> list[Line]:
-        """Captions of one batch. Where a file cannot be captioned, such as one too large for the model's context, each
-        is asked about alone."""
+    def _generate(self, named: Sequence[tuple[str, dict[str, Any]]], keywords: dict[str, Any]) -> list[Line]:
+        """Caption a batch of (file name, request). If it fails, for example because one file exceeds the model's
+        context, each file is captioned on its own."""
         try:
-            answers = self.pipe.generate_batch([request for _, request in asked], **keywords)
-        except ValueError as error:  # a processor's own refusal of a picture is no UserError
-            if len(asked) == 1:
-                return [{"file": asked[0][0], "error": str(error)}]
-            return [line for one in asked for line in self._answers([one], keywords)]
+            answers = self.pipe.generate_batch([request for _, request in named], **keywords)
+        except ValueError as error:  # processors raise a plain ValueError for images they reject
+            if len(named) == 1:
+                return [{"file": named[0][0], "error": str(error)}]
+            return [line for one in named for line in self._generate([one], keywords)]
         return [
             {"file": name, "model": self.pipe.name, "prompt": request["prompt"]}
             | {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
-            for (name, request), answer in zip(asked, answers, strict=True)
+            for (name, request), answer in zip(named, answers, strict=True)
         ]
 
     def _read(self, path: Path) -> tuple[str, Any]:
@@ -108,105 +108,111 @@ def caption_folder(
     batch_size: int,
     engine: str = "local",
     workers: int = 1,
-    begin: Callable[[int, int], Any] = lambda done, files: None,
-    advance: Callable[[int, Sequence[Line]], Any] = lambda files, skipped: None,
+    on_start: Callable[[int, int], Any] = lambda done, files: None,
+    on_batch: Callable[[int, Sequence[Line]], Any] = lambda files, skipped: None,
 ) -> tuple[int, int]:
-    """Caption what has no caption yet.
+    """Caption all files that have no up-to-date line in ``out``.
 
     Args:
         settings: see ``Captioner``.
-        out: JSONL file: a line per file, in the order of their names.
-        batch_size: files at once.
-        engine, workers: see ``run_jobs``.
-        begin: called once, with the files that are done and all files.
-        advance: called after every batch, with how many files it had and the lines of those newly skipped.
+        out: JSONL file: one line per file, sorted by file name.
+        on_start: called once, with the number of files in finished batches and of all files.
+        on_batch: called after each batch, with its number of files and the lines of newly skipped files.
 
     Returns:
-        Captions in ``out``, and files of the folder that have an error there instead.
+        Number of captions in ``out``, and number of the folder's files that were skipped.
 
     Raises:
-        UserError: an empty folder, nothing in it that can be captioned, or an ``out`` made with other settings.
+        UserError: the folder has no files, none of them can be captioned, or ``out`` was made with other settings.
     """
     folder = Path(settings["folder"])
     part = out.with_name(out.name + ".part")
-    files = _files(folder, {out.resolve(), part.resolve()})
-    if not files:
-        raise UserError(f"{folder}: expected images or videos, there are no files")
+    files = _find_files(folder, {out.resolve(), part.resolve()})
     out.parent.mkdir(parents=True, exist_ok=True)
-    kept = _fingerprint(settings, out, batch_size)
-    found = {line["file"]: line for path in (out, part) for line in _lines(path, kept)}
-    done = {name: line for name, line in found.items() if _stands(line, files.get(name))}
-    names = list(files)
-    batches = [names[k : k + batch_size] for k in range(0, len(names), batch_size)]
-    jobs: list[dict[str, Any]] = [
-        {"batch": k, "files": batch, "done": [name for name in batch if name in done]}
-        for k, batch in enumerate(batches)
-        if any(name not in done for name in batch)
-    ]
-    begin(len(names) - sum(len(job["files"]) for job in jobs), len(names))
+    fingerprint = _fingerprint(settings, out, batch_size)
+    found = {line["file"]: line for path in (out, part) for line in _read_lines(path, fingerprint)}
+    done = {name: line for name, line in found.items() if _up_to_date(line, files.get(name))}
+    jobs = _make_jobs(list(files), done, batch_size)
+    on_start(len(files) - sum(len(job["files"]) for job in jobs), len(files))
     write(part, "".join(json.dumps(line) + "\n" for line in done.values()))
     with part.open("a") as file:
         for job, lines in run_jobs(jobs, Captioner, settings, engine, workers):
-            new = [line | files[line["file"]] | {"settings": kept} for line in lines if line["file"] not in done]
+            new = [line | files[line["file"]] | {"settings": fingerprint} for line in lines if line["file"] not in done]
             done |= {line["file"]: line for line in new}
             file.write("".join(json.dumps(line) + "\n" for line in new))
             file.flush()
-            advance(len(job["files"]), [line for line in new if "error" in line])
-    failed = [name for name in names if "error" in done[name]]
+            on_batch(len(job["files"]), [line for line in new if "error" in line])
+    failed = [done[name] for name in files if "error" in done[name]]
     if all("error" in line for line in done.values()):
         part.unlink()
+        first = f"{failed[0]['file']}: {failed[0]['error']}"
         raise UserError(
-            f"{folder}: expected at least one image or video, received {len(failed)} other files; the first is "
-            f"{failed[0]}: {done[failed[0]]['error']}"
+            f"{folder}: expected at least one image or video, received {len(failed)} other files; the first is {first}"
         )
     write(part, "".join(json.dumps(done[name]) + "\n" for name in sorted(done)))
     os.replace(part, out)
     return sum("error" not in line for line in done.values()), len(failed)
 
 
-def _stands(line: Line, file: Line | None) -> bool:
-    """Whether an earlier line needs no second try: its file is the same still, or gone after it was captioned."""
+def _make_jobs(names: Sequence[str], done: Mapping[str, Line], batch_size: int) -> list[dict[str, Any]]:
+    """The jobs of ``Captioner`` for all batches with a file that is not done."""
+    batches = [names[k : k + batch_size] for k in range(0, len(names), batch_size)]
+    return [
+        {"batch": k, "files": batch, "done": [name for name in batch if name in done]}
+        for k, batch in enumerate(batches)
+        if any(name not in done for name in batch)
+    ]
+
+
+def _up_to_date(line: Line, file: Line | None) -> bool:
+    """Whether a line of an earlier run is still valid: its file is unchanged, or was captioned and then deleted."""
     return "error" not in line if file is None else file.items() <= line.items()
 
 
-def _files(folder: Path, own: set[Path]) -> dict[str, Line]:
-    """Size and modification time of all files but hidden and ``own`` ones, by name."""
+def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
+    """Size and modification time of all files by relative name, without hidden and ``excluded`` ones.
+
+    Raises:
+        UserError: there are none.
+    """
     found = {}
     for path in folder.rglob("*"):
-        if path.is_file() and path.resolve() not in own and not path.name.startswith("."):
+        if path.is_file() and path.resolve() not in excluded and not path.name.startswith("."):
             status = path.stat()
             found[str(path.relative_to(folder))] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    if not found:
+        raise UserError(f"{folder}: expected images or videos, received a folder without files")
     return {name: found[name] for name in sorted(found)}
 
 
 def _fingerprint(settings: Mapping[str, Any], out: Path, batch_size: int) -> dict[str, Any]:
-    """The settings that can change a caption, as JSON values."""
+    """All settings that can change a caption, as JSON values."""
     given = settings["loading"] | {"prompt": settings["prompt"]} | settings["video"] | settings["keywords"]
-    kept = {name: value for name, value in given.items() if name not in _FREE}
+    kept = {name: value for name, value in given.items() if name not in _NO_EFFECT}
     kept["folder"] = os.path.relpath(settings["folder"], out.resolve().parent)
     if kept.get("temperature") and kept.get("seed") is not None:
-        kept["batch_size"] = batch_size  # a batch draws from one seed
+        kept["batch_size"] = batch_size  # the rows of a batch draw from one generator
     return json.loads(json.dumps(kept))
 
 
-def _lines(path: Path, kept: Mapping[str, Any]) -> list[Line]:
-    """The whole lines of an earlier run.
+def _read_lines(path: Path, fingerprint: Mapping[str, Any]) -> list[Line]:
+    """The complete lines of an earlier run; none if ``path`` does not exist.
 
     Raises:
-        UserError: they are of another run.
+        UserError: they were made with other settings.
     """
     found = []
     for number, text in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
         try:
             line = json.loads(text)
         except ValueError:
-            break  # the line that a kill cut off
+            break  # cut off when the run was killed
         if not isinstance(line, dict) or "settings" not in line:
             raise UserError(
-                f"{path}, line {number}: expected a caption with the settings of its run to go on with, received "
-                "none; choose another --out"
+                f"{path}, line {number}: expected a caption with the settings of its run, received none; choose "
+                "another --out"
             )
-        if line["settings"] != kept:
-            refuse_others(path, line["settings"], kept)
+        if line["settings"] != fingerprint:
+            refuse_others(path, line["settings"], fingerprint)
         found.append(line)
     return found

@@ -1,8 +1,8 @@
-"""Images in: any common source and pixel format becomes one 8-bit RGB Pillow image.
+"""Load images: any common source and pixel format to an 8-bit RGB Pillow image.
 
 Conventions: EXIF orientation is applied; transparency is composited on white; 16-bit values are divided by 257 and
-rounded (an RGB PNG of 16 bits keeps its high byte, as Pillow reads it); of an animation the first frame is taken;
-colour profiles are not applied.
+rounded (except RGB PNGs of 16 bits, of which Pillow keeps the high byte); the first frame of an animation is returned;
+colour profiles are ignored.
 """
 
 import struct
@@ -14,13 +14,13 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmspec.errors import UserError
-from vision.media import MAX_PIXELS, Media, resolve, shown
+from vision.media import MAX_PIXELS, MediaSource, printable, resolve
 
 if TYPE_CHECKING:
     import torch
 
-# What Pillow's plugins raise on broken data, beside OSError.
-BROKEN = (
+# Exceptions that Pillow's plugins raise on broken data.
+DECODE_ERRORS = (
     OSError,
     SyntaxError,
     ValueError,
@@ -39,12 +39,12 @@ BROKEN = (
     Image.DecompressionBombWarning,
 )
 
-# Formats that Pillow lists as images but that are none to us: it hands EPS to an outside program, WMF needs Windows,
-# and an MPEG stream is recognised without being decoded.
-_REFUSED_FORMATS = frozenset({"EPS", "WMF", "MPEG"})
+# Formats that Pillow opens but that are rejected here: EPS runs an external program, WMF needs Windows, and MPEG is
+# recognised but not decoded.
+_REJECTED_FORMATS = frozenset({"EPS", "WMF", "MPEG"})
 
 _EXIF_ORIENTATION = 0x0112
-_UPRIGHT = {
+_TRANSPOSE_FOR_ORIENTATION = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -57,33 +57,33 @@ _CHANNELS = (1, 3, 4)
 
 
 def load_image(source: object, *, name: str | None = None) -> Image.Image:
-    """Read an image as 8-bit RGB.
+    """Load an image as 8-bit RGB.
 
     Args:
         source: path (str or path-like), bytes, binary file object, Pillow image, numpy array (H, W) or (H, W, 1|3|4),
-            or torch tensor, the same or (1|3|4, H, W); one so small that it could be either is refused. Arrays are
-            uint8, uint16, bool, or floats in [0, 1]; four channels are RGBA.
-        name: what error messages call the source.
+            or torch tensor of the same shapes or (1|3|4, H, W); ambiguous shapes raise. Arrays are uint8, uint16, bool,
+            or floats in [0, 1]; four channels are RGBA.
+        name: name of the source in error messages.
 
     Returns:
-        A new RGB image; the source is left open and unchanged.
+        A new RGB image. The source is neither closed nor changed.
 
     Raises:
-        UserError: a URL, anything unreadable, not an image, broken, empty, or over `MAX_PIXELS` pixels.
+        UserError: the source is a URL, unreadable, not an image, broken, empty, or has more than `MAX_PIXELS` pixels.
     """
     if isinstance(source, Image.Image):
-        return _from_pillow(source, shown(name or getattr(source, "filename", "") or "<image>"))
+        return _from_pillow(source, printable(name or getattr(source, "filename", "") or "<image>"))
     if isinstance(source, np.ndarray):
-        return _from_array(source, shown(name or "<array>"))
+        return _from_array(source, printable(name or "<array>"))
     if type(source).__module__.partition(".")[0] == "torch":
-        return _from_tensor(source, shown(name or "<tensor>"))  # type: ignore[arg-type]
+        return _from_tensor(source, printable(name or "<tensor>"))  # type: ignore[arg-type]
     media = resolve(source, expected="an image", name=name)
     with media.open() as stream, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # plugins warn about odd metadata; the pixels are what counts
+        warnings.simplefilter("ignore")  # plugins warn about metadata
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             with Image.open(stream) as image:
-                _refuse_format(image, media)
+                _check_format(image, media)
                 return _from_pillow(image, media.name)
         except UserError:
             raise
@@ -91,39 +91,41 @@ def load_image(source: object, *, name: str | None = None) -> Image.Image:
             raise UserError(f"{media.name}: expected at most {MAX_PIXELS} pixels, received more") from None
         except UnidentifiedImageError:
             raise _not_an_image(media) from None
-        except BROKEN as error:
-            raise UserError(f"{media.name}: expected a whole image, received a broken one ({shown(error)})") from None
+        except DECODE_ERRORS as error:
+            raise UserError(
+                f"{media.name}: expected a whole image, received a broken one ({printable(error)})"
+            ) from None
 
 
-def still_format(media: Media) -> tuple[str, bool] | None:
-    """Pillow's name for the format of an image and whether it is animated; None for what Pillow cannot open."""
+def image_format(media: MediaSource) -> tuple[str, bool] | None:
+    """Pillow's name of an image's format, and whether it is animated; None if Pillow cannot open it."""
     with media.open() as stream, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with Image.open(stream) as image:
-                if image.format is None or image.format in _REFUSED_FORMATS:
+                if image.format is None or image.format in _REJECTED_FORMATS:
                     return None
                 return image.format, bool(getattr(image, "is_animated", False))
         except Image.DecompressionBombError:
             return "image", False
-        except BROKEN:
+        except DECODE_ERRORS:
             return None
 
 
-def flatten(image: Image.Image) -> Image.Image:
-    """An image with transparency as RGB on white."""
+def composite_on_white(image: Image.Image) -> Image.Image:
+    """Composite an image with an alpha channel on white; returns RGB."""
     rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
-def _refuse_format(image: Image.Image, media: Media) -> None:
+def _check_format(image: Image.Image, media: MediaSource) -> None:
     if image.format == "MPEG":
         raise _not_an_image(media)
-    if image.format in _REFUSED_FORMATS:
+    if image.format in _REJECTED_FORMATS:
         raise UserError(f"{media.name}: expected an image made of pixels, received {image.format}")
 
 
-def _not_an_image(media: Media) -> UserError:
+def _not_an_image(media: MediaSource) -> UserError:
     found = media.description
     hint = "; pass it as a video" if found.endswith("video") else ""
     if found.endswith("image"):
@@ -141,20 +143,20 @@ def _check_size(width: int, height: int, name: str) -> None:
 def _from_pillow(image: Image.Image, name: str) -> Image.Image:
     _check_size(*image.size, name)
     try:
-        image.load()  # before EXIF is read: some formats orient themselves while loading
-        transposition = _UPRIGHT.get(_orientation(image))
+        image.load()  # before reading EXIF: some plugins apply the orientation while loading
+        transposition = _TRANSPOSE_FOR_ORIENTATION.get(_orientation(image))
         rgb = _to_rgb(image, name)
     except UserError:
         raise
-    except BROKEN as error:
-        raise UserError(f"{name}: expected a whole image, received a broken one ({shown(error)})") from None
+    except DECODE_ERRORS as error:
+        raise UserError(f"{name}: expected a whole image, received a broken one ({printable(error)})") from None
     return rgb if transposition is None else rgb.transpose(transposition)
 
 
 def _orientation(image: Image.Image) -> int:
     try:
         value = image.getexif().get(_EXIF_ORIENTATION, 1)
-    except BROKEN:  # broken metadata is no reason to refuse whole pixels
+    except DECODE_ERRORS:  # broken metadata does not invalidate the pixels
         return 1
     return value if isinstance(value, int) else 1
 
@@ -169,7 +171,7 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "F":
         return _from_floats(np.asarray(image), name)
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        return flatten(image)
+        return composite_on_white(image)
     return image.convert("RGB")
 
 
@@ -177,11 +179,11 @@ def _from_integers(values: np.ndarray, name: str) -> Image.Image:
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 65535:
         raise UserError(f"{name}: integer pixels must lie in 0..65535, received {low}..{high}")
-    return Image.fromarray(_halve_depth(values)).convert("RGB")
+    return Image.fromarray(_to_8_bits(values)).convert("RGB")
 
 
 def _from_floats(values: np.ndarray, name: str) -> Image.Image:
-    """Float files carry no scale; the largest value tells which of the three in use it is."""
+    """Convert float pixels to RGB; the largest value decides between the ranges 0..1, 0..255 and 0..65535."""
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 65535):  # also false for nan
         raise UserError(f"{name}: float pixels must lie in 0..1, 0..255 or 0..65535, received {low:g}..{high:g}")
@@ -189,8 +191,8 @@ def _from_floats(values: np.ndarray, name: str) -> Image.Image:
     return Image.fromarray(np.rint(values * scale).astype(np.uint8)).convert("RGB")
 
 
-def _halve_depth(values: np.ndarray) -> np.ndarray:
-    """16-bit values to 8 bits, rounded: 65535 -> 255."""
+def _to_8_bits(values: np.ndarray) -> np.ndarray:
+    """Convert 16-bit to 8-bit values, rounded: 65535 -> 255."""
     return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
@@ -204,7 +206,7 @@ def _from_array(array: np.ndarray, name: str) -> Image.Image:
     elif array.dtype == np.uint8:
         pixels = array
     elif array.dtype == np.uint16:
-        pixels = _halve_depth(array)
+        pixels = _to_8_bits(array)
     elif np.issubdtype(array.dtype, np.floating):
         low, high = float(array.min()), float(array.max())
         if not (low >= 0 and high <= 1):  # also false for nan
@@ -215,7 +217,7 @@ def _from_array(array: np.ndarray, name: str) -> Image.Image:
     if pixels.ndim == 3 and shape[2] == 1:
         pixels = pixels[:, :, 0]
     image = Image.fromarray(np.ascontiguousarray(pixels))
-    return flatten(image) if image.mode == "RGBA" else image.convert("RGB")
+    return composite_on_white(image) if image.mode == "RGBA" else image.convert("RGB")
 
 
 def _from_tensor(tensor: "torch.Tensor", name: str) -> Image.Image:

@@ -1,7 +1,6 @@
-"""What images and videos share on their way in: where the bytes come from, and what they look like.
+"""Open image and video sources (paths, bytes, file objects) and identify their format by the first bytes.
 
-Nothing here decodes. A source is a path, bytes, or a binary file object; a URL is refused, because fetching
-belongs to the caller. `describe` names content by its first bytes, so that an error can say what was found.
+Nothing is decoded here. URLs are rejected: downloading is left to the caller.
 """
 
 import io
@@ -16,13 +15,13 @@ from typing import BinaryIO
 from mmspec.errors import UserError
 
 HEAD_BYTES = 4096
-"""How much of a file is read to see what it is, in bytes."""
+"""Bytes of a file that are read to identify its format."""
 
 MAX_PIXELS = 89_478_485
-"""Largest image or video frame accepted, in pixels: Pillow's own warning level (256 MiB of RGB), here an error."""
+"""Maximum pixels of an image or video frame: the size at which Pillow warns of decompression bombs (256 MiB of RGB)."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|data:[^,]*,")
-_MAX_NAME = 200  # characters of a name that a one-line message can bear
+_MAX_NAME = 200  # characters of a source's name in error messages
 
 _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
@@ -35,7 +34,7 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"FLV\x01", "an FLV video"),
     (b"\x00\x00\x01\xba", "an MPEG video"),
     (b"\x00\x00\x01\xb3", "an MPEG video"),
-    (b"0&\xb2u\x8ef\xcf\x11", "a Windows Media file"),
+    (b"0&\xb2u\x8ef\xcf\x11", "a Windows MediaSource file"),
     (b"YUV4MPEG2 ", "a Y4M video"),
     (b"OggS", "an Ogg file"),
     (b"ID3", "an MP3 audio file"),
@@ -53,8 +52,14 @@ _QUICKTIME_ATOMS = (b"moov", b"mdat", b"wide", b"free", b"skip")
 
 
 @dataclass(frozen=True)
-class Media:
-    """A source that exists and is not empty; `open` gives its bytes from the start, any number of times."""
+class MediaSource:
+    """A non-empty source of bytes that can be opened repeatedly.
+
+    Attributes:
+        name: the source in error messages.
+        head: its first `HEAD_BYTES` bytes.
+        path, stream: where the bytes are; one of them is set.
+    """
 
     name: str
     head: bytes
@@ -63,7 +68,7 @@ class Media:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """A binary stream at position 0. What we opened is closed at the end; the caller's own stream is not."""
+        """Open a binary stream at position 0. Files are closed at the end; the caller's own stream is not."""
         if self.path is not None:
             with self.path.open("rb") as file:
                 yield file
@@ -74,18 +79,18 @@ class Media:
 
     @property
     def description(self) -> str:
-        """What the first bytes look like."""
+        """The format according to the first bytes."""
         return describe(self.head)
 
 
-def shown(name: object) -> str:
-    """A name fit for a one-line message: control characters escaped, the middle of a very long one left out."""
+def printable(name: object) -> str:
+    """Escape control characters in a name and shorten it, for one-line error messages."""
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME // 2]}...{text[-_MAX_NAME // 2 :]}"
 
 
 def describe(head: bytes) -> str:
-    """What content beginning with `head` looks like, with its article: "a PNG image", "text", "an empty file"."""
+    """Identify a format by a file's first bytes; returns it with an article: "a PNG image", "text", "an empty file"."""
     if not head:
         return "an empty file"
     if head[:4] == b"RIFF":
@@ -108,23 +113,23 @@ def describe(head: bytes) -> str:
     return "text" if _is_text(head) else f"unknown data (first bytes {head[:8].hex(' ')})"
 
 
-def resolve(source: object, *, expected: str, name: str | None = None) -> Media:
-    """Find a path, bytes or binary file object, or say in one line why it cannot be read.
+def resolve(source: object, *, expected: str, name: str | None = None) -> MediaSource:
+    """Check that a source is readable and not empty.
 
     Args:
-        source: str or path-like; bytes-like; or a binary file object, which is left open. One that cannot seek is
-            read into memory.
-        expected: "an image" or "a video", for messages.
-        name: what messages call the source; a path's own text by default.
+        source: str or path-like; bytes-like; or a binary file object, which is not closed. File objects that cannot
+            seek are read into memory.
+        expected: "an image" or "a video", for error messages.
+        name: name of the source in error messages; the path by default.
 
     Raises:
-        UserError: a URL, a missing, empty or unreadable file, a folder or device, or none of the types above.
+        UserError: the source is a URL, a missing, empty or unreadable file, a folder, a device, or of another type.
     """
     if isinstance(source, str | os.PathLike):
         return _resolve_path(os.fspath(source), expected, name)
     if isinstance(source, bytes | bytearray | memoryview):
         stream: BinaryIO = io.BytesIO(source)
-        label = shown(name or "<bytes>")
+        label = printable(name or "<bytes>")
     elif hasattr(source, "read"):
         stream, label = _resolve_stream(source, expected, name)
     else:
@@ -132,12 +137,12 @@ def resolve(source: object, *, expected: str, name: str | None = None) -> Media:
     head = stream.read(HEAD_BYTES)
     if not head:
         raise UserError(f"{label}: expected {expected}, received no bytes")
-    return Media(label, head, stream=stream)
+    return MediaSource(label, head, stream=stream)
 
 
-def _resolve_path(text: str | bytes, expected: str, name: str | None) -> Media:
+def _resolve_path(text: str | bytes, expected: str, name: str | None) -> MediaSource:
     path_text = os.fsdecode(text)
-    label = shown(name or path_text)
+    label = printable(name or path_text)
     if _URL.match(path_text):
         raise UserError(f"{label}: expected a local file, received a URL; fetch it first")
     path = Path(path_text)
@@ -157,19 +162,19 @@ def _resolve_path(text: str | bytes, expected: str, name: str | None) -> Media:
         raise UserError(f"{label}: expected {expected}, received a file that cannot be opened ({reason})") from None
     if not head:
         raise UserError(f"{label}: expected {expected}, received an empty file")
-    return Media(label, head, path=path)
+    return MediaSource(label, head, path=path)
 
 
 def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[BinaryIO, str]:
     own_name = getattr(source, "name", None)
-    label = shown(name or (own_name if isinstance(own_name, str) else f"<{type(source).__name__}>"))
+    label = printable(name or (own_name if isinstance(own_name, str) else f"<{type(source).__name__}>"))
     assert hasattr(source, "read")
     try:
         if isinstance(source.read(0), str):
             raise UserError(f"{label}: expected a file opened in binary mode, received one in text mode")
         if hasattr(source, "seek") and hasattr(source, "seekable") and source.seekable():
             source.seek(0)
-            return source, label  # type: ignore[return-value]  # duck-typed: read and seek are all that is used
+            return source, label  # type: ignore[return-value]  # duck-typed: only read and seek are used
         return io.BytesIO(source.read()), label
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
@@ -179,7 +184,7 @@ def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[Bi
 
 def _is_text(head: bytes) -> bool:
     try:
-        text = head[:-4].decode() if len(head) == HEAD_BYTES else head.decode()  # a cut may split a character
+        text = head[:-4].decode() if len(head) == HEAD_BYTES else head.decode()  # the last character may be incomplete
     except UnicodeDecodeError:
         return False
     return all(c.isprintable() or c in "\n\r\t\f\ufeff" for c in text)

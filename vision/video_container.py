@@ -1,4 +1,4 @@
-"""The container of a video: opening it with FFmpeg, and what its packets' time stamps tell without decoding."""
+"""Open video containers with FFmpeg and scan their packets' timestamps without decoding."""
 
 from contextlib import ExitStack
 from fractions import Fraction
@@ -11,25 +11,27 @@ from av.stream import Disposition
 from av.video.stream import VideoStream
 
 from mmspec.errors import UserError
-from vision.media import MAX_PIXELS, Media
+from vision.media import MAX_PIXELS, MediaSource
 
-# Demuxers that keep an index of time stamps to seek by; what others hold is decoded from the start.
+# Demuxers with a timestamp index, which makes seeking exact. Other containers are decoded from the start.
 SEEKABLE = ("mov", "matroska")
 
-# Titles and the like that are not UTF-8 must not make a video unreadable. From 19 on PyAV accepts them always.
+# Accept metadata that is not UTF-8; PyAV 19 and later always do.
 _LENIENT: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
 
-# Demuxers that draw text, or guess from a file's suffix alone.
+# Demuxers that render text, or accept any file by its suffix.
 _NOT_VIDEO = frozenset({"image2", "tty", "bin", "xbin", "adf", "idf", "rawvideo"})
 
 
-def open_video(media: Media, stack: ExitStack, *, expected: str = "a video") -> tuple[InputContainer, VideoStream]:
-    """Open with FFmpeg, to be closed with `stack`. Cover art of an audio file does not count as video.
+def open_video(
+    media: MediaSource, stack: ExitStack, *, expected: str = "a video"
+) -> tuple[InputContainer, VideoStream]:
+    """Open a video with FFmpeg; `stack` closes it. Cover art of audio files is not a video stream.
 
     Raises:
-        UserError: not a video, audio only, or frames over `MAX_PIXELS`.
+        UserError: the source is not a video, audio only, or has frames of more than `MAX_PIXELS`.
     """
-    # "file:" and the whitelist keep FFmpeg from reading a name or a file's content as a command to open another.
+    # "file:" and the protocol whitelist keep file names and contents from making FFmpeg open anything else.
     source = f"file:{media.path}" if media.path is not None else stack.enter_context(media.open())
     try:
         container = av.open(source, "r", options={"protocol_whitelist": "file"}, **_LENIENT)
@@ -56,7 +58,15 @@ def open_video(media: Media, stack: ExitStack, *, expected: str = "a video") -> 
 
 
 class PacketScan:
-    """Running figures over packets, in seconds."""
+    """Timestamp statistics of a container's packets, in seconds on the stream's clock.
+
+    Attributes:
+        interval: nominal time between two frames.
+        end: end of the last video packet.
+        any_end: end of the last packet of any stream.
+        keyframe: time of the last keyframe.
+        longest_gap: longest time between two keyframes.
+    """
 
     def __init__(self, stream: VideoStream) -> None:
         self._stream = stream
@@ -66,7 +76,7 @@ class PacketScan:
         self._first_keyframe = True
 
     def add(self, packet: "Packet[Any]") -> None:
-        if packet.size == 0 or packet.is_discard:  # discarded: decoded but cut by an edit list
+        if packet.size == 0 or packet.is_discard:  # discarded: cut by an edit list
             return
         of_video = packet.stream is self._stream
         ticks = packet.dts if packet.pts is None else packet.pts
@@ -83,12 +93,12 @@ class PacketScan:
             self._first_keyframe = False
             self.keyframe = start
 
-    def promised_end(self, container: InputContainer) -> Fraction:
-        """When the container says that the last stream ends; 0 where it says nothing, or is known to guess."""
+    def declared_end(self, container: InputContainer) -> Fraction:
+        """The end of the last stream according to the container; 0 if it states none or only an estimate."""
         name = container.format.name
         if name == "avi":
             return self._stream.frames * (self._stream.time_base or self.interval)  # one tick per frame
         if name.startswith(SEEKABLE) and container.duration:
-            # Muxers disagree on whether a start after 0 counts into the duration: the smaller reading accuses nobody.
+            # Muxers disagree on whether the duration includes a start after 0: take the earlier end.
             return Fraction(min(container.start_time or 0, 0) + container.duration, av.time_base)
         return Fraction(0)

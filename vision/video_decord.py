@@ -1,7 +1,7 @@
-"""Frames of a video through decord, an optional dependency imported on first use.
+"""Sample frames of a video with decord, an optional dependency imported on first use.
 
-decord applies rotation, but it is silently wrong on edit lists (it shows frames that a file says to cut) and does not
-notice a file that is cut short. It reads neither animated GIF nor raw streams.
+decord applies rotation, but ignores edit lists (it returns frames that the file cuts) and does not detect truncated
+files. It reads neither animated GIF nor raw streams.
 """
 
 import importlib
@@ -14,16 +14,16 @@ from PIL import Image
 
 from mmspec.errors import UserError
 from mmspec.extras import missing
-from vision.media import Media
+from vision.media import MediaSource
 from vision.video_container import open_video
-from vision.video_pyav import Choose, Picked
+from vision.video_pyav import ChooseTimes, TimedFrames
 
 
 def import_decord() -> ModuleType:
-    """The optional dependency.
+    """Import decord.
 
     Raises:
-        UserError: it is not installed.
+        UserError: decord is not installed.
     """
     try:
         return importlib.import_module("decord")
@@ -31,15 +31,15 @@ def import_decord() -> ModuleType:
         raise missing("video backend decord", "decord", "decord") from None
 
 
-def pick_with_decord(media: Media, choose: Choose) -> tuple[Picked, Fraction]:
-    """The frames on screen at the times that `choose` wants, and the duration in seconds.
+def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction]:
+    """Sample the frames displayed at the times that `choose_times` returns; see `sample_with_pyav`.
 
     Raises:
-        UserError: decord is not installed; not a video, or one that decord cannot read to the end.
+        UserError: decord is not installed, or cannot read the source to the end.
     """
     decord = import_decord()
     with ExitStack() as stack:
-        open_video(media, stack)  # decord writes to stderr about what is no video; say it our way instead
+        open_video(media, stack)  # raises for sources that are no video, on which decord prints to stderr
     decord.logging.set_level(decord.logging.QUIET)
     with ExitStack() as stack:
         source = str(media.path) if media.path is not None else stack.enter_context(media.open())
@@ -49,18 +49,18 @@ def pick_with_decord(media: Media, choose: Choose) -> tuple[Picked, Fraction]:
             order = np.argsort(spans[:, 0], kind="stable")
             starts = spans[order, 0] - spans[:, 0].min()
             duration = Fraction(float(spans[:, 1].max() - spans[:, 0].min()))
-            picked: Picked = []
-            for target in choose(duration):
-                # decord's times are rounded to float32: a target on a frame's very start must still find it
+            sampled: TimedFrames = []
+            for target in choose_times(duration):
+                # decord rounds times to float32: tolerate a target at the exact start of a frame
                 rank = max(int(np.searchsorted(starts, float(target) + 1e-6, side="right")) - 1, 0)
                 time = Fraction(float(starts[rank]))
-                if picked and picked[-1][0] == time:
-                    picked.append(picked[-1])
+                if sampled and sampled[-1][0] == time:
+                    sampled.append(sampled[-1])
                 else:
-                    picked.append((time, Image.fromarray(reader[int(order[rank])].asnumpy())))
+                    sampled.append((time, Image.fromarray(reader[int(order[rank])].asnumpy())))
         except (decord.DECORDError, RuntimeError, IndexError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if isinstance(error, decord.DECORDError):
                 reason = "decord cannot decode it"
             raise UserError(f"{media.name}: expected a readable video, received a broken one ({reason})") from None
-    return picked, duration
+    return sampled, duration

@@ -1,4 +1,4 @@
-"""Frames of a video through PyAV (FFmpeg): streaming, exact in time, seeking over long gaps."""
+"""Sample frames of a video with PyAV (FFmpeg): streaming, exact timestamps, seeking over long gaps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,103 +12,102 @@ from PIL import Image
 
 from mmspec.errors import UserError
 from vision.display_matrix import display_matrix
-from vision.images import flatten
-from vision.media import Media
+from vision.images import composite_on_white
+from vision.media import MediaSource
 from vision.video_container import SEEKABLE, PacketScan, open_video
 
-Choose = Callable[[Fraction], list[Fraction]]
-"""From the duration in seconds to the wanted times, ascending."""
+ChooseTimes = Callable[[Fraction], list[Fraction]]
+"""Function from a duration to ascending sample times, both in seconds."""
 
-Picked = list[tuple[Fraction, Image.Image]]
-"""Presentation time from the first frame in seconds, and the RGB image."""
+TimedFrames = list[tuple[Fraction, Image.Image]]
+"""(Presentation time in seconds from the first frame, RGB image) of each sampled frame."""
 
-# How far a container may overstate its duration, in seconds and as a share, before it counts as cut short.
-_SLACK_SECONDS = Fraction(1, 2)
-_SLACK_SHARE = Fraction(1, 100)
+# A file counts as truncated if its packets end earlier than declared by more than both of these.
+_TOLERANCE_SECONDS = Fraction(1, 2)
+_TOLERANCE_FRACTION = Fraction(1, 100)
 
 
-def pick_with_pyav(media: Media, choose: Choose) -> tuple[Picked, Fraction]:
-    """The frames on screen at the times that `choose` wants, and the duration in seconds.
+def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction]:
+    """Sample the frames displayed at the times that `choose_times` returns.
+
+    Returns:
+        The frames, and the duration in seconds.
 
     Raises:
-        UserError: not a video, or broken before the last wanted frame.
+        UserError: the source is not a video, or broken before the last sampled frame.
     """
     with ExitStack() as stack:
-        reader = _Reader(media)
+        reader = _FrameReader(media)
         stack.callback(reader.close)
         duration = max(reader.end - reader.origin, Fraction(0))
-        picked: Picked = []
-        for target in choose(duration):
+        sampled: TimedFrames = []
+        for target in choose_times(duration):
             frame = reader.frame_at(target)
             time = reader.time(frame)
-            if picked and picked[-1][0] == time:
-                picked.append(picked[-1])
+            if sampled and sampled[-1][0] == time:
+                sampled.append(sampled[-1])
             else:
-                picked.append((time, _upright(frame)))
-        return picked, duration
+                sampled.append((time, _to_upright_rgb(frame)))
+        return sampled, duration
 
 
-class _Reader:
-    """One pass or several over the frames of a file, in order of presentation; owns the open container.
+class _FrameReader:
+    """Reads a file's frames in presentation order; owns the open container.
 
-    Times are in seconds, from the first frame except where the stream's own clock is named.
+    Times are in seconds from the first frame, except those on the stream's own clock.
     """
 
-    def __init__(self, media: Media) -> None:
+    def __init__(self, media: MediaSource) -> None:
         self.name = media.name
         self._media = media
         self._stack = ExitStack()
-        self._problem: str | None = None  # why decoding stopped early
-        self._ends_early_at: Fraction | None = None  # the packets stop here though the container promised more
+        self._failure: str | None = None  # why decoding stopped
+        self._truncated_at: Fraction | None = None  # end of the last packet, if the container declares a later one
         self._container: InputContainer
         self._stream: VideoStream
         self._frames: Iterator[VideoFrame]
-        self._shown: VideoFrame  # on screen
-        self._ahead: VideoFrame | None  # the one after it
-        self._longest_gap: Fraction  # longest distance between two keyframes, or the last one and the end
-        self._interval: Fraction  # between frames, where they carry no times
-        self.end: Fraction  # when the last frame leaves the screen, or should have, in the stream's own clock
-        self._scan()  # before decoding begins: a file object has one position only
+        self._current: VideoFrame  # displayed now
+        self._next_frame: VideoFrame | None  # displayed next; None after the last one
+        self._longest_gap: Fraction  # longest time between two keyframes, or from the last one to the end
+        self._interval: Fraction  # time between frames without timestamps
+        self.end: Fraction  # end of the last frame, decoded or declared, on the stream's clock
+        self._scan_packets()  # before decoding: a file object has a single position
         try:
             self._restart()
         except UserError:
             self.close()
             raise
-        self.origin = self._clock(self._shown)
+        self.origin = self._timestamp(self._current)
 
     def close(self) -> None:
         self._stack.close()
 
     def time(self, frame: VideoFrame) -> Fraction:
         """Presentation time in seconds from the first frame."""
-        return self._clock(frame) - self.origin
+        return self._timestamp(frame) - self.origin
 
     def frame_at(self, target: Fraction) -> VideoFrame:
-        """The frame on screen at `target` seconds: the last one not later, or else the first; targets must ascend.
+        """Returns the frame displayed at `target` seconds: the last one not later, or the first. Targets must ascend.
 
         Raises:
-            UserError: the file breaks before that frame is certain, or the frame is damaged.
+            UserError: the file is broken before the next frame, or the frame is corrupt.
         """
-        if self._seekable and target - self.time(self._shown) > self._longest_gap:
+        if self._seekable and target - self.time(self._current) > self._longest_gap:
             self._seek(target)
-        while self._ahead is not None and self.time(self._ahead) <= target:
-            self._shown, self._ahead = self._ahead, self._next()
-        if self._ahead is None:
-            if (
-                self._problem is None
-                and self._ends_early_at is not None
-                and target >= self._ends_early_at - self.origin
-            ):
-                self._problem = "the file is cut short"
-            if self._problem is not None:
-                raise self._broken(target)
-        if self._shown.is_corrupt:
-            self._problem = "a damaged frame"
-            raise self._broken(target)
-        return self._shown
+        while self._next_frame is not None and self.time(self._next_frame) <= target:
+            self._current, self._next_frame = self._next_frame, self._decode_next()
+        if self._next_frame is None:
+            if self._failure is None and self._truncated_at is not None and target >= self._truncated_at - self.origin:
+                self._failure = "the file is truncated"
+            if self._failure is not None:
+                raise self._broken_error(target)
+        if self._current.is_corrupt:
+            self._failure = "a corrupt frame"
+            raise self._broken_error(target)
+        return self._current
 
-    def _scan(self) -> None:
-        """Read every packet's time stamps, decoding none; memory does not depend on the file's length."""
+    def _scan_packets(self) -> None:
+        """Read all packets' timestamps without decoding, in constant memory."""
         with ExitStack() as stack:
             container, stream = open_video(self._media, stack)
             scan = PacketScan(stream)
@@ -118,13 +117,13 @@ class _Reader:
                     scan.add(packet)
             except av.FFmpegError:
                 failed = True
-            promised = scan.promised_end(container)
+            declared = scan.declared_end(container)
         self._interval = scan.interval
         self._longest_gap = max(scan.longest_gap, scan.end - scan.keyframe)
         self.end = scan.end
-        if failed or promised - scan.any_end > max(_SLACK_SECONDS, promised * _SLACK_SHARE):
-            self._ends_early_at = scan.end
-            self.end = max(scan.end, promised)
+        if failed or declared - scan.any_end > max(_TOLERANCE_SECONDS, declared * _TOLERANCE_FRACTION):
+            self._truncated_at = scan.end
+            self.end = max(scan.end, declared)
 
     @property
     def _seekable(self) -> bool:
@@ -134,38 +133,38 @@ class _Reader:
         self._stack.close()
         self._container, self._stream = open_video(self._media, self._stack)
         self._count = 0
-        self._begin()
+        self._start_decoding()
 
-    def _begin(self, *, at_keyframe: bool = False) -> None:
-        """Decode from where the container stands; frames before the first keyframe may lack what they refer to."""
+    def _start_decoding(self, *, at_keyframe: bool = False) -> None:
+        """Decode from the container's position; `at_keyframe` skips frames whose references may be missing."""
         self._frames = self._container.decode(self._stream)
-        first = self._next()
+        first = self._decode_next()
         while at_keyframe and first is not None and not first.key_frame:
-            first = self._next()
+            first = self._decode_next()
         if first is None:
-            raise self._broken(None)
-        self._shown, self._ahead = first, self._next()
+            raise self._broken_error(None)
+        self._current, self._next_frame = first, self._decode_next()
 
-    def _next(self) -> VideoFrame | None:
-        if self._problem is not None:
+    def _decode_next(self) -> VideoFrame | None:
+        if self._failure is not None:
             return None
         try:
             frame = next(self._frames, None)
         except av.FFmpegError as error:
-            self._problem = error.strerror or "unreadable data"
+            self._failure = error.strerror or "unreadable data"
             return None
-        if frame is not None and frame.pts is None:  # raw streams carry no times
+        if frame is not None and frame.pts is None:  # raw streams have no timestamps
             frame.pts, frame.time_base = self._count, self._interval
         self._count += 1
         return frame
 
     def _seek(self, target: Fraction) -> None:
-        """Go to the last keyframe not later than `target`, or else back to the start.
+        """Seek to the last keyframe not later than `target`; if that fails, restart from the first frame.
 
-        Indices go by decoding time, which may lie before presentation: where the keyframe found is shown too late,
-        look further back.
+        Containers index decoding times, which may be earlier than presentation times: if the keyframe found is
+        displayed after `target`, seek further back.
         """
-        before = self._clock(self._shown)
+        before = self._timestamp(self._current)
         tick = self._stream.time_base or Fraction(1, av.time_base)
         for back in (Fraction(0), self._longest_gap, 4 * self._longest_gap):
             wanted = self.origin + target - back
@@ -173,34 +172,35 @@ class _Reader:
                 break
             try:
                 self._container.seek(int(wanted / tick), stream=self._stream)
-                self._begin(at_keyframe=True)
+                self._start_decoding(at_keyframe=True)
             except (av.FFmpegError, UserError):
                 break
-            if self.time(self._shown) <= target:
+            if self.time(self._current) <= target:
                 return
-        self._problem = None
+        self._failure = None
         self._restart()
 
-    def _clock(self, frame: VideoFrame) -> Fraction:
+    def _timestamp(self, frame: VideoFrame) -> Fraction:
+        """Presentation time in seconds on the stream's clock."""
         assert frame.pts is not None
         assert frame.time_base is not None
         return frame.pts * frame.time_base
 
-    def _broken(self, target: Fraction | None) -> UserError:
-        reason = self._problem or "no frame can be decoded"
+    def _broken_error(self, target: Fraction | None) -> UserError:
+        reason = self._failure or "no frame can be decoded"
         if target is None:
             return UserError(f"{self.name}: expected a readable video, received a broken one ({reason})")
-        last = float(self.time(self._shown))
+        last = float(self.time(self._current))
         return UserError(
             f"{self.name}: expected a frame at {float(target):.2f} s, received a video that breaks after {last:.2f} s"
             f" ({reason})"
         )
 
 
-def _upright(frame: VideoFrame) -> Image.Image:
-    """RGB, transparency on white, turned and mirrored as the display matrix says."""
+def _to_upright_rgb(frame: VideoFrame) -> Image.Image:
+    """Convert a frame to RGB: transparency on white, rotated and mirrored according to the display matrix."""
     if any(component.is_alpha for component in frame.format.components):
-        image = flatten(Image.fromarray(frame.to_ndarray(format="rgba")))
+        image = composite_on_white(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
         image = Image.fromarray(frame.to_ndarray(format="rgb24"))
     matrix = display_matrix(frame)

@@ -1,4 +1,4 @@
-"""A demo for tests: a real server in this process, one at a time, on a free port; and what is sent to it."""
+"""Helpers of the demo's tests: a real server on a free port, uploads, videos."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import av
 import httpx
 import numpy as np
 
-from demos.models import Models
-from demos.offer import offer
-from demos.server import serving
+from demos.catalog import make_catalog
+from demos.models import ModelCache
+from demos.server import run_server
 
 SHORT = {"max_new_tokens": 12}
-PATIENCE = 600  # seconds; only what hangs reaches it
+TIMEOUT = 600  # seconds; reached only if something hangs
 
 
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
-    """Its address, while it listens."""
-    with serving(Models(device="cpu"), options.pop("offered", offer()), server_port=0, **options) as page:
+    """Run a demo server; yields its address."""
+    catalog = options.pop("catalog", None) or make_catalog()
+    with run_server(ModelCache(device="cpu"), catalog, server_port=0, **options) as page:
         yield page.local_url
 
 
-def ten_minutes(path: Path) -> str:
-    """Writes a video of 600 s and three frames; returns its path."""
+def save_ten_minute_video(path: Path) -> str:
+    """Write a video of 600 s with three frames; returns its path."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=1)
         stream.width = stream.height = 32
@@ -41,9 +42,9 @@ def ten_minutes(path: Path) -> str:
 
 
 def upload(url, content=b"an upload", **options):
-    return httpx.post(f"{url}gradio_api/upload", files={"files": ("a.png", content)}, timeout=PATIENCE, **options)
+    return httpx.post(f"{url}gradio_api/upload", files={"files": ("a.png", content)}, timeout=TIMEOUT, **options)
 
 
-def stored(url):
-    """The path that the server gives to an upload."""
+def stored_path(url):
+    """Upload a file; returns the server's path of it."""
     return upload(url).json()[0]

@@ -1,6 +1,6 @@
-"""The page in a real browser: headless Chromium, driven by Playwright (``make browser``).
+"""Browser tests of the page: headless Chromium with Playwright (``make browser``).
 
-Pictures of the page are written to the folder that MMSPEC_SCREENSHOTS names, if any.
+Screenshots are written to the folder in the environment variable MMSPEC_SCREENSHOTS, if it is set.
 """
 
 import os
@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 
 from demos import service
-from demos.runs import Run, Token
+from demos.streaming import StreamedAnswer, Token
 from mmspec import plugins
-from tests.demos.serving import demo_server, ten_minutes
+from tests.demos.serving import demo_server, save_ten_minute_video
 from vision.embedded import samples
 
 pytestmark = pytest.mark.browser
 PATIENCE = 1000 * int(os.environ.get("MMSPEC_BROWSER_PATIENCE", "300"))  # milliseconds
-PICTURE, FILM = str(samples() / "scene.png"), str(samples() / "clip.mp4")
+IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
@@ -45,15 +45,15 @@ def browser():
 
 @pytest.fixture
 def visit(browser, address):
-    """Opens the page as a new visitor; the browser must not complain while it is used."""
-    contexts, complaints = [], []
+    """Open the page as a new visitor; fails on JavaScript errors."""
+    contexts, errors = [], []
 
     def opened(size=WIDE, theme="light"):
         context = browser.new_context(viewport=size)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(PATIENCE)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(f"{address}?__theme={theme}")
         page.locator(".mm-ask:visible").wait_for()
         return page
@@ -61,10 +61,10 @@ def visit(browser, address):
     yield opened
     for context in contexts:
         context.close()
-    assert complaints == []
+    assert errors == []
 
 
-def keep(page, name):
+def save_screenshot(page, name):
     if folder := os.environ.get("MMSPEC_SCREENSHOTS"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         page.mouse.move(0, 0)
@@ -90,18 +90,18 @@ def overflow(page):
     return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
 
 
-def test_the_page_loads_and_says_what_to_do(visit):
+def test_start_page(visit):
     page = visit()
     assert page.title() == "mmspec"
     assert page.get_by_role("tab", name="Video").is_visible()
     assert "The answer appears here" in page.locator(".block.mm-answer:visible").inner_text()
     assert "Built with Gradio" not in page.inner_text("footer")
-    keep(page, "start")
+    save_screenshot(page, "start")
 
 
-def test_an_uploaded_image_is_described_as_text_streams(visit):
+def test_uploaded_image_streams_a_caption(visit):
     page = visit()
-    upload(page, PICTURE)
+    upload(page, IMAGE)
     page.locator("[data-testid=image] img, .image-frame img, .image-container img").first.wait_for()
     page.evaluate(
         """() => { window.seen = []; new MutationObserver(() => {
@@ -113,14 +113,14 @@ def test_an_uploaded_image_is_described_as_text_streams(visit):
     assert text.startswith('There is a sign at the bottom that reads "HONEY".')
     lengths = page.evaluate("[...new Set(window.seen)]")
     assert len(lengths) >= 3, f"the text came at once: {lengths}"
-    # How much is drafted depends on what passes cost on this machine, in this minute.
+    # The number of draft tokens depends on verify times measured on this machine.
     assert page.locator(".mm-answer .mm-accepted").count() >= 1
     assert page.locator(".mm-answer .mm-bonus").count() >= 1
     assert "drafted and accepted" in page.locator(".mm-answer .mm-legend").inner_text()
-    keep(page, "answer")
+    save_screenshot(page, "answer")
 
 
-def test_a_follow_up_question(visit):
+def test_follow_up_question(visit):
     page = visit()
     page.locator("button.gallery-item:visible").first.click()
     page.locator(".image-frame img, .image-container img").first.wait_for()
@@ -140,7 +140,7 @@ def test_a_follow_up_question(visit):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_race(visit, theme):
+def test_race(visit, theme):
     page = visit(theme=theme)
     page.locator("button.gallery-item:visible").first.click()
     page.locator(".image-frame img, .image-container img").first.wait_for()
@@ -150,10 +150,10 @@ def test_the_race(visit, theme):
     verdict = page.locator(".mm-verdict").inner_text()
     assert re.match(r"\d+\.\d\dx the decoding speed, \d+\.\d\dx end to end\. The \d+ tokens are equal\.", verdict)
     assert "each on its own clock" in page.locator(".block.mm-race:visible").inner_text()
-    keep(page, f"race-{theme}")
+    save_screenshot(page, f"race-{theme}")
 
 
-def test_the_step_slider_moves_through_the_trees(visit):
+def test_slider_selects_the_tree(visit):
     page = visit()
     page.locator("button.gallery-item:visible").first.click()
     page.locator(".image-frame img, .image-container img").first.wait_for()
@@ -175,7 +175,7 @@ def test_the_step_slider_moves_through_the_trees(visit):
     assert page.locator(".mm-plot:visible").count() == 2
 
 
-def test_a_photograph_brings_the_limits_of_an_embedded_model(visit, tmp_path):
+def test_note_on_limits_of_an_embedded_model(visit, tmp_path):
     Image.new("RGB", (64, 48), "navy").save(tmp_path / "lake.png")
     page = visit()
     upload(page, str(tmp_path / "lake.png"))
@@ -184,9 +184,9 @@ def test_a_photograph_brings_the_limits_of_an_embedded_model(visit, tmp_path):
     assert page.locator(".mm-limits:visible").all_inner_texts() == [plugins.limits("tiny-llava")]
 
 
-def test_a_broken_file_is_told_on_the_page(visit, tmp_path):
+def test_broken_file_shows_an_error(visit, tmp_path):
     broken = tmp_path / "broken.png"
-    broken.write_bytes(Path(PICTURE).read_bytes()[:700])
+    broken.write_bytes(Path(IMAGE).read_bytes()[:700])
     page = visit()
     upload(page, str(broken))
     page.locator(".image-frame img, .image-container img").first.wait_for(state="attached")
@@ -195,24 +195,24 @@ def test_a_broken_file_is_told_on_the_page(visit, tmp_path):
     note.wait_for()
     assert note.inner_text().startswith("broken.png: expected a whole image")
     assert "Traceback" not in page.inner_text("body")
-    keep(page, "broken")
+    save_screenshot(page, "broken")
     page.locator(".mm-go:visible").click()
     page.locator(".mm-race .mm-note:visible").wait_for()
 
 
-def test_a_video_of_ten_minutes(visit, tmp_path):
-    page = visit()
+def test_too_long_video_shows_an_error(visit, tmp_path):
+    page, long = visit(), save_ten_minute_video(tmp_path / "long.mp4")
     page.get_by_role("tab", name="Video").click()
-    page.locator("input[type=file]:not([accept*=image])").last.set_input_files(ten_minutes(tmp_path / "long.mp4"))
+    page.locator("input[type=file]:not([accept*=image])").last.set_input_files(long)
     page.locator("video:visible").first.wait_for()
     page.locator(".mm-ask:visible").click()
     page.locator(".mm-note:visible", has_text="long.mp4: expected a video of at most 300 s").wait_for()
 
 
-def test_nothing_to_look_at_nothing_asked_and_an_unknown_model(visit):
+def test_missing_upload_empty_prompt_and_unknown_model(visit):
     page = visit()
     page.locator(".mm-ask:visible").click()
-    page.locator(".mm-note:visible", has_text="there is nothing to look at yet").wait_for()
+    page.locator(".mm-note:visible", has_text="no image was uploaded").wait_for()
     page.locator(".mm-prompt:visible textarea, .mm-prompt:visible input").first.fill("")
     page.locator(".mm-ask:visible").click()
     page.locator(".mm-note:visible", has_text="the prompt must not be empty").wait_for()
@@ -226,7 +226,7 @@ def test_nothing_to_look_at_nothing_asked_and_an_unknown_model(visit):
     page.locator(".mm-note:visible", has_text="cannot load model 'nobody/nothing'").wait_for()
 
 
-def test_a_text_by_the_hybrid(visit):
+def test_text_prompt(visit):
     page = visit()
     page.get_by_role("tab", name="Text").click()
     page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
@@ -235,17 +235,17 @@ def test_a_text_by_the_hybrid(visit):
     assert "tiny-hybrid" in page.locator(".mm-made:visible").first.inner_text()
 
 
-def test_a_video(visit):
+def test_video(visit):
     page = visit(theme="dark")
     page.get_by_role("tab", name="Video").click()
     page.locator("button.gallery-item:visible, .gallery-item:visible").first.click()
     page.locator("video:visible").first.wait_for()
     ask(page)
     assert "cyan star moves down" in page.locator(".mm-answer:visible .mm-text").inner_text()
-    keep(page, "video-dark")
+    save_screenshot(page, "video-dark")
 
 
-def test_two_visitors_at_once(visit):
+def test_two_concurrent_visitors(visit):
     pages = [visit(), visit()]
     for page in pages:
         page.locator("button.gallery-item:visible").first.click()
@@ -259,13 +259,13 @@ def test_two_visitors_at_once(visit):
     assert texts[0].startswith("There is a sign")
 
 
-def test_stop(visit, monkeypatch):
+def test_stop_cancels_the_request(visit, monkeypatch):
     cancelled = Event()
 
     def endless(*_):
         try:
             while True:
-                yield Run("tiny", "none", tokens=[Token("once ", "plain", 0)])
+                yield StreamedAnswer("tiny", "none", tokens=[Token("once ", "plain", 0)])
                 time.sleep(0.02)
         finally:
             cancelled.set()
@@ -274,27 +274,27 @@ def test_stop(visit, monkeypatch):
     page.get_by_role("tab", name="Text").click()
     page.locator(".mm-prompt:visible textarea").fill("Tell a long story.")
     with monkeypatch.context() as patched:
-        patched.setattr(service, "follow", endless)
+        patched.setattr(service, "stream_answer", endless)
         page.locator(".mm-ask:visible").click()
         page.locator(".mm-answer:visible .mm-text", has_text="once").wait_for()
         page.locator(".mm-stop:visible").click()
         assert cancelled.wait(PATIENCE / 1000)
     page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
-    ask(page)  # the next one is served
+    ask(page)  # the next request runs
     assert page.locator(".mm-answer:visible .mm-asked").all_inner_texts() == ["Work out: 37 + 48"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_phone(visit, theme):
+def test_phone_layout(visit, theme):
     page = visit(PHONE, theme)
     assert overflow(page) <= 0
     page.locator("button.gallery-item:visible").first.click()
     page.locator(".image-frame img, .image-container img").first.wait_for()
     ask(page)
     assert overflow(page) <= 0
-    keep(page, f"phone-{theme}")
+    save_screenshot(page, f"phone-{theme}")
     race(page)
     assert overflow(page) <= 0
     boxes = [lane.bounding_box() for lane in page.locator(".mm-lane").all()]
     assert boxes[1]["y"] > boxes[0]["y"] + boxes[0]["height"]  # one below the other
-    keep(page, f"phone-race-{theme}")
+    save_screenshot(page, f"phone-race-{theme}")

@@ -1,4 +1,4 @@
-"""``mmspec demo``: its options, and what it says where they are wrong."""
+"""Tests of ``mmspec demo``: options, logins, signals."""
 
 import os
 import signal
@@ -10,21 +10,21 @@ from subprocess import PIPE
 import pytest
 from click.testing import CliRunner
 
-from demos.command import _unwound_by_signals, demo
-from demos.offer import offer
+from demos.catalog import make_catalog
+from demos.command import _signals_raise, demo
 from mmspec import UserError
-from tests.demos.serving import PATIENCE, stored
+from tests.demos.serving import TIMEOUT, stored_path
 from tests.process import ROOT
 
 
 @pytest.mark.parametrize("auth", ["user", "user:", ":password"])
-def test_a_login_is_a_pair(auth):
+def test_malformed_login_raises(auth):
     result = CliRunner().invoke(demo, ["--auth", auth])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == "--auth must be USER:PASSWORD, neither of them empty"
 
 
-def test_a_model_that_is_not_there_is_told_at_once():
+def test_missing_model_raises_at_start():
     result = CliRunner().invoke(demo, ["--model", "/no/such/folder"])
     assert isinstance(result.exception, UserError)
     assert "there is no such folder" in str(result.exception)
@@ -32,19 +32,19 @@ def test_a_model_that_is_not_there_is_told_at_once():
 
 @pytest.fixture
 def served(monkeypatch):
-    """Runs the command up to its server; returns what the server would be given."""
+    """Run the command up to its server; returns the server's arguments."""
     monkeypatch.delenv("MMSPEC_DEMO_AUTH", raising=False)
-    monkeypatch.setattr("demos.models.Models.get", lambda self, name: seen["models"].append(name))
+    monkeypatch.setattr("demos.models.ModelCache.get", lambda self, name: seen["models"].append(name))
     seen = {"models": []}
 
     class StopError(Exception):
         pass
 
-    def serving(models, offer, **options):
-        seen.update(options, offer=offer)
+    def run_server(models, catalog, **options):
+        seen.update(options, catalog=catalog)
         raise StopError
 
-    monkeypatch.setattr("demos.server.serving", serving)
+    monkeypatch.setattr("demos.server.run_server", run_server)
 
     def run(*arguments, **options):
         result = CliRunner().invoke(demo, arguments, **options)
@@ -56,9 +56,9 @@ def served(monkeypatch):
 
 
 @pytest.mark.parametrize("host", [[], ["--host", "localhost"], ["--host", "127.8.8.8"], ["--host", "[::1]"]])
-def test_a_loopback_address_is_open(served, host):
+def test_loopback_address_has_an_open_catalog(served, host):
     seen = served(*host)
-    assert (seen["auth"], seen["share"], seen["offer"].open) == (None, False, True)
+    assert (seen["auth"], seen["share"], seen["catalog"].open) == (None, False, True)
     assert seen["server_port"] == 7860
     assert seen["models"] == ["tiny-llava"]
 
@@ -75,7 +75,7 @@ PUBLIC = [
 
 @pytest.mark.parametrize("public", PUBLIC)
 @pytest.mark.parametrize("variable", [None, ""])
-def test_a_public_address_needs_a_login(served, public, variable):
+def test_public_address_requires_a_login(served, public, variable):
     with pytest.raises(UserError) as error:
         served(*public, env={"MMSPEC_DEMO_AUTH": variable})
     assert str(error.value) == (
@@ -84,14 +84,14 @@ def test_a_public_address_needs_a_login(served, public, variable):
 
 
 @pytest.mark.parametrize("public", PUBLIC)
-def test_a_public_address_with_a_fixed_offer(served, public):
+def test_public_address_has_a_closed_catalog(served, public):
     seen = served(*public, "--auth", "a:b:c", "--port", "0", "--model", "x", "--model", "y", "--drafter", "d")
     assert (seen["auth"], seen["share"], seen["server_port"]) == (("a", "b:c"), "--share" in public, 0)
-    assert seen["offer"] == offer(["x", "y"], ["d"], open=False)
-    assert seen["models"] == ["y", "x"]  # each is tried, the first is in memory
+    assert seen["catalog"] == make_catalog(["x", "y"], ["d"], open=False)
+    assert seen["models"] == ["y", "x"]  # all are loaded; the first one last, so that it is cached
 
 
-def test_ways_to_give_a_login(served):
+def test_login_options(served):
     assert served("--host", "0.0.0.0", env={"MMSPEC_DEMO_AUTH": "ann:secret"})["auth"] == ("ann", "secret")
     assert served("--host", "0.0.0.0", "--no-auth")["auth"] is None
     with pytest.raises(UserError, match="exclude each other"):
@@ -99,25 +99,25 @@ def test_ways_to_give_a_login(served):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_uploads_go_with_a_server_that_a_signal_ends(number, tmp_path):
-    # Models are beside the point here, and take long to be read.
+def test_signals_remove_uploads(number, tmp_path):
+    # No models: loading takes long.
     script = (
-        "import sys; from demos.models import Models; Models.get = lambda self, name: None\n"
+        "import sys; from demos.models import ModelCache; ModelCache.get = lambda self, name: None\n"
         "from mmspec.cli import main; sys.exit(main(['demo', '--port', '0']))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=PIPE, text=True) as server:
-        path = Path(stored(server.stdout.readline().split()[2]))
+        path = Path(stored_path(server.stdout.readline().split()[2]))
         assert path.is_relative_to(tmp_path)
         assert path.exists()
         server.send_signal(number)
-        assert server.wait(PATIENCE) == 128 + number
+        assert server.wait(TIMEOUT) == 128 + number
     assert list(tmp_path.glob("mmspec-demo-*")) == []
 
 
-def test_a_signal_that_was_ignored_stays_so():
+def test_ignored_signals_stay_ignored():
     def send(number):
-        with _unwound_by_signals():
+        with _signals_raise():
             os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does

@@ -1,4 +1,4 @@
-"""Models are read once, given up when others are asked for, and serve one request at a time."""
+"""Tests of the model cache, of sequential requests and of races."""
 
 import gc
 import weakref
@@ -6,9 +6,9 @@ from itertools import zip_longest
 
 import pytest
 
-from demos import models as home
-from demos.models import Loaded, Models
-from demos.runs import Run, follow, race
+from demos import models as models_module
+from demos.models import LoadedModel, ModelCache
+from demos.streaming import StreamedAnswer, race, stream_answer
 from mmspec import Pipeline, UserError
 from mmspec.budget import CostTable
 from mmspec.drafters.recycle import Recycle
@@ -16,7 +16,7 @@ from mmspec.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
 COST = CostTable((1, 64), (0.01, 0.012))
-ASKED = {"prompt": "abcabcabd"}
+REQUEST = {"prompt": "abcabcabd"}
 KEYWORDS = {"max_new_tokens": 40, "temperature": 0.0, "seed": 0}
 
 
@@ -36,14 +36,14 @@ def models(monkeypatch):
         opened.append(model)
         return Pipeline(target(), None, model)
 
-    monkeypatch.setattr(home, "open_pipeline", open_pipeline)
-    monkeypatch.setattr(home, "cost_table", lambda target: COST)
-    made = Models(keep=2)
+    monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
+    monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
+    made = ModelCache(capacity=2)
     made.opened = opened
     return made
 
 
-def test_the_least_recently_used_is_given_up(models):
+def test_least_recently_used_model_is_evicted(models):
     first = models.get("a")
     assert models.get("b") is not first
     assert models.get("a") is first
@@ -60,21 +60,21 @@ def test_the_least_recently_used_is_given_up(models):
         models.get("")
 
 
-def test_requests_share_no_drafts():
-    loaded = Loaded(target(), "bytes")
+def test_requests_do_not_share_learned_drafts():
+    loaded = LoadedModel(target(), "bytes")
     one, other = loaded.pipeline("recycle"), loaded.pipeline("recycle")
-    one.generate(**ASKED, **KEYWORDS)
+    one.generate(**REQUEST, **KEYWORDS)
     assert isinstance(one.drafter.drafter, Recycle)
     assert one.drafter.drafter.entries > 0 == other.drafter.drafter.entries
     assert loaded.pipeline("recycle").drafter.drafter.entries == 0
     assert one.budgets is other.budgets
     assert loaded.pipeline("none").drafter is None
-    assert (loaded.label("auto"), loaded.label("none")) == ("recycle", "none")
+    assert (loaded.drafter_label("auto"), loaded.drafter_label("none")) == ("recycle", "none")
     with pytest.raises(UserError, match="drafter"):
         loaded.pipeline("nonsense")
 
 
-def test_a_request_that_another_overtook_ends(models):
+def test_new_request_cancels_an_unfinished_one(models):
     done = []
 
     def work(name):
@@ -89,7 +89,7 @@ def test_a_request_that_another_overtook_ends(models):
     assert ("cancelled", 1) not in done
 
 
-def test_closing_a_request_stops_its_work(models):
+def test_closing_a_request_closes_its_generator(models):
     ended = []
 
     def work():
@@ -104,11 +104,11 @@ def test_closing_a_request_stops_its_work(models):
     assert ended == [True]
 
 
-def test_a_race_gives_what_both_would_have_said_alone():
-    loaded = Loaded(target(), "bytes")
-    reports = list(race(loaded, "ngram", ASKED, KEYWORDS))
+def test_race_tokens_equal_separate_runs():
+    loaded = LoadedModel(target(), "bytes")
+    reports = list(race(loaded, "ngram", REQUEST, KEYWORDS))
     end = reports[-1]
-    alone = Pipeline(target(), None).generate(**ASKED, **KEYWORDS)
+    alone = Pipeline(target(), None).generate(**REQUEST, **KEYWORDS)
     assert end.finished
     assert end.equal
     assert end.difference is None
@@ -121,8 +121,8 @@ def test_a_race_gives_what_both_would_have_said_alone():
     assert len(end.speculative.steps) == end.speculative.stats.num_spec_steps
 
 
-def test_races_on_targets_of_one_model_do_not_mix():
-    loaded = [Loaded(target(), "one"), Loaded(target(), "other")]
+def test_interleaved_races_do_not_interfere():
+    loaded = [LoadedModel(target(), "one"), LoadedModel(target(), "other")]
     prompts = ["abcabcabd", "one, two, one, two"]
     races = [race(one, "recycle", {"prompt": p}, KEYWORDS) for one, p in zip(loaded, prompts, strict=True)]
     ends = [[state for state in states if state][-1] for states in zip(*zip_longest(*races), strict=True)]
@@ -131,33 +131,33 @@ def test_races_on_targets_of_one_model_do_not_mix():
         assert end.plain.token_ids == Pipeline(target()).generate(prompt, **KEYWORDS).token_ids
 
 
-def test_a_cancelled_request_frees_the_model_for_the_next(models):
+def test_request_after_a_cancelled_one(models):
     loaded = models.get("a")
-    cancelled = models.one_at_a_time(follow(loaded.pipeline("recycle"), "recycle", ASKED, KEYWORDS))
+    cancelled = models.one_at_a_time(stream_answer(loaded.pipeline("recycle"), "recycle", REQUEST, KEYWORDS))
     next(cancelled)
-    *_, run = models.one_at_a_time(follow(loaded.pipeline("recycle"), "recycle", ASKED, KEYWORDS))
-    assert run.token_ids == Pipeline(target()).generate(**ASKED, **KEYWORDS).token_ids
+    *_, run = models.one_at_a_time(stream_answer(loaded.pipeline("recycle"), "recycle", REQUEST, KEYWORDS))
+    assert run.token_ids == Pipeline(target()).generate(**REQUEST, **KEYWORDS).token_ids
     assert list(cancelled) == []
 
 
-def test_whoever_used_less_time_goes_next(monkeypatch):
-    moves = []
+def test_race_steps_the_method_that_used_less_time(monkeypatch):
+    steps = []
 
-    def follow(pipe, drafter, request, keywords):
-        run = Run(pipe.name, drafter)
+    def stream_answer(pipe, drafter, request, keywords):
+        run = StreamedAnswer(pipe.name, drafter)
         cost = 1.0 if drafter == "none" else 2.5
         while run.seconds < 10:
             run.seconds += cost
-            moves.append(drafter)
+            steps.append(drafter)
             yield run
 
-    monkeypatch.setattr("demos.runs.follow", follow)
-    monkeypatch.setattr("demos.runs._compare", lambda *_: None)
+    monkeypatch.setattr("demos.streaming.stream_answer", stream_answer)
+    monkeypatch.setattr("demos.streaming._compare", lambda *_: None)
     monkeypatch.setattr(Pipeline, "generate", lambda *_, **__: None)
-    list(race(Loaded(target(), "bytes"), "ngram", ASKED, KEYWORDS))
+    list(race(LoadedModel(target(), "bytes"), "ngram", REQUEST, KEYWORDS))
     clocks = {"none": 0.0, "ngram": 0.0}
-    for name in moves:
-        if max(clocks.values()) < 10:  # afterwards one runs alone
+    for name in steps:
+        if max(clocks.values()) < 10:  # afterwards the other one runs alone
             assert clocks[name] == min(clocks.values())
         clocks[name] += 1.0 if name == "none" else 2.5
     assert clocks == {"none": 10.0, "ngram": 10.0}

@@ -1,4 +1,4 @@
-"""What the page asks in a visitor's name, without a browser."""
+"""Tests of the page's event handlers, without a browser."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,80 +7,81 @@ import pytest
 from PIL import Image
 
 from demos import page as page_module
-from demos.offer import offer
-from demos.page import Talk, build
-from demos.questions import Upload
-from demos.runs import Race, Run
+from demos.catalog import make_catalog
+from demos.chat_request import Upload
+from demos.page import Conversation, build
 from demos.samples import TEXTS
 from demos.service import Service
-from demos.storage import Uploads
+from demos.storage import UploadFolder
+from demos.streaming import Race, StreamedAnswer
 from mmspec import plugins
 from mmspec.stats import Stats
 from vision.embedded import samples
 
-SETTINGS = ("auto", 0.0, 12, 8)  # drafter, temperature, longest answer, frames
+SETTINGS = ("auto", 0.0, 12, 8)  # drafter, temperature, max new tokens, frames
 
 
 class Echo(Service):
-    """Keeps questions, and answers each at once."""
+    """Records requests and answers each immediately."""
 
-    def answer(self, question):
-        self.questions.append(question)
-        yield Run("m", "none", text="yes", stats=Stats(), finish_reason="stop")
+    def answer(self, request):
+        self.requests.append(request)
+        yield StreamedAnswer("m", "none", text="yes", stats=Stats(), finish_reason="stop")
 
-    def race(self, question):
-        self.questions.append(question)
-        runs = [Run("m", "none", text="yes", stats=Stats(), finish_reason="stop") for _ in range(2)]
+    def race(self, request):
+        self.requests.append(request)
+        runs = [StreamedAnswer("m", "none", text="yes", stats=Stats(), finish_reason="stop") for _ in range(2)]
         yield Race(*runs, end_to_end_ratio=1.0, equal=True)
 
 
 @pytest.fixture
 def service(tmp_path):
     (tmp_path / "samples").mkdir()
-    made = Echo(None, offer(open=False), Uploads(tmp_path, 2**20))
-    made.questions = []
+    made = Echo(None, make_catalog(open=False), UploadFolder(tmp_path, 2**20))
+    made.requests = []
     return made
 
 
 @pytest.fixture
 def ask(service, monkeypatch):
-    """Presses "Ask" or "Race" in the panel of a kind; returns the conversation and the HTML that are shown last."""
-    panels, start = {}, page_module._Panel.__init__
+    """Press "Ask" or "Race" in the tab of a kind; returns the final conversation and HTML."""
+    tabs, init = {}, page_module._Tab.__init__
 
-    def keep(self, service, kind, folder):
-        panels[kind] = self
-        start(self, service, kind, folder)
+    def record(self, service, kind, folder):
+        tabs[kind] = self
+        init(self, service, kind, folder)
 
-    monkeypatch.setattr(page_module._Panel, "__init__", keep)
+    monkeypatch.setattr(page_module._Tab, "__init__", record)
     build(service, service.uploads.folder / "samples")
 
-    def asked(kind, prompt, model, *media, talk=None, press="_ask"):
-        return list(getattr(panels[kind], press)(talk or Talk(), prompt, model, *SETTINGS, *media))[-1][:2]
+    def press_button(kind, prompt, model, *media, conversation=None, press="_ask"):
+        handler = getattr(tabs[kind], press)
+        return list(handler(conversation or Conversation(), prompt, model, *SETTINGS, *media))[-1][:2]
 
-    return asked
+    return press_button
 
 
-def sent(service, path):
-    """An upload of a file that exists here."""
+def store_upload(service, path):
+    """Copy a file to the upload folder."""
     stored = service.uploads.folder / "sha" / Path(path).name
     stored.parent.mkdir()
     stored.write_bytes(Path(path).read_bytes())
     return Upload(str(stored), stored.name)
 
 
-def test_every_conversation_has_a_seed_of_its_own(ask, service):
-    talk, _ = ask("text", "Hello", "tiny-hybrid")
-    talk, _ = ask("text", "And?", "tiny-hybrid", talk=talk)
+def test_conversations_have_different_seeds(ask, service):
+    conversation, _ = ask("text", "Hello", "tiny-hybrid")
+    conversation, _ = ask("text", "And?", "tiny-hybrid", conversation=conversation)
     ask("text", "Hello", "tiny-hybrid")
-    seeds = [question.seed for question in service.questions]
-    assert seeds[0] == seeds[1] == talk.seed != 0
+    seeds = [request.seed for request in service.requests]
+    assert seeds[0] == seeds[1] == conversation.seed != 0
     assert seeds[2] not in (0, seeds[0])
 
 
 @pytest.mark.parametrize("press", ["_ask", "_race"])
-def test_an_embedded_models_limits_are_told_once_for_a_visitors_own_input(ask, service, tmp_path, press):
+def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
     Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
-    own = sent(service, tmp_path / "lake.png")
+    own = store_upload(service, tmp_path / "lake.png")
     for kind, prompt, model, media in (
         ("image", "Describe the image.", "tiny-llava", [own]),
         ("image", "Describe the image.", "", [own]),
@@ -91,11 +92,11 @@ def test_an_embedded_models_limits_are_told_once_for_a_visitors_own_input(ask, s
 
 
 @pytest.mark.parametrize("press", ["_ask", "_race"])
-def test_samples_and_other_models_have_no_such_line(ask, service, tmp_path, press):
+def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
     Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
-    sample = sent(service, samples() / "scene.png")
+    sample = store_upload(service, samples() / "scene.png")
     drawn = Upload(str(next((service.uploads.folder / "samples").glob("*.png"))), "drawn.png")
-    service.offer = replace(service.offer, models=("llava", "tiny-llava", "tiny-hybrid"))
+    service.catalog = replace(service.catalog, models=("llava", "tiny-llava", "tiny-hybrid"))
     for kind, prompt, model, media in (
         ("image", "How many objects are there?", "tiny-llava", [sample]),
         ("image", "Describe the image.", "tiny-llava", [drawn]),
@@ -107,7 +108,7 @@ def test_samples_and_other_models_have_no_such_line(ask, service, tmp_path, pres
 
 
 @pytest.mark.parametrize("press", ["_ask", "_race"])
-def test_names_outside_of_the_offer_are_refused(ask, service, press):
+def test_names_outside_the_catalog_raise(ask, service, press):
     _, html = ask("text", "Hello", "/etc", press=press)
     assert "model must be one that this server offers: expected tiny-hybrid, tiny-llava, got &#x27;/etc&#x27;" in html
-    assert service.questions == []
+    assert service.requests == []

@@ -1,4 +1,4 @@
-"""The port that the server listens on."""
+"""Tests of the server's port."""
 
 import socket
 
@@ -8,7 +8,7 @@ from demos import server
 
 
 class Page:
-    """Stands for a page; the first ports that it launches at were taken in between."""
+    """Fake page whose first launches fail because the port is taken."""
 
     def __init__(self, taken):
         self.taken = taken
@@ -20,7 +20,7 @@ class Page:
             raise OSError("taken")
 
 
-def test_a_port_that_is_taken_in_between_is_given_up_for_another():
+def test_free_port_taken_meanwhile_is_replaced():
     page = Page(taken=2)
     server._launch(page)
     assert len(page.tried) == 3
@@ -29,7 +29,7 @@ def test_a_port_that_is_taken_in_between_is_given_up_for_another():
         server._launch(Page(taken=100))
 
 
-def test_a_port_that_was_asked_for_is_the_only_one_tried():
+def test_given_port_is_the_only_one_tried():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -44,5 +44,5 @@ def test_a_port_that_was_asked_for_is_the_only_one_tried():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_a_free_port(host):
-    assert server._bound(host, 0) > 1023
+def test_free_port(host):
+    assert server._bindable_port(host, 0) > 1023

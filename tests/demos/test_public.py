@@ -1,4 +1,4 @@
-"""A server that strangers reach: names outside of its offer are refused, and uploads limited in total."""
+"""Tests of a public server: closed catalog, limit on uploads."""
 
 import os
 import re
@@ -8,22 +8,22 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
-from demos.offer import offer
-from tests.demos.serving import PATIENCE, SHORT, demo_server, upload
+from demos.catalog import make_catalog
+from tests.demos.serving import SHORT, TIMEOUT, demo_server, upload
 
 
 @pytest.fixture(scope="module")
 def public():
-    """One that offers a model and no drafter, and keeps a MiB of uploads."""
-    with demo_server(offered=offer(["tiny-hybrid"], ["ngram"], open=False), upload_space=1) as url:
+    """A server with one model, one drafter and 1 MiB for uploads."""
+    with demo_server(catalog=make_catalog(["tiny-hybrid"], ["ngram"], open=False), upload_space=1) as url:
         yield url
 
 
-def test_uploads_are_limited_in_total(public):
+def test_total_size_of_uploads_is_limited(public):
     first = upload(public, bytes(600_000))
-    refused = upload(public, bytes(500_000))
-    assert refused.status_code == 507
-    assert refused.json() == {"detail": "the server's space for uploads is full: try again in a few minutes"}
+    rejected = upload(public, bytes(500_000))
+    assert rejected.status_code == 507
+    assert rejected.json() == {"detail": "the server's space for uploads is full: try again in a few minutes"}
     (path,) = first.json()
     assert Path(path).exists()
     os.utime(path, (0, 0))
@@ -32,7 +32,7 @@ def test_uploads_are_limited_in_total(public):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("arguments", "message"),
     [
         ({"model": "tiny-llava"}, "model must be one that this server offers: expected tiny-hybrid, got 'tiny-llava'"),
         ({"model": "/etc"}, "model must be one that this server offers"),
@@ -40,8 +40,8 @@ def test_uploads_are_limited_in_total(public):
         ({"drafter": "small:/etc"}, "drafter must be one that this server offers"),
     ],
 )
-def test_names_outside_of_the_offer_are_refused(public, asked, message):
-    client = Client(public, verbose=False, httpx_kwargs={"timeout": PATIENCE})
+def test_names_outside_the_catalog_raise(public, arguments, message):
+    client = Client(public, verbose=False, httpx_kwargs={"timeout": TIMEOUT})
     for name in ("/generate", "/compare"):
         with pytest.raises(AppError, match=re.escape(message)):
-            client.predict("Work out: 3 + 4", api_name=name, **asked, **SHORT)
+            client.predict("Work out: 3 + 4", api_name=name, **arguments, **SHORT)

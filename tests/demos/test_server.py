@@ -1,4 +1,4 @@
-"""The server as programs see it: named endpoints, mistakes, limits, cancelling, uploads that go away."""
+"""Tests of the server through its API: endpoints, errors, limits, cancelling, removal of uploads."""
 
 import itertools
 import re
@@ -14,12 +14,12 @@ from gradio_client.exceptions import AppError
 
 import mmspec
 from demos import service
-from demos.questions import LARGEST_UPLOAD
-from demos.runs import Run
-from tests.demos.serving import PATIENCE, SHORT, demo_server, stored, ten_minutes, upload
+from demos.chat_request import MAX_UPLOAD_MIB
+from demos.streaming import StreamedAnswer
+from tests.demos.serving import SHORT, TIMEOUT, demo_server, save_ten_minute_video, stored_path, upload
 from vision.embedded import samples
 
-PICTURE, FILM = str(samples() / "scene.png"), str(samples() / "clip.mp4")
+IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +30,25 @@ def address():
 
 @pytest.fixture
 def guarded():
-    """One that asks who you are, and keeps uploads for a second."""
-    with demo_server(auth=("ann", "secret"), removal=(1, 1)) as url:
+    """A server with a login that removes uploads after one second."""
+    with demo_server(auth=("ann", "secret"), cleanup=(1, 1)) as url:
         yield url
 
 
 @contextmanager
-def visitor(guarded):
-    """One who has logged in."""
-    with httpx.Client(timeout=PATIENCE) as ann:
+def logged_in(guarded):
+    """An HTTP client that has logged in."""
+    with httpx.Client(timeout=TIMEOUT) as ann:
         assert ann.post(f"{guarded}login", data={"username": "ann", "password": "secret"}).status_code == 200
         yield ann
 
 
 @pytest.fixture(scope="module")
 def client(address):
-    return Client(address, verbose=False, httpx_kwargs={"timeout": PATIENCE})
+    return Client(address, verbose=False, httpx_kwargs={"timeout": TIMEOUT})
 
 
-def test_only_the_named_endpoints_can_be_called(client):
+def test_api_lists_named_endpoints_only(client):
     found = client.view_api(print_info=False, return_format="dict")
     assert sorted(found["named_endpoints"]) == ["/caption_image", "/caption_video", "/compare", "/generate"]
     assert found["unnamed_endpoints"] == {}
@@ -57,36 +57,36 @@ def test_only_the_named_endpoints_can_be_called(client):
     assert returned["type"]["properties"]["text"] == {"type": "string"}
 
 
-def test_a_caption_is_the_models_own(client):
-    result = client.predict(handle_file(PICTURE), api_name="/caption_image", **SHORT)
-    alone = mmspec.load("tiny-llava", drafter=None).generate("Describe the image.", images=PICTURE, **SHORT)
+def test_caption_equals_plain_decoding(client):
+    result = client.predict(handle_file(IMAGE), api_name="/caption_image", **SHORT)
+    alone = mmspec.load("tiny-llava", drafter=None).generate("Describe the image.", images=IMAGE, **SHORT)
     assert result["text"] == alone.text.strip()
     assert result["tokens"] == 12
     assert (result["finish_reason"], result["model"], result["drafter"]) == ("length", "tiny-llava", "flash")
     assert result["tokens_per_second"] > 0 < result["seconds"]
 
 
-def test_a_video_and_a_text(client):
-    result = client.predict(handle_file(FILM), frames=2, api_name="/caption_video", **SHORT)
+def test_video_and_text_endpoints(client):
+    result = client.predict(handle_file(VIDEO), frames=2, api_name="/caption_video", **SHORT)
     assert result["tokens"] == 12
     result = client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)
     assert result["model"] == "tiny-hybrid"
     assert result["text"].startswith("3 + 4")
 
 
-def test_plain_and_speculative_compared(client):
-    result = client.predict("Describe the image.", handle_file(PICTURE), api_name="/compare", **SHORT)
+def test_compare_endpoint(client):
+    result = client.predict("Describe the image.", handle_file(IMAGE), api_name="/compare", **SHORT)
     assert result["equal"] is True
     assert result["first_difference"] == -1
     assert result["plain"]["text"] == result["speculative"]["text"] != ""
     assert result["plain"]["drafter"] == "none"
     assert result["plain"]["acceptance"] == 1.0 <= result["speculative"]["acceptance"]
-    speeds = [result[way]["tokens_per_second"] for way in ("speculative", "plain")]
+    speeds = [result[method]["tokens_per_second"] for method in ("speculative", "plain")]
     assert result["decode_speedup"] == pytest.approx(speeds[0] / speeds[1])
 
 
-def test_text_arrives_in_pieces(client):
-    job = client.submit(handle_file(PICTURE), drafter="none", api_name="/caption_image", **SHORT)
+def test_answers_are_streamed(client):
+    job = client.submit(handle_file(IMAGE), drafter="none", api_name="/caption_image", **SHORT)
     texts = [result["text"] for result in job]
     assert len(texts) > 3
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
@@ -103,81 +103,80 @@ def test_text_arrives_in_pieces(client):
         ("/generate", {"prompt": "x" * 4001}, "at most 4000 characters"),
         ("/generate", {"prompt": "x", "temperature": -1}, "temperature must be 0 or"),
         ("/generate", {"prompt": None}, "prompt must be of type str"),
-        ("/caption_image", {"image": None}, "there is nothing to look at yet"),
+        ("/caption_image", {"image": None}, "no image was uploaded"),
         ("/caption_image", {"image": {"path": "/etc/hostname"}}, "the image must be uploaded"),
         ("/caption_image", {"image": {"path": "https://example.org/a.png"}}, "the image must be uploaded"),
         ("/caption_image", {"image": {"path": "a\0.png"}}, "the image must be uploaded"),
-        ("/caption_image", {"image": handle_file(FILM)}, "clip.mp4: expected an image"),
-        ("/caption_video", {"video": handle_file(PICTURE)}, "scene.png: expected a video"),
-        ("/caption_image", {"image": handle_file(PICTURE), "model": "tiny-hybrid"}, "reads text only"),
+        ("/caption_image", {"image": handle_file(VIDEO)}, "clip.mp4: expected an image"),
+        ("/caption_video", {"video": handle_file(IMAGE)}, "scene.png: expected a video"),
+        ("/caption_image", {"image": handle_file(IMAGE), "model": "tiny-hybrid"}, "reads text only"),
     ],
 )
-def test_mistakes_are_told_in_one_line(client, name, arguments, message):
+def test_invalid_arguments_raise_one_line(client, name, arguments, message):
     with pytest.raises(AppError) as error:
         client.predict(api_name=name, **arguments)
-    told = str(error.value)
-    assert message in told
-    assert "Traceback" not in told
-    assert "/tmp" not in told
+    shown = str(error.value)
+    assert message in shown
+    assert "Traceback" not in shown
+    assert "/tmp" not in shown
 
 
-def test_a_path_that_leaves_the_uploads_is_refused(client, address):
-    upward = f"{stored(address)}/../../../{Path(PICTURE).relative_to('/')}"
+def test_path_outside_the_upload_folder_raises(client, address):
+    upward = f"{stored_path(address)}/../../../{Path(IMAGE).relative_to('/')}"
     for path in (upward, upward.replace("/../../../", "/../../" + "../" * 20)):
         with pytest.raises(AppError, match="the image must be uploaded"):
             client.predict({"path": path}, api_name="/caption_image", **SHORT)
 
 
-def test_the_seed_is_the_requests_own(client):
-    asked = {"temperature": 1.5, "max_new_tokens": 24}
+def test_seed_of_a_request(client):
+    arguments = {"temperature": 1.5, "max_new_tokens": 24}
     alone = mmspec.load("tiny-hybrid", drafter=None)
-    texts = [client.predict("Tell a story.", seed=seed, api_name="/generate", **asked)["text"] for seed in (3, 4)]
-    assert texts == [alone.generate("Tell a story.", seed=seed, **asked).text.strip() for seed in (3, 4)]
+    texts = [client.predict("Tell a story.", seed=seed, api_name="/generate", **arguments)["text"] for seed in (3, 4)]
+    assert texts == [alone.generate("Tell a story.", seed=seed, **arguments).text.strip() for seed in (3, 4)]
     assert texts[0] != texts[1]
 
 
-def test_a_video_of_ten_minutes_is_refused(client, tmp_path):
-    film = handle_file(ten_minutes(tmp_path / "long.mp4"))
+def test_too_long_video_raises(client, tmp_path):
+    video = handle_file(save_ten_minute_video(tmp_path / "long.mp4"))
     with pytest.raises(AppError, match=r"long\.mp4: expected a video of at most 300 s, received one of \d{3}\.\d s"):
-        client.predict(film, api_name="/caption_video")
+        client.predict(video, api_name="/caption_video")
 
 
-def test_a_failure_of_ours_shows_no_details(client, monkeypatch):
+def test_internal_error_shows_no_details(client, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(service, "follow", broken)
+    monkeypatch.setattr(service, "stream_answer", broken)
     with pytest.raises(AppError) as error:
         client.predict("x", api_name="/generate")
-    assert "something went wrong here (RuntimeError)" in str(error.value)
+    assert "internal error (RuntimeError)" in str(error.value)
     assert "secret" not in str(error.value)
 
 
-def test_too_large_an_upload_is_refused(address):
-    assert upload(address, bytes(LARGEST_UPLOAD * 2**20 + 1)).status_code == 413
-    one = ("files", ("big.png", bytes(LARGEST_UPLOAD * 2**20)))
-    several = httpx.post(f"{address}gradio_api/upload", files=[one, one], timeout=PATIENCE)
+def test_too_large_upload_is_rejected(address):
+    assert upload(address, bytes(MAX_UPLOAD_MIB * 2**20 + 1)).status_code == 413
+    one = ("files", ("big.png", bytes(MAX_UPLOAD_MIB * 2**20)))
+    several = httpx.post(f"{address}gradio_api/upload", files=[one, one], timeout=TIMEOUT)
     assert several.status_code == 413
     assert several.text.startswith("a request must have at most")
 
 
-def test_a_request_without_its_length_is_refused(address):
+def test_request_without_content_length_is_rejected(address):
     boundary = {"Content-Type": "multipart/form-data; boundary=b"}
-    sent = httpx.post(f"{address}gradio_api/upload", content=iter([b"--b"]), headers=boundary, timeout=PATIENCE)
-    assert (sent.status_code, sent.text) == (411, "a request must tell its length: expected a Content-Length header")
+    sent = httpx.post(f"{address}gradio_api/upload", content=iter([b"--b"]), headers=boundary, timeout=TIMEOUT)
+    assert (sent.status_code, sent.text) == (411, "a request must state its length: expected a Content-Length header")
 
 
-def test_who_has_not_logged_in_sends_nothing(guarded):
-    refused = upload(guarded)
-    assert refused.status_code == 401
+def test_upload_without_login_is_rejected(guarded):
+    assert upload(guarded).status_code == 401
 
 
-def test_uploads_are_removed_and_samples_stay(guarded):
-    with visitor(guarded) as ann:
-        (path,) = ann.post(f"{guarded}gradio_api/upload", files={"files": ("a.png", b"gone")}, timeout=PATIENCE).json()
-        end = time.monotonic() + PATIENCE
+def test_uploads_are_removed_and_samples_are_kept(guarded):
+    with logged_in(guarded) as ann:
+        (path,) = ann.post(f"{guarded}gradio_api/upload", files={"files": ("a.png", b"gone")}, timeout=TIMEOUT).json()
+        end = time.monotonic() + TIMEOUT
         while Path(path).exists():
-            assert time.monotonic() < end, "an upload outlived its time"
+            assert time.monotonic() < end, "the upload was not removed"
             time.sleep(0.05)
         addresses = re.findall(r'"(http[^"]*/file=[^"]*\.(?:png|mp4))"', ann.get(f"{guarded}config").text)
         assert len(addresses) >= 6
@@ -185,21 +184,21 @@ def test_uploads_are_removed_and_samples_stay(guarded):
             assert ann.get(url).status_code == 200
 
 
-def test_files_outside_of_the_uploads_are_not_served(address):
-    path = stored(address)
+def test_files_outside_the_upload_folder_are_not_served(address):
+    path = stored_path(address)
     api = f"{address}gradio_api/"
-    assert httpx.get(f"{api}file={path}", timeout=PATIENCE).content == b"an upload"
+    assert httpx.get(f"{api}file={path}", timeout=TIMEOUT).content == b"an upload"
     for outside in (
-        PICTURE,
-        f"{path}/../../..{PICTURE}",
+        IMAGE,
+        f"{path}/../../..{IMAGE}",
         "pyproject.toml",
         ".gradio/cached_examples/a",
         "//etc/hostname",
     ):
         for route in ("file=", "file/"):
-            assert httpx.get(f"{api}{route}{quote(outside)}", timeout=PATIENCE).status_code == 403
+            assert httpx.get(f"{api}{route}{quote(outside)}", timeout=TIMEOUT).status_code == 403
     for url in (f"file={address}", "file=https://example.org/a.png"):
-        assert httpx.get(api + url, timeout=PATIENCE).text == "this file is not served"
+        assert httpx.get(api + url, timeout=TIMEOUT).text == "this file is not served"
 
 
 @pytest.mark.parametrize(
@@ -215,34 +214,34 @@ def test_files_outside_of_the_uploads_are_not_served(address):
         ("POST", "vibe-edit"),
     ],
 )
-def test_routes_that_nobody_needs_are_closed(address, method, route):
-    answer = httpx.request(method, f"{address}gradio_api/{route}", timeout=PATIENCE)
+def test_unneeded_routes_are_closed(address, method, route):
+    answer = httpx.request(method, f"{address}gradio_api/{route}", timeout=TIMEOUT)
     assert (answer.status_code, answer.text) == (404, "not found")
 
 
 @pytest.mark.parametrize("field", ["image", "prompt"])
-def test_addresses_are_not_fetched(client, field):
+def test_urls_are_not_downloaded(client, field):
     fetched = {"path": "https://example.org/a.png", "meta": {"_type": "gradio.FileData"}}
     given = {"image": {"path": "a"}, field: fetched}
-    with pytest.raises(AppError, match="addresses are not fetched: expected an uploaded file"):
+    with pytest.raises(AppError, match="URLs are not downloaded: expected an uploaded file"):
         client.predict(**given, api_name="/caption_image")
 
 
-def test_cancelling_stops_the_work(client, monkeypatch):
+def test_cancelling_closes_the_generator(client, monkeypatch):
     seen = []
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
 
     def endless(*_):
         try:
             while time.monotonic() < end:
                 seen.append("step")
-                yield Run("tiny", "none")
+                yield StreamedAnswer("tiny", "none")
                 time.sleep(0.02)
         except GeneratorExit:
             seen.append("cancelled")
             raise
 
-    monkeypatch.setattr(service, "follow", endless)
+    monkeypatch.setattr(service, "stream_answer", endless)
     job = client.submit("Tell a story.", api_name="/generate")
     while len(seen) < 3 and time.monotonic() < end:
         time.sleep(0.02)
@@ -254,20 +253,20 @@ def test_cancelling_stops_the_work(client, monkeypatch):
     assert client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)["text"].startswith("3 + 4")
 
 
-def test_two_at_once_both_get_their_answer(address, client):
-    other = Client(address, verbose=False, httpx_kwargs={"timeout": PATIENCE})
+def test_two_concurrent_clients(address, client):
+    other = Client(address, verbose=False, httpx_kwargs={"timeout": TIMEOUT})
     jobs = [
-        client.submit(handle_file(PICTURE), api_name="/caption_image", **SHORT),
+        client.submit(handle_file(IMAGE), api_name="/caption_image", **SHORT),
         other.submit("Work out: 3 + 4", api_name="/generate", **SHORT),
     ]
-    texts = [job.result(timeout=PATIENCE)["text"] for job in jobs]
+    texts = [job.result(timeout=TIMEOUT)["text"] for job in jobs]
     assert texts[0].startswith("There is")
     assert texts[1].startswith("3 + 4")
 
 
-def test_visitors_can_be_asked_who_they_are(guarded):
-    assert httpx.get(f"{guarded}config", timeout=PATIENCE).status_code == 401
+def test_login(guarded):
+    assert httpx.get(f"{guarded}config", timeout=TIMEOUT).status_code == 401
     wrong = {"username": "ann", "password": "wrong"}
-    assert httpx.post(f"{guarded}login", data=wrong, timeout=PATIENCE).status_code == 400
-    with visitor(guarded) as ann:
+    assert httpx.post(f"{guarded}login", data=wrong, timeout=TIMEOUT).status_code == 400
+    with logged_in(guarded) as ann:
         assert ann.get(f"{guarded}config").status_code == 200

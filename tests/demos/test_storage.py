@@ -1,4 +1,4 @@
-"""Uploads on disk: limited in total, removed with age, and gone with the server, however that ends."""
+"""Tests of the upload folder: size limit, eviction, removal with age and at the end of the server."""
 
 import os
 import subprocess
@@ -9,23 +9,23 @@ from time import time
 
 import pytest
 
-from demos.storage import Uploads, temporary_folder
+from demos.storage import UploadFolder, temporary_folder
 from tests.process import ROOT
 
-SIZE = 1 << 16  # what every file counts for at least
+SIZE = 1 << 16  # minimum that each file counts
 
 
 @pytest.fixture
 def uploads(tmp_path):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples/scene.png").write_bytes(bytes(10 * SIZE))
-    made = Uploads(tmp_path, limit=3 * SIZE)
-    made.keep_present()
+    made = UploadFolder(tmp_path, limit=3 * SIZE)
+    made.exempt_existing()
     return made
 
 
 def store(uploads, name, size=SIZE, age=0.0):
-    """A file as the server stores it: in a folder named by its content."""
+    """Store a file as gradio does, in a folder named by a hash of its content."""
     path = uploads.folder / f"sha-{name}" / name
     path.parent.mkdir()
     path.write_bytes(bytes(size))
@@ -33,12 +33,12 @@ def store(uploads, name, size=SIZE, age=0.0):
     return path
 
 
-def test_the_least_recently_used_make_room(uploads):
+def test_least_recently_used_uploads_are_evicted(uploads):
     old, older, new = store(uploads, "old", age=1000), store(uploads, "older", age=2000), store(uploads, "new")
     assert uploads.reserve(SIZE)
     assert not older.parent.exists()
     assert old.exists()
-    assert uploads.reserve(SIZE)  # beside the first one, which has not arrived yet
+    assert uploads.reserve(SIZE)  # the first reservation is still held
     assert not old.exists()
     assert not uploads.reserve(SIZE)
     assert new.exists()
@@ -49,14 +49,14 @@ def test_the_least_recently_used_make_room(uploads):
 
 def test_uploads_in_use_are_not_evicted(uploads):
     used, unused = store(uploads, "used", 2 * SIZE, age=1000), store(uploads, "unused", age=500)
-    uploads.use(str(used))
+    uploads.touch(str(used))
     assert not uploads.reserve(2 * SIZE)
     assert used.exists()
     assert not unused.exists()
     assert uploads.reserve(SIZE)
 
 
-def test_small_files_count_too(uploads):
+def test_small_files_count_at_least_the_minimum(uploads):
     for number in range(3):
         store(uploads, str(number), size=1)
     assert not uploads.reserve(1)
@@ -64,11 +64,11 @@ def test_small_files_count_too(uploads):
 
 def test_old_uploads_are_removed(uploads):
     old, new, broken = store(uploads, "old", age=100), store(uploads, "new"), uploads.folder / "tmp1"
-    broken.write_bytes(b"an upload that was cut off")
+    broken.write_bytes(b"an interrupted upload")
     os.utime(broken, (0, 0))
-    uploads.remove(age=50)
+    uploads.remove_unused(age=50)
     assert [old.parent.exists(), new.exists(), broken.exists()] == [False, True, False]
-    uploads.remove(age=0)
+    uploads.remove_unused(age=0)
     assert sorted(path.name for path in uploads.folder.rglob("*")) == ["samples", "scene.png"]
 
 
@@ -88,14 +88,14 @@ def test_old_uploads_are_removed(uploads):
         ("{folder}/loop", False),
     ],
 )
-def test_paths_that_lead_out_of_the_folder(uploads, path, expected):
+def test_contains(uploads, path, expected):
     (uploads.folder / "link").symlink_to("/etc")
     (uploads.folder / "loop").symlink_to("/")
-    assert uploads.holds(path.format(folder=uploads.folder)) is expected
+    assert uploads.contains(path.format(folder=uploads.folder)) is expected
 
 
-def server(parent):
-    """A process that has such a folder, and the folder."""
+def start_server(parent):
+    """Start a process with a temporary folder; returns both."""
     script = (
         "from demos.storage import temporary_folder\n"
         "with temporary_folder() as folder:\n    (folder / 'upload').touch(); print(folder, flush=True); input()"
@@ -111,18 +111,18 @@ def server(parent):
     return process, Path(process.stdout.readline().strip())
 
 
-def test_folders_of_killed_servers_are_removed_and_those_of_living_ones_are_not(tmp_path, monkeypatch):
+def test_only_folders_of_killed_servers_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stranger = tmp_path / "mmspec-demo-elsewhere"
     (tmp_path / "elsewhere").mkdir()
     stranger.symlink_to(tmp_path / "elsewhere")
-    (living, its), (killed, left) = server(tmp_path), server(tmp_path)
+    (living, its), (killed, stale) = start_server(tmp_path), start_server(tmp_path)
     with living, killed:
         killed.kill()
         killed.wait()
-        assert (left / "upload").exists()
+        assert (stale / "upload").exists()
         with temporary_folder() as folder:
-            assert not left.exists()
+            assert not stale.exists()
             assert (its / "upload").exists()
             assert stranger.exists()
             assert folder.parent == tmp_path
@@ -131,7 +131,7 @@ def test_folders_of_killed_servers_are_removed_and_those_of_living_ones_are_not(
     assert not its.exists()
 
 
-def test_a_folder_of_another_user_is_left_alone(tmp_path, monkeypatch):
+def test_folder_of_another_user_is_not_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / "mmspec-demo-left"
     left.mkdir()

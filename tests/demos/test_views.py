@@ -1,13 +1,13 @@
-"""What the page shows of runs that are written down here: texts, colours, plots."""
+"""Tests of the HTML of hand-written answers: tokens, statistics, races, plots."""
 
 from xml.etree import ElementTree
 
 import pytest
 
-from demos.endpoints import answer
-from demos.inside import inside_of, plots_html, step_html
+from demos.answer_details import answer_details, plots_html, tree_html
+from demos.endpoints import answer_result
 from demos.plots import histogram, time_split
-from demos.runs import Race, Run, Token
+from demos.streaming import Race, StreamedAnswer, Token
 from demos.views import conversation_html, race_html, tokens_html
 from mmspec.compare import Difference
 from mmspec.pipeline import Piece
@@ -33,19 +33,19 @@ def text(ids):
 
 
 def finished(drafter="msd", ids=(65, 66, 67, 68, 69, 70), seconds=2.0):
-    run = Run("tiny", drafter, text)
+    answer = StreamedAnswer("tiny", drafter, text)
     stats = Stats(wall_seconds=seconds, time_to_first_token=0.5, prefill_seconds=0.5, verify_seconds=1.0)
     stats.num_generated_tokens = 1
     for drafted, depth, accepted, emitted in ((3, 2, 2, 3), (0, 0, 0, 1), (1, 1, 0, 1)):
         stats.record_step(drafted, depth, accepted, emitted)
-    run.take(Piece(text(ids), list(ids), "stop", stats), STEPS if drafter != "none" else [], text)
-    run.seconds = seconds
-    return run
+    answer.append(Piece(text(ids), list(ids), "stop", stats), STEPS if drafter != "none" else [], text)
+    answer.seconds = seconds
+    return answer
 
 
-def test_every_token_has_an_origin():
-    run = finished()
-    origins = [(token.text, token.origin, token.step) for token in run.tokens]
+def test_token_origins():
+    answer = finished()
+    origins = [(token.text, token.origin, token.step) for token in answer.tokens]
     assert origins == [
         ("A", "first", 0),
         ("B", "accepted", 1),
@@ -57,32 +57,32 @@ def test_every_token_has_an_origin():
     assert [token.origin for token in finished("none").tokens] == ["plain"] * 6
 
 
-def test_origins_do_not_depend_on_how_pieces_arrive():
-    run = Run("tiny", "msd")
+def test_origins_do_not_depend_on_pieces():
+    answer = StreamedAnswer("tiny", "msd")
     for count, ids in ((0, [65]), (1, [66, 67, 68]), (3, [69, 70])):
-        run.take(Piece(text(ids), ids), STEPS[:count], text)
-    assert run.tokens == finished().tokens
+        answer.append(Piece(text(ids), ids), STEPS[:count], text)
+    assert answer.tokens == finished().tokens
 
 
-def test_a_character_of_several_tokens_is_shown_when_whole():
-    run = Run("tiny", "none")
+def test_character_of_several_tokens_is_shown_when_complete():
+    answer = StreamedAnswer("tiny", "none")
     whole = "é".encode()
 
     def decode(ids):
         return bytes(ids).decode(errors="replace")
 
-    run.take(Piece("é!", [*whole, 33]), [], decode)
-    assert [token.text for token in run.tokens] == ["", "é", "!"]
+    answer.append(Piece("é!", [*whole, 33]), [], decode)
+    assert [token.text for token in answer.tokens] == ["", "é", "!"]
 
 
-def test_tokens_are_marked_and_escaped():
+def test_tokens_are_coloured_and_escaped():
     html = tokens_html([Token(" <b>", "first", 0), Token(" x", "accepted", 1), Token(" y", "accepted", 1)])
     assert html == '&lt;b&gt; <span class="mm-accepted" title="pass 1: drafted and accepted">x y</span>'
     html = tokens_html([Token("a", "bonus", 2), Token("\n", "accepted", 3), Token("", "bonus", 3)])
     assert html == '<span class="mm-bonus" title="pass 2: bonus token, the model\'s own">a</span>\n'
 
 
-def test_a_conversation_keeps_what_was_said():
+def test_conversation_html():
     html = conversation_html([("Who?", "<i>me</i>")], "<script>", finished())
     assert html.index("Who?") < html.index("<i>me</i>") < html.index("&lt;script&gt;")
     assert "<script>" not in html
@@ -91,15 +91,15 @@ def test_a_conversation_keeps_what_was_said():
     assert conversation_html([], "", None, note="<oops>").count("&lt;oops&gt;") == 1
 
 
-def test_limits_of_the_model_stand_beside_the_answer():
+def test_note_on_limits_in_html():
     line = '<p class="mm-limits">shapes &amp; texts only</p>'
     assert conversation_html([("Who?", "me")], "And?", finished(), limits="shapes & texts only").count(line) == 1
     assert race_html(Race(finished(), finished("none")), limits="shapes & texts only").count(line) == 1
     assert "mm-limits" not in conversation_html([], "And?", finished()) + race_html(Race(finished(), finished("none")))
 
 
-def test_an_endpoints_figures_are_the_runs():
-    assert answer(finished()) == {
+def test_answer_result():
+    assert answer_result(finished()) == {
         "text": "ABCDEF",
         "tokens": 6,
         "seconds": 2.0,
@@ -113,7 +113,7 @@ def test_an_endpoints_figures_are_the_runs():
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_race_tells_who_won_and_whether_it_was_the_same_race(equal):
+def test_race_html(equal):
     fast, slow = finished(), finished("none", seconds=4.0)
     race = Race(fast, slow)
     assert "racing" in race_html(race)
@@ -122,24 +122,23 @@ def test_a_race_tells_who_won_and_whether_it_was_the_same_race(equal):
     html = race_html(race)
     assert "<b>2.35x</b> the decoding speed, <b>2.00x</b> end to end" in html
     assert ("The 6 tokens are equal." in html) is equal
-    assert ("differ first at position 3. The model's logits are 0.012 apart there." in html) is not equal
+    assert ("differ first at position 3. The logit margin there is 0.012." in html) is not equal
     assert "each on its own clock" in html
 
 
-def test_inside_a_run():
-    run = finished()
-    inside = inside_of(run)
-    assert inside is not None
-    assert inside.best == 1
-    tree = ElementTree.fromstring(step_html(inside, 1))
+def test_answer_details():
+    details = answer_details(finished())
+    assert details is not None
+    assert details.best_step == 1
+    tree = ElementTree.fromstring(tree_html(details, 1))
     kinds = [group.get("class") for group in tree.iter(f"{SVG}g")]
     assert kinds[:5] == ["root", "kept", "kept", "rejected", "bonus"]
-    assert step_html(inside, 0) == step_html(inside, 4) == step_html(None, 1) == ""
-    assert "Passes by accepted drafts" in plots_html(inside)
-    assert inside_of(finished("none")) is None
+    assert tree_html(details, 0) == tree_html(details, 4) == tree_html(None, 1) == ""
+    assert "Passes by accepted draft tokens" in plots_html(details)
+    assert answer_details(finished("none")) is None
 
 
-def test_plots_show_the_figures():
+def test_plots():
     root = ElementTree.fromstring(histogram([3, 0, 6]))
     bars = [float(bar.get("height")) for bar in root.iter("rect")]
     assert bars == [42.0, 0.0, 84.0]
@@ -147,8 +146,8 @@ def test_plots_show_the_figures():
     assert histogram([]) == ""
     stats = Stats(prefill_seconds=0.1, draft_seconds=0.2, verify_seconds=0.6, commit_seconds=0.1)
     root = ElementTree.fromstring(time_split(stats))
-    told = [element.text for element in root.iter("text")]
-    assert told[0] == "Time: 1.00 s"
-    assert "600 ms · 60%" in told
+    labels = [element.text for element in root.iter("text")]
+    assert labels[0] == "Time: 1.00 s"
+    assert "600 ms · 60%" in labels
     widths = {bar.get("class"): float(bar.get("width")) for bar in root.iter("rect")}
     assert widths["verify"] == 170.0 == pytest.approx(3 * widths["draft"], abs=0.3)

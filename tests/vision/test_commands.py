@@ -1,4 +1,4 @@
-"""``mmspec caption`` on images, videos and files that are neither."""
+"""Tests of ``mmspec caption`` on images, videos and other files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
 
     def call(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()  # what the test itself has caused so far
+        capfd.readouterr()  # drop earlier output
         status = main(["caption", *args])
         return status, *capfd.readouterr()
 
@@ -80,7 +80,7 @@ def test_video(run: Run, model: str, video: str, options: dict[str, float]) -> N
     assert json.loads(out)["token_ids"] == expected.token_ids
 
 
-def test_kind_is_decided_by_content(run: Run, model: str, image: str, tmp_path: Path) -> None:
+def test_media_kind_is_detected_from_content(run: Run, model: str, image: str, tmp_path: Path) -> None:
     misnamed = tmp_path / "picture.mp4"
     misnamed.write_bytes(Path(image).read_bytes())
     answers = [
@@ -91,12 +91,12 @@ def test_kind_is_decided_by_content(run: Run, model: str, image: str, tmp_path: 
 
 def test_prompt(run: Run, model: str, image: str) -> None:
     args = (image, "--model", model, "--max-new-tokens", "8", "--json")
-    asked = json.loads(run(*args, "--prompt", "A red star")[1])["token_ids"]
+    token_ids = json.loads(run(*args, "--prompt", "A red star")[1])["token_ids"]
     pipe = mmspec.load(model, drafter=None)
-    assert asked == pipe.generate("A red star", images=[image], max_new_tokens=8).token_ids
+    assert token_ids == pipe.generate("A red star", images=[image], max_new_tokens=8).token_ids
 
 
-def test_compare_in_float32_gives_equal_tokens(run: Run, model: str, image: str) -> None:
+def test_compare_reports_equal_tokens_in_float32(run: Run, model: str, image: str) -> None:
     args = (image, "--model", model, "--max-new-tokens", "10", "--compare", "--json", "--repetition-penalty", "1.2")
     compared = json.loads(run(*args)[1])["compare"]
     assert compared["equal"] is True
@@ -112,11 +112,11 @@ def test_compare_in_float32_gives_equal_tokens(run: Run, model: str, image: str)
         (bytes(range(256)) * 8, "an image or a video"),
     ],
 )
-def test_file_that_is_neither(run: Run, model: str, tmp_path: Path, content: bytes | None, expected: str) -> None:
+def test_file_that_is_no_media(run: Run, model: str, tmp_path: Path, content: bytes | None, expected: str) -> None:
     path = tmp_path / "file.png"
     if content is not None:
         path.write_bytes(content)
-    assert_mistake(run(str(path), "--model", model), "file.png", expected)
+    assert_user_error(run(str(path), "--model", model), "file.png", expected)
 
 
 def test_broken_media(run: Run, model: str, image: str, video: str, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_broken_media(run: Run, model: str, image: str, video: str, tmp_path: Pa
         whole = Path(source).read_bytes()
         cut = tmp_path / Path(source).name
         cut.write_bytes(whole[: len(whole) // 2])
-        assert_mistake(run(str(cut), "--model", model), cut.name)
+        assert_user_error(run(str(cut), "--model", model), cut.name)
 
 
 @pytest.mark.parametrize(
@@ -137,22 +137,22 @@ def test_broken_media(run: Run, model: str, image: str, video: str, tmp_path: Pa
         (["--prompt", ""], "prompt must not be empty"),
     ],
 )
-def test_options_out_of_range(run: Run, model: str, image: str, args: list[str], expected: str) -> None:
-    assert_mistake(run(image, "--model", model, *args), expected)
+def test_invalid_options_raise(run: Run, model: str, image: str, args: list[str], expected: str) -> None:
+    assert_user_error(run(image, "--model", model, *args), expected)
 
 
-def test_an_embedded_model_states_what_it_was_trained_on(run: Run, image: str) -> None:
+def test_note_on_limits_of_an_embedded_model(run: Run, image: str) -> None:
     limits = plugins.limits("tiny-llava")
     options = ("--max-new-tokens", "2", "--nodes", "0", "--json")
     assert run(image, *options)[2] == f"note: {limits}\n"
     assert run(str(samples() / "scene.png"), *options)[2] == ""
 
 
-def test_model_that_cannot_see(run: Run, image: str, tmp_path: Path) -> None:
-    assert_mistake(run(image, "--model", str(save_text_model(tmp_path / "text"))), "text only")
+def test_text_model_raises(run: Run, image: str, tmp_path: Path) -> None:
+    assert_user_error(run(image, "--model", str(save_text_model(tmp_path / "text"))), "text only")
 
 
-def assert_mistake(result: tuple[int, str, str], *expected: str) -> None:
+def assert_user_error(result: tuple[int, str, str], *expected: str) -> None:
     status, out, err = result
     assert status == 2
     assert out == ""

@@ -1,4 +1,4 @@
-"""Worker processes give what decoding in this process gives; what fails in one costs that file alone."""
+"""Tests of `Decoder`: equal to in-process decoding; crashes, hangs and memory limits affect one file only."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from demos import questions
-from demos.questions import Question, Upload
+from demos import chat_request
+from demos.chat_request import ChatRequest, Upload
 from mmspec.cli import main
 from mmspec.errors import UserError
 from tests.standin import save_llava
@@ -28,7 +28,7 @@ from vision.video import load_video
 ROOT = Path(__file__).parents[2]
 CLIP = samples() / "clip.mp4"
 
-# A decoder that fails on images that are one pixel wide; the height says how.
+# Injected into the worker: fails on images one pixel wide; the height selects the fault.
 FAULTY = """
 import os, signal, time, vision.decode_worker as worker
 load = worker.load_image
@@ -55,6 +55,7 @@ CRASH, EXIT, MEMORY, EXCEPTION, HANG, POISON = range(1, 7)
 
 @pytest.fixture
 def decoder():
+    chat_request._decoder.cache_clear()  # ends workers that tests of the demo started
     decoder = Decoder()
     yield decoder
     decoder.close()
@@ -62,7 +63,7 @@ def decoder():
 
 @pytest.fixture
 def faulty(monkeypatch, decoder):
-    """A decoder that fails as `FAULTY` says."""
+    """A decoder with the faults of `FAULTY` injected."""
     serve = "serve(int(sys.argv[1]))"
     assert decoding._PROGRAM.endswith(serve)
     monkeypatch.setattr(decoding, "_PROGRAM", decoding._PROGRAM.removesuffix(serve) + FAULTY + serve)
@@ -82,7 +83,7 @@ def frames_of(video):
     return [frame.tobytes() for frame in video.frames]
 
 
-def test_the_same_as_in_process(tmp_path, decoder):
+def test_equals_in_process_decoding(tmp_path, decoder):
     picture = tmp_path / "grün.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (37, 50, 3), dtype=np.uint8)).save(picture)
     expected = load_image(picture)
@@ -100,13 +101,13 @@ def test_the_same_as_in_process(tmp_path, decoder):
     assert decoder.load(CLIP, fps=1.0, backend="decord").times == load_video(CLIP, fps=1.0).times
 
 
-def test_repeated_frames_share_an_image(decoder):
+def test_repeated_frames_share_one_image(decoder):
     video = decoder.load(CLIP, frames=200)
     assert len(video.frames) == 200
     assert len({id(frame) for frame in video.frames}) == len(set(video.times)) < 200
 
 
-def test_errors_are_those_of_in_process(tmp_path, decoder):
+def test_errors_equal_in_process_errors(tmp_path, decoder):
     write(tmp_path / "a.png", 8, 8)
     (tmp_path / "text").write_text("hello")
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:45])
@@ -138,14 +139,14 @@ def test_errors_are_those_of_in_process(tmp_path, decoder):
     assert len(children()) == 1
 
 
-def test_relative_paths_follow_the_working_folder(tmp_path, monkeypatch, decoder):
+def test_relative_paths_follow_the_working_directory(tmp_path, monkeypatch, decoder):
     decoder.load(CLIP)
     write(tmp_path / "a.png", 8, 9)
     monkeypatch.chdir(tmp_path)
     assert decoder.load("a.png").size == (8, 9)
 
 
-def test_workers_are_small(decoder):
+def test_workers_do_not_load_torch(decoder):
     decoder.load(CLIP)
     (worker,) = children()
     assert not any("torch" in region.path for region in worker.memory_maps())
@@ -165,7 +166,7 @@ def test_workers_are_small(decoder):
         ),
     ],
 )
-def test_a_fault_costs_one_file(tmp_path, faulty, fault, cause, message):
+def test_fault_affects_one_file_only(tmp_path, faulty, fault, cause, message):
     good, bad = write(tmp_path / "good.png", 8, 8), write(tmp_path / "bad.png", 1, fault)
     assert faulty.load(good).size == (8, 8)
     with pytest.raises(DecodeError) as caught:
@@ -177,7 +178,7 @@ def test_a_fault_costs_one_file(tmp_path, faulty, fault, cause, message):
 
 @pytest.fixture(params=["default", "blocked", "ignored"])
 def alarm(request):
-    """What this process, and so a worker at its start, does with the signal of the time limit."""
+    """SIGALRM's handling in this process, which workers inherit."""
     handler = signal.signal(signal.SIGALRM, signal.SIG_IGN if request.param == "ignored" else signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM} if request.param == "blocked" else ())
     yield
@@ -186,7 +187,7 @@ def alarm(request):
 
 
 @pytest.mark.usefixtures("alarm")
-def test_a_hang_ends_at_the_limit(tmp_path, faulty):
+def test_hang_ends_at_the_time_limit(tmp_path, faulty):
     faulty.seconds = 0.5
     start = time.monotonic()
     with pytest.raises(DecodeError, match=r"within 0.5 s plus 1 s per MiB, received one that takes longer") as caught:
@@ -197,7 +198,7 @@ def test_a_hang_ends_at_the_limit(tmp_path, faulty):
     assert faulty.load(write(tmp_path / "good.png", 8, 8)).size == (8, 8)
 
 
-def test_memory_of_a_large_image(tmp_path, decoder):
+def test_memory_limit(tmp_path, decoder):
     path = tmp_path / "large.png"
     Image.new("1", (9000, 9000)).save(path)  # 11 KB; 324 MB in Pillow's RGB
     decoder.memory = 256 << 20
@@ -206,7 +207,7 @@ def test_memory_of_a_large_image(tmp_path, decoder):
     assert caught.value.cause == "memory"
 
 
-def test_a_late_crash_is_not_blamed_on_the_next_file(tmp_path, faulty):
+def test_delayed_crash_does_not_fail_the_next_file(tmp_path, faulty):
     good, poison = write(tmp_path / "good.png", 8, 8), write(tmp_path / "poison.png", 1, POISON)
     assert faulty.load(poison).size == (1, POISON)
     (before,) = children()
@@ -215,14 +216,14 @@ def test_a_late_crash_is_not_blamed_on_the_next_file(tmp_path, faulty):
     assert before.pid != after.pid
 
 
-def test_a_worker_killed_between_files(decoder):
+def test_worker_killed_between_files(decoder):
     decoder.load(CLIP)
     (worker,) = children()
     worker.kill()
     assert len(decoder.load(CLIP).frames) == 8
 
 
-def test_a_worker_killed_while_decoding(tmp_path, faulty):
+def test_worker_killed_while_decoding(tmp_path, faulty):
     bad = write(tmp_path / "bad.png", 1, HANG)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(faulty.load, bad)
@@ -249,7 +250,7 @@ def test_threads_share_a_decoder(tmp_path, faulty):
     assert len(children()) <= 2
 
 
-def test_nothing_is_left_open(tmp_path, faulty):
+def test_no_descriptors_or_processes_leak(tmp_path, faulty):
     good, bad = write(tmp_path / "good.png", 8, 8), write(tmp_path / "bad.png", 1, CRASH)
     this = psutil.Process()
     faulty.load(good)
@@ -263,7 +264,7 @@ def test_nothing_is_left_open(tmp_path, faulty):
     assert this.num_fds() == before - 2
 
 
-def test_an_interrupted_wait_costs_the_worker(tmp_path, faulty, monkeypatch):
+def test_interrupted_load_discards_the_worker(tmp_path, faulty, monkeypatch):
     good = write(tmp_path / "good.png", 8, 8)
     faulty.load(good)
 
@@ -274,11 +275,11 @@ def test_an_interrupted_wait_costs_the_worker(tmp_path, faulty, monkeypatch):
         patch.setattr(Image, "frombytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             faulty.load(good)
-    assert faulty.load(write(tmp_path / "other.png", 9, 9)).size == (9, 9)  # not the reply to the question before
+    assert faulty.load(write(tmp_path / "other.png", 9, 9)).size == (9, 9)  # not the reply to the interrupted request
 
 
 @pytest.mark.parametrize("end", ["exit", "kill while decoding", "kill"])
-def test_no_worker_outlives_its_process(tmp_path, end):
+def test_workers_exit_with_their_process(tmp_path, end):
     bad = write(tmp_path / "bad.png", 1, HANG)
     program = f"""
 import os, psutil, sys, threading, time
@@ -304,7 +305,7 @@ if {end!r} != "exit":
         assert process.stderr.read() == ""
 
 
-def test_ctrl_c_leaves_workers_to_their_process(decoder):
+def test_workers_ignore_sigint(decoder):
     decoder.load(CLIP)
     (worker,) = children()
     os.kill(worker.pid, signal.SIGINT)
@@ -312,14 +313,14 @@ def test_ctrl_c_leaves_workers_to_their_process(decoder):
     assert [child.pid for child in children()] == [worker.pid]
 
 
-def test_a_worker_that_cannot_start_is_said(monkeypatch, decoder, capfd):
+def test_worker_that_cannot_start_raises(monkeypatch, decoder, capfd):
     monkeypatch.setattr(decoding, "_PROGRAM", "import sys; sys.exit('no such luck')")
     with pytest.raises(RuntimeError, match="the decoding worker did not start: exit status 1"):
         decoder.load(CLIP)
     assert "no such luck" in capfd.readouterr().err
 
 
-def test_a_crash_costs_a_folder_one_file(tmp_path, faulty, capfd):
+def test_crash_skips_one_file_of_a_folder(tmp_path, faulty, capfd):
     (tmp_path / "in").mkdir()
     for name, width in (("a.png", 8), ("bad.png", 1), ("c.png", 9)):
         write(tmp_path / "in" / name, width, CRASH)
@@ -344,16 +345,16 @@ def test_a_crash_costs_a_folder_one_file(tmp_path, faulty, capfd):
     assert "skipped bad.png: " in capfd.readouterr().err
 
 
-def test_a_crash_costs_the_command_line_one_line(tmp_path, faulty, capfd):
+def test_crash_prints_one_error_line(tmp_path, faulty, capfd):
     bad = write(tmp_path / "bad.png", 1, CRASH)
     assert main(["caption", str(bad)]) == 2
     message = f"error: {bad}: expected readable media, received a file on which the decoder fails (SIGSEGV)\n"
     assert capfd.readouterr().err == message
 
 
-def test_a_crash_costs_the_demo_one_answer(tmp_path, faulty, monkeypatch):
-    monkeypatch.setattr(questions, "_decoder", lambda: faulty)
+def test_crash_fails_one_demo_request(tmp_path, faulty, monkeypatch):
+    monkeypatch.setattr(chat_request, "_decoder", lambda: faulty)
     sent = [Upload(str(write(tmp_path / f"{width}.png", width, CRASH)), "holiday.png") for width in (1, 8)]
     with pytest.raises(UserError, match=r"^holiday.png: .* the decoder fails \(SIGSEGV\)$"):
-        Question("image", "What?", sent[0]).request()
-    assert Question("image", "What?", sent[1]).request()["images"][0].size == (8, CRASH)
+        ChatRequest("image", "What?", sent[0]).pipeline_request()
+    assert ChatRequest("image", "What?", sent[1]).pipeline_request()["images"][0].size == (8, CRASH)

@@ -1,4 +1,4 @@
-"""The embedded model and its drafter, as a user gets them."""
+"""Tests of the embedded model and its drafters, loaded as by users."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def request(scene):
     return {"prompt": "Describe the image.", "images": [picture(scene)]}
 
 
-def test_captions_equal_generate_and_are_right(pipe):
+def test_captions_equal_generate_and_are_correct(pipe):
     named = shown = 0
     for scene in SCENES:
         answer = pipe.generate(**request(scene), max_new_tokens=200)
@@ -38,16 +38,16 @@ def test_captions_equal_generate_and_are_right(pipe):
 
 
 @pytest.mark.parametrize("drafter", ["flash", "msd"])
-def test_drafting_saves_most_passes(pipe, drafter):
-    asked = mmspec.load("tiny-llava", drafter=drafter, device="cpu")
-    rows = asked.generate_batch([request(scene) for scene in SCENES], nodes=16, max_new_tokens=200)
+def test_drafters_acceptance_length(pipe, drafter):
+    drafting = mmspec.load("tiny-llava", drafter=drafter, device="cpu")
+    rows = drafting.generate_batch([request(scene) for scene in SCENES], nodes=16, max_new_tokens=200)
     steps, tokens = (
         sum(getattr(row.stats, name) for row in rows) for name in ("num_spec_steps", "num_generated_tokens")
     )
     assert tokens / steps > 4.2
 
 
-def test_drafters_that_come_with_it(pipe):
+def test_embedded_drafters(pipe):
     config = pipe.drafter.network.config
     assert (type(pipe.drafter).__name__, config.slots, config.latents) == ("Flash", 12, 4)
     assert mmspec.load("tiny-llava", drafter="recycle", device="cpu").drafter.entries > 1000
@@ -59,9 +59,9 @@ def test_drafters_that_come_with_it(pipe):
 
 @pytest.mark.parametrize("frames", [4, 8, 16])
 def test_batches_of_clips_equal_generate(pipe, frames):
-    asked = [{"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]}, request(SCENES[0])]
-    answers = pipe.generate_batch(asked, frames=frames, max_new_tokens=90)
-    for one, answer in zip(asked, answers, strict=True):
+    requests = [{"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]}, request(SCENES[0])]
+    answers = pipe.generate_batch(requests, frames=frames, max_new_tokens=90)
+    for one, answer in zip(requests, answers, strict=True):
         prompt = pipe.target.encode([one], frames=frames)
         plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=90, do_sample=False)
         assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
@@ -75,13 +75,13 @@ def test_samples(pipe):
     assert min(len(image.token_ids), len(video.token_ids)) > 15
 
 
-def test_what_travels_is_small():
+def test_size_of_embedded_files():
     files = [path for path in Path(tiny_llava()).rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".json", ".jinja", ".md", ".safetensors"}
     assert sum(path.stat().st_size for path in files) < 14_000_000
 
 
-def test_the_processors_tokenizer_stays_as_it_was():
+def test_tokenizer_settings_are_not_changed():
     pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
     tokenizer = pipe.target.tokenizer
     expected = [pipe.generate(prompt, max_new_tokens=8).token_ids for prompt in ("Hello", "A red star, and a circle?")]
@@ -101,6 +101,6 @@ def test_the_processors_tokenizer_stays_as_it_was():
         ({"tempreature": 1}, "^unknown option for a vision model: got tempreature$"),
     ],
 )
-def test_options_are_checked_where_no_video_is_given_too(pipe, keywords, message):
+def test_video_options_are_checked_without_a_video(pipe, keywords, message):
     with pytest.raises(UserError, match=message):
         pipe.generate("Describe the image.", images=samples() / "scene.png", **keywords)

@@ -1,4 +1,4 @@
-"""``mmspec caption FOLDER``: one line per file, the same whether stopped, batched by Ray or not."""
+"""Tests of ``mmspec caption FOLDER``: resuming, settings, skipped files, and equal output on Ray."""
 
 import importlib.util
 import json
@@ -51,7 +51,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_readable_file_gets_a_line_and_the_others_are_told(pictures, model, tmp_path, capfd):
+def test_every_file_gets_a_line_and_unreadable_ones_are_reported(pictures, model, tmp_path, capfd):
     out = tmp_path / "out" / "captions.jsonl"
     options = ["--model", model, "--max-new-tokens", "6", "--nodes", "4", "--drafter", "recycle", "--batch-size", "3"]
     assert main(["caption", str(pictures), "--out", str(out), *options]) == 3
@@ -60,10 +60,10 @@ def test_every_readable_file_gets_a_line_and_the_others_are_told(pictures, model
     skipped = {line["file"]: line["error"] for line in lines if "error" in line}
     assert set(skipped) == {"2a.txt", "3a.png"}
     lines = [line for line in lines if "error" not in line]
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     for name, error in skipped.items():
-        assert f"skipped {name}: {error}" in told
-    assert f"6 captions in {out}, 2 files skipped" in told
+        assert f"skipped {name}: {error}" in printed
+    assert f"6 captions in {out}, 2 files skipped" in printed
     pipe = mmspec.load(model, drafter=None)
     for line in lines:
         alone = pipe.generate("Describe the image.", images=[str(pictures / line["file"])], max_new_tokens=6)
@@ -73,7 +73,7 @@ def test_every_readable_file_gets_a_line_and_the_others_are_told(pictures, model
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}])
-def test_a_stopped_run_goes_on(pictures, model, tmp_path, monkeypatch, sampling):
+def test_interrupted_run_resumes(pictures, model, tmp_path, monkeypatch, sampling):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     caption_folder(settings(pictures, model, **sampling), whole, 2)
     call, done = Captioner.__call__, []
@@ -98,7 +98,7 @@ def test_a_stopped_run_goes_on(pictures, model, tmp_path, monkeypatch, sampling)
     assert not part.exists()
 
 
-def test_what_is_done_is_not_done_again(pictures, model, tmp_path, monkeypatch):
+def test_finished_run_loads_no_model(pictures, model, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     caption_folder(settings(pictures, model), out, 2)
     before = out.read_bytes()
@@ -109,7 +109,7 @@ def test_what_is_done_is_not_done_again(pictures, model, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def captioned(model, tmp_path_factory):
-    """A folder of one image with its captions, and the options they were made with."""
+    """A captioned folder of one image: folder, output file, options."""
     root = tmp_path_factory.mktemp("captioned")
     (root / "in").mkdir()
     save_noise(root / "in" / "a.png", 1)
@@ -124,7 +124,7 @@ def flags(options):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("max-new-tokens", "4", "max_new_tokens = 3: expected the same to go on, received 4"),
         ("temperature", "0.5", "temperature = 1.0: expected the same to go on, received 0.5"),
@@ -142,26 +142,26 @@ def flags(options):
         ("model", "tiny-llava", "model = "),
     ],
 )
-def test_other_settings_are_refused_before_a_model_loads(captioned, monkeypatch, capfd, name, value, told):
+def test_changed_settings_raise_before_a_model_loads(captioned, monkeypatch, capfd, name, value, message):
     folder, out, options = captioned
     before = out.read_bytes()
     monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("a model was loaded"))
     assert main(["caption", str(folder), "--out", str(out), *flags(options | {name: value})]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {out} holds a run with ")
-    assert told in error
+    assert message in error
     assert error.endswith("; choose another --out for a new run")
     assert out.read_bytes() == before
 
 
-def test_settings_without_effect_on_the_text_may_change(captioned, monkeypatch):
+def test_settings_that_do_not_change_tokens_may_differ(captioned, monkeypatch):
     folder, out, options = captioned
     monkeypatch.setattr(folders, "Captioner", lambda _: pytest.fail("a model was loaded"))
     changed = options | {"drafter": "ngram", "nodes": "2", "device": "cpu"}
     assert main(["caption", str(folder), "--out", str(out), *flags(changed)]) == 0
 
 
-def test_another_folder_is_refused(captioned, tmp_path, capfd):
+def test_different_folder_raises(captioned, tmp_path, capfd):
     _, out, options = captioned
     save_noise(tmp_path / "a.png", 2)
     assert main(["caption", str(tmp_path), "--out", str(out), *flags(options)]) == 2
@@ -169,14 +169,14 @@ def test_another_folder_is_refused(captioned, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("line", [{"file": "0.png", "model": "other", "prompt": "Describe the image."}, [1]])
-def test_lines_without_settings_are_refused(pictures, model, tmp_path, line):
+def test_lines_without_settings_raise(pictures, model, tmp_path, line):
     out = tmp_path / "out.jsonl"
     out.write_text(json.dumps(line) + "\n")
     with pytest.raises(mmspec.UserError, match=r"out.jsonl, line 1: expected a caption with the settings of its run"):
         caption_folder(settings(pictures, model), out, 2)
 
 
-def test_changed_and_new_files_are_captioned_and_deleted_ones_keep_their_line(pictures, model, tmp_path):
+def test_resume_captions_changed_and_new_files_and_keeps_lines_of_deleted_ones(pictures, model, tmp_path):
     out = tmp_path / "out.jsonl"
     caption_folder(settings(pictures, model), out, 2)
     before = {line["file"]: line for line in lines_of(out)}
@@ -197,22 +197,22 @@ def test_changed_and_new_files_are_captioned_and_deleted_ones_keep_their_line(pi
 
 
 def save_clip(path, frames):
-    """An animation of 10 frames a second."""
+    """Save an animated GIF of 10 frames per second."""
     rng = np.random.default_rng(frames)
     pictures = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(frames)]
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
 
 
-def test_a_request_too_long_is_skipped_by_name_and_its_neighbours_are_not(pictures, model, tmp_path, monkeypatch):
+def test_only_the_file_exceeding_the_context_is_skipped(pictures, model, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     save_clip(pictures / "long.gif", 70)  # of 16 tokens each, in a context of 1024
     save_clip(pictures / "short.gif", 5)
     given = settings(pictures, model) | {"video": {"fps": 10}}
-    told = []
-    assert caption_folder(given, out, 16, advance=lambda files, skipped: told.extend(skipped)) == (7, 3)
+    reported = []
+    assert caption_folder(given, out, 16, on_batch=lambda files, skipped: reported.extend(skipped)) == (7, 3)
     found = {line["file"]: line for line in lines_of(out)}
     assert "shorter than the model's context of 1024 tokens" in found["long.gif"]["error"]
-    assert "long.gif" in [line["file"] for line in told]
+    assert "long.gif" in [line["file"] for line in reported]
     pipe = mmspec.load(model, drafter=None)
     short = pipe.generate("Describe the video.", videos=[str(pictures / "short.gif")], fps=10, max_new_tokens=6)
     assert found["short.gif"]["token_ids"] == short.token_ids
@@ -220,13 +220,13 @@ def test_a_request_too_long_is_skipped_by_name_and_its_neighbours_are_not(pictur
     assert caption_folder(given, out, 16) == (7, 3)
 
 
-def test_a_text_model_is_refused_once(pictures, tmp_path):
+def test_text_model_raises(pictures, tmp_path):
     name = str(save_text_model(tmp_path / "text"))
     with pytest.raises(mmspec.UserError, match="expected a vision-language model, received one that reads text only"):
         caption_folder(settings(pictures, name), tmp_path / "out.jsonl", 2)
 
 
-def test_an_embedded_model_states_what_it_was_trained_on(tmp_path, monkeypatch, capfd):
+def test_note_on_limits_of_an_embedded_model(tmp_path, monkeypatch, capfd):
     limits = plugins.limits("tiny-llava")
     monkeypatch.setattr(folders, "Captioner", lambda _: lambda job: [{"file": name} for name in job["files"]])
     for folder, expected in ((samples(), 0), (tmp_path / "in", 1)):
@@ -243,23 +243,23 @@ def test_an_embedded_model_states_what_it_was_trained_on(tmp_path, monkeypatch, 
         (["--out", "x.jsonl", "--prompt", " "], "the prompt must not be empty"),
         (["--out", "x.jsonl", "--stop", ""], "stop must be text or a list of texts, none of them empty"),
         (["--out", "x.jsonl", "--temperature", "1e-9"], "temperature must be 0 or >= 0.0001"),
-        (["--out", "x.jsonl", "--compare"], "--compare and --json are for one file"),
-        (["--out", "x.jsonl"], "expected images or videos, there are no files"),
+        (["--out", "x.jsonl", "--compare"], "--compare and --json require a single file"),
+        (["--out", "x.jsonl"], "expected images or videos, received a folder without files"),
     ],
 )
-def test_mistakes_are_told(tmp_path, options, message, capfd, monkeypatch):
+def test_invalid_options_raise(tmp_path, options, message, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
     assert main(["caption", "in", *options]) == 2
     assert message in capfd.readouterr().err
 
 
-def test_options_of_folders_are_for_folders(pictures, capfd):
+def test_folder_options_raise_for_a_file(pictures, capfd):
     assert main(["caption", str(pictures / "0.png"), "--out", "x.jsonl"]) == 2
-    assert "--out and --engine are for folders" in capfd.readouterr().err
+    assert "--out and --engine require a folder" in capfd.readouterr().err
 
 
-def test_a_folder_of_other_things_is_told(tmp_path, model):
+def test_folder_without_media_raises(tmp_path, model):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("hello")
     with pytest.raises(mmspec.UserError, match="expected at least one image or video, received 1 other files"):
@@ -267,7 +267,7 @@ def test_a_folder_of_other_things_is_told(tmp_path, model):
 
 
 class Dying(Captioner):
-    """Kills its own process at the first sight of a file, once."""
+    """Kills its process once, when it first gets a certain file."""
 
     def __call__(self, job):
         mark = os.path.join(os.path.dirname(self.settings["folder"]), "died")
@@ -281,7 +281,7 @@ class Dying(Captioner):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install -e .[ray]")
 @pytest.mark.filterwarnings("ignore")
-def test_ray_gives_the_same_and_redoes_what_a_killed_worker_had(pictures, model, tmp_path, monkeypatch):
+def test_ray_gives_equal_output_and_retries_after_a_killed_worker(pictures, model, tmp_path, monkeypatch):
     local, out = tmp_path / "local.jsonl", tmp_path / "ray.jsonl"
     caption_folder(settings(pictures, model), local, 2)
     monkeypatch.setattr(folders, "Captioner", Dying)

@@ -1,4 +1,4 @@
-"""Images of every kind that Pillow can write are read back and compared pixel by pixel with what was drawn."""
+"""Tests of `load_image`: sources, formats and modes compared pixel by pixel; broken and rejected input."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmspec.errors import UserError
 from vision.images import load_image
-from vision.media import MAX_PIXELS, describe, shown
+from vision.media import MAX_PIXELS, describe, printable
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 
@@ -32,7 +32,7 @@ def pixels(source: object) -> np.ndarray:
     return np.asarray(image)
 
 
-def refused(source: object, *expected: str) -> None:
+def assert_user_error(source: object, *expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_image(source)
     for part in expected:
@@ -41,7 +41,7 @@ def refused(source: object, *expected: str) -> None:
 
 
 def png(width: int, height: int, depth: int, colour: int, data: bytes, *extra: tuple[bytes, bytes]) -> bytes:
-    """A PNG written by hand, for what Pillow cannot write."""
+    """A hand-written PNG, for formats that Pillow cannot write."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -51,7 +51,7 @@ def png(width: int, height: int, depth: int, colour: int, data: bytes, *extra: t
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
-def test_every_kind_of_source(tmp_path: Path) -> None:
+def test_source_types(tmp_path: Path) -> None:
     expected = picture()
     path = tmp_path / "a.png"
     Image.fromarray(expected).save(path)
@@ -70,7 +70,7 @@ def test_every_kind_of_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(tmp_path: Path, orientation: int) -> None:
     upright = picture()
-    stored = {  # how a camera stores the upright picture under each tag (Exif 2.32, 4.6.4)
+    stored = {  # stored pixels of the upright image for each tag (Exif 2.32, 4.6.4)
         1: upright,
         2: upright[:, ::-1],
         3: upright[::-1, ::-1],
@@ -88,7 +88,7 @@ def test_exif_orientation(tmp_path: Path, orientation: int) -> None:
         assert np.array_equal(pixels(path), upright)
 
 
-def test_broken_exif_does_not_spoil_the_picture(tmp_path: Path) -> None:
+def test_broken_exif_is_ignored(tmp_path: Path) -> None:
     Image.fromarray(picture()).save(tmp_path / "a.png", exif=b"Exif\x00\x00not a TIFF header")
     assert np.array_equal(pixels(tmp_path / "a.png"), picture())
 
@@ -165,7 +165,7 @@ def test_sixteen_bit_png(colour: int, channels: int) -> None:
     assert (found == found[:, :, :1]).all()
 
 
-def test_sixteen_bit_png_with_a_colour_key_is_read() -> None:
+def test_sixteen_bit_png_with_a_colour_key() -> None:
     data = b"\x00" + struct.pack(">6H", 65535, 0, 0, 0, 0, 65535)
     keyed = png(2, 1, 16, 2, data, (b"tRNS", struct.pack(">3H", 0, 0, 65535)))
     assert pixels(keyed)[0, 0].tolist() == [*RED]
@@ -216,65 +216,67 @@ def test_tensors(dtype: torch.dtype) -> None:
         assert np.array_equal(pixels(tensor.clone().requires_grad_()), expected)
 
 
-def test_arrays_refused() -> None:
-    refused(np.zeros((2, 2, 2), np.uint8), "(H, W) or (H, W, 1|3|4), received shape (2, 2, 2)")
-    refused(np.zeros((3, 8, 8), np.uint8), "received shape (3, 8, 8)")
-    refused(np.zeros((1, 2, 2, 3), np.uint8), "received shape (1, 2, 2, 3)")
-    refused(np.zeros((0, 4, 3), np.uint8), "expected at least 1x1 pixels, received 4x0")
-    refused(np.zeros((2, 2), np.int64), "uint8, uint16, bool or float, received int64")
-    refused(np.array([[-2.5, 1.0]]), "float pixels must lie in 0..1, received -2.5..1")
-    refused(np.array([[0.0, 255.0]]), "received 0..255")
-    refused(np.array([[0.0, np.nan]]), "received nan")
-    refused(torch.zeros(2, 8, 8), "a tensor must be", "received shape (2, 8, 8)")
+def test_invalid_arrays_raise() -> None:
+    assert_user_error(np.zeros((2, 2, 2), np.uint8), "(H, W) or (H, W, 1|3|4), received shape (2, 2, 2)")
+    assert_user_error(np.zeros((3, 8, 8), np.uint8), "received shape (3, 8, 8)")
+    assert_user_error(np.zeros((1, 2, 2, 3), np.uint8), "received shape (1, 2, 2, 3)")
+    assert_user_error(np.zeros((0, 4, 3), np.uint8), "expected at least 1x1 pixels, received 4x0")
+    assert_user_error(np.zeros((2, 2), np.int64), "uint8, uint16, bool or float, received int64")
+    assert_user_error(np.array([[-2.5, 1.0]]), "float pixels must lie in 0..1, received -2.5..1")
+    assert_user_error(np.array([[0.0, 255.0]]), "received 0..255")
+    assert_user_error(np.array([[0.0, np.nan]]), "received nan")
+    assert_user_error(torch.zeros(2, 8, 8), "a tensor must be", "received shape (2, 8, 8)")
     for shape in ((1, 1, 3), (3, 1, 1), (4, 9, 3)):
-        refused(torch.zeros(shape), f"shape {shape} could be channels first or last")
-    refused(Image.new("RGB", (0, 3)), "received 0x3")
-    refused(Image.fromarray(np.array([[-1, 5]], np.int32)), "0..65535, received -1..5")
-    refused(Image.fromarray(np.array([[np.nan, 5]], np.float32)), "float pixels must lie in")
-    refused(None, "an image must be a path, bytes or a file object: received NoneType")
+        assert_user_error(torch.zeros(shape), f"shape {shape} could be channels first or last")
+    assert_user_error(Image.new("RGB", (0, 3)), "received 0x3")
+    assert_user_error(Image.fromarray(np.array([[-1, 5]], np.int32)), "0..65535, received -1..5")
+    assert_user_error(Image.fromarray(np.array([[np.nan, 5]], np.float32)), "float pixels must lie in")
+    assert_user_error(None, "an image must be a path, bytes or a file object: received NoneType")
 
 
 @pytest.mark.parametrize(
     "url", ["http://a.b/c.png", "HTTPS://a.b/c", "s3://b/c", "file:///etc/x", "data:image/png;base64,AA"]
 )
-def test_urls_are_refused(url: str) -> None:
-    refused(url, "expected a local file, received a URL")
+def test_urls_raise(url: str) -> None:
+    assert_user_error(url, "expected a local file, received a URL")
 
 
-def test_files_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(tmp_path / "none.png", "none.png: expected an image, received no such file")
-    refused(tmp_path, "received a folder")
-    refused("a\x00b", "a\\x00b: expected an image, received a file that cannot be opened")
-    refused("x" * 5000, "cannot be opened")
+def test_files_that_are_not_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_user_error(tmp_path / "none.png", "none.png: expected an image, received no such file")
+    assert_user_error(tmp_path, "received a folder")
+    assert_user_error("a\x00b", "a\\x00b: expected an image, received a file that cannot be opened")
+    assert_user_error("x" * 5000, "cannot be opened")
     (tmp_path / "empty.png").touch()
-    refused(tmp_path / "empty.png", "empty.png: expected an image, received an empty file")
-    refused(b"", "<bytes>: expected an image, received no bytes")
+    assert_user_error(tmp_path / "empty.png", "empty.png: expected an image, received an empty file")
+    assert_user_error(b"", "<bytes>: expected an image, received no bytes")
     (tmp_path / "text.png").write_text("Grüße\n" * 2000)
-    refused(tmp_path / "text.png", "text.png: expected an image, received text")
-    refused(io.StringIO("text"), "binary mode, received one in text mode")
-    refused(b"\x1aE\xdf\xa3" + bytes(100), "received a Matroska or WebM video; pass it as a video")
-    refused(b"\x00\x00\x01\xb3\x14\x00\xf0" + bytes(100), "received an MPEG video; pass it as a video")
-    refused(b"\x00\x00\x00\x18ftypisom" + bytes(100), "received an MP4 or MOV video; pass it as a video")
-    refused(b"\x00\x00\x00\x18ftypheic" + bytes(100), "received a HEIF image that cannot be decoded")
-    refused(b"%PDF-1.7\n\xff", "received a PDF document")
-    refused(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "made of pixels, received EPS")
-    refused(bytes(range(128, 228)), "received unknown data (first bytes 80 81")
+    assert_user_error(tmp_path / "text.png", "text.png: expected an image, received text")
+    assert_user_error(io.StringIO("text"), "binary mode, received one in text mode")
+    assert_user_error(b"\x1aE\xdf\xa3" + bytes(100), "received a Matroska or WebM video; pass it as a video")
+    assert_user_error(b"\x00\x00\x01\xb3\x14\x00\xf0" + bytes(100), "received an MPEG video; pass it as a video")
+    assert_user_error(b"\x00\x00\x00\x18ftypisom" + bytes(100), "received an MP4 or MOV video; pass it as a video")
+    assert_user_error(b"\x00\x00\x00\x18ftypheic" + bytes(100), "received a HEIF image that cannot be decoded")
+    assert_user_error(b"%PDF-1.7\n\xff", "received a PDF document")
+    assert_user_error(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "made of pixels, received EPS"
+    )
+    assert_user_error(bytes(range(128, 228)), "received unknown data (first bytes 80 81")
     os.mkfifo(tmp_path / "pipe.png")
-    refused(tmp_path / "pipe.png", "received a device or pipe")
+    assert_user_error(tmp_path / "pipe.png", "received a device or pipe")
 
     def forbidden(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", forbidden)
-    refused(tmp_path / "text.png", "cannot be opened (Permission denied)")
+    assert_user_error(tmp_path / "text.png", "cannot be opened (Permission denied)")
 
 
-def test_names(tmp_path: Path) -> None:
+def test_source_names_in_messages(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^upload 3: expected an image, received text$"):
         load_image(b"hello", name="upload 3")
     (tmp_path / "two\nlines.png").write_text("x")
-    refused(tmp_path / "two\nlines.png", "two\\nlines.png: expected an image")
-    assert len(shown("n" * 10_000)) < 300
+    assert_user_error(tmp_path / "two\nlines.png", "two\\nlines.png: expected an image")
+    assert len(printable("n" * 10_000)) < 300
 
 
 def save(suffix: str) -> bytes:
@@ -287,11 +289,11 @@ def save(suffix: str) -> bytes:
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9])
 def test_truncated(suffix: str, share: float) -> None:
     data = save(suffix)
-    refused(data[: max(5, int(len(data) * share))], "expected", "received")
+    assert_user_error(data[: max(5, int(len(data) * share))], "expected", "received")
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpeg", "gif", "bmp", "tiff", "webp"])
-def test_damage_is_a_user_error_or_a_picture(suffix: str) -> None:
+def test_corrupt_data_raises_user_error_or_loads(suffix: str) -> None:
     generator = np.random.default_rng(0)
     whole = save(suffix)
     for _ in range(60):
@@ -313,18 +315,18 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("factor", [1.01, 1.9, 5])
 def test_decompression_bombs(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     side = int((MAX_PIXELS * factor) ** 0.5)
-    refused(bomb(side, side), f"expected at most {MAX_PIXELS} pixels")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as a program around us may have set it
-    refused(bomb(side, side), f"expected at most {MAX_PIXELS} pixels, received {side}x{side}")
-    refused(np.broadcast_to(np.uint8(0), (side, side)), f"received {side}x{side}")
+    assert_user_error(bomb(side, side), f"expected at most {MAX_PIXELS} pixels")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as the calling program may have set it
+    assert_user_error(bomb(side, side), f"expected at most {MAX_PIXELS} pixels, received {side}x{side}")
+    assert_user_error(np.broadcast_to(np.uint8(0), (side, side)), f"received {side}x{side}")
 
 
 def test_text_chunk_bomb() -> None:
     body = b"Comment\x00\x00" + zlib.compress(bytes(200 << 20))
-    refused(png(1, 1, 8, 2, b"\x00\x01\x02\x03", (b"zTXt", body)), "received")
+    assert_user_error(png(1, 1, 8, 2, b"\x00\x01\x02\x03", (b"zTXt", body)), "received")
 
 
-def test_nothing_leaks(tmp_path: Path) -> None:
+def test_no_descriptors_leak(tmp_path: Path) -> None:
     Image.fromarray(picture()).save(tmp_path / "good.png")
     (tmp_path / "bad.png").write_bytes(save("png")[:200])
     before = psutil.Process().num_fds()
@@ -332,7 +334,7 @@ def test_nothing_leaks(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         for _ in range(3):
             load_image(tmp_path / "good.png")
-            refused(tmp_path / "bad.png", "received a broken one")
+            assert_user_error(tmp_path / "bad.png", "received a broken one")
             assert psutil.Process().num_fds() == before
 
 

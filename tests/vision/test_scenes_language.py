@@ -1,4 +1,4 @@
-"""What is said about scenes is true, complete and varied."""
+"""Tests of captions, questions and conversations: correct, complete and varied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vision.scenes.conversations import (
 from vision.scenes.questions import KINDS, Question, ask
 from vision.scenes.reading import Happening, clauses, read_events, read_names, read_objects, read_places, read_sign
 from vision.scenes.scene import Item, Scene, sample_scene, seeded
-from vision.scenes.wording import scene_habit
+from vision.scenes.wording import preferred_wording
 from vision.training.accuracy import happenings, is_right
 
 NUMBER = {word: value for value, word in enumerate(["zero", "one", "two", "three", "four", "five"])}
@@ -34,7 +34,7 @@ def singular(noun: str) -> str:
 
 
 def holds(scene: Scene, sentence: str) -> bool:
-    """Whether a sentence states something, and all of it is true of the scene."""
+    """Whether a sentence makes statements about the scene, all of them true."""
     stated = []
     if '"' in sentence:
         sign = scene.sign
@@ -83,10 +83,10 @@ def test_captions_are_true_complete_and_two_to_six_sentences() -> None:
         assert read_sign(text) == (scene.sign.text if scene.sign else None)
 
 
-def test_the_checker_itself_sees_lies() -> None:
+def test_checker_rejects_false_sentences() -> None:
     rng = seeded("train", 6)
     scene = Scene("grey", (Item("star", "red", "small", 0, 1, 15), Item("ring", "blue", "large", 0, 2, 26)))
-    lies = [
+    false_sentences = [
         "A blue star is at the top centre",
         "A red star is in the top left corner",
         "A large red star is at the top centre",
@@ -100,11 +100,11 @@ def test_the_checker_itself_sees_lies() -> None:
         'The word "CAT" is written at the top',
         "It is a nice day",
     ]
-    assert all(not holds(scene, lie) for lie in lies)
+    assert all(not holds(scene, sentence) for sentence in false_sentences)
     assert all(holds(scene, sentence) for sentence in clauses(caption(scene, rng)))
 
 
-def test_lists_and_briefs_are_true() -> None:
+def test_lists_and_brief_captions_are_true() -> None:
     for index in range(300):
         rng = seeded("train", index)
         scene = sample_scene(rng)
@@ -117,7 +117,7 @@ def test_lists_and_briefs_are_true() -> None:
             assert the_ones
 
 
-def test_captions_vary() -> None:
+def test_captions_are_varied() -> None:
     scene = sample_scene(seeded("train", 40))
     again = {caption(scene, seeded("train", index)) for index in range(500)}
     assert len(again) > 400
@@ -130,11 +130,11 @@ def test_captions_vary() -> None:
             text = re.sub(rf"\b\w+ \w+ {name.shape}\b", "OBJECT", text)
         skeletons.add(text)
     assert len(skeletons) > 450
-    assert len({scene_habit(sample_scene(seeded("train", index))) for index in range(100)}) > 6
+    assert len({preferred_wording(sample_scene(seeded("train", index))) for index in range(100)}) > 6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_carry_their_key_and_are_true(kind: str) -> None:
+def test_answers_match_their_key_and_are_true(kind: str) -> None:
     asked = 0
     for index in range(400):
         rng = seeded("train", index)
@@ -150,7 +150,7 @@ def test_answers_carry_their_key_and_are_true(kind: str) -> None:
 
 
 def is_true(scene: Scene, question: Question) -> bool:
-    """Whether the key answers the question, worked out from the question's words."""
+    """Whether the key is the correct answer, computed from the question's text."""
     key, text = question.key, question.question
     named = read_names(text)
     if question.kind == "background":
@@ -182,7 +182,7 @@ def is_true(scene: Scene, question: Question) -> bool:
     return NUMBER[key] == sum(singular(word) in (item.shape, item.colour) for item in scene.items)
 
 
-def test_clip_descriptions_tell_exactly_what_happens() -> None:
+def test_clip_captions_state_exactly_the_events() -> None:
     for index in range(600):
         rng = seeded("train", index)
         clip = sample_clip(rng)
@@ -197,12 +197,12 @@ def test_clip_descriptions_tell_exactly_what_happens() -> None:
         for match in re.finditer(r"The (\w+ [\w ]+?) (?:stays|does not change|remains)", text):
             (still,) = read_names("the " + match.group(1))
             assert (still.colour, still.shape) not in {(e.colour, e.shape) for e in happenings(clip)}
-        for way in re.finditer(r"The [^.]*? (?:moves|slides|glides) (to the left|to the right|up|down)", text, re.I):
-            assert way_of(clip.items, happenings(clip), way.group(0)) == way.group(1), text
+        for move in re.finditer(r"The [^.]*? (?:moves|slides|glides) (to the left|to the right|up|down)", text, re.I):
+            assert move_direction(clip.items, happenings(clip), move.group(0)) == move.group(1), text
 
 
-def way_of(items: tuple[Item, ...], truth: list[Happening], clause: str) -> str:
-    """The direction of the move that a clause speaks of, from where the object was and where it goes."""
+def move_direction(items: tuple[Item, ...], truth: list[Happening], clause: str) -> str:
+    """Direction of the move in a clause, computed from the object's start and end cells."""
     name = read_names(clause)[0]
     item = next(item for item in items if (item.colour, item.shape) == (name.colour, name.shape))
     goal = next(e.detail for e in truth if e.kind == "move" and (e.colour, e.shape) == (name.colour, name.shape))
@@ -225,7 +225,7 @@ def test_clip_questions_have_true_answers() -> None:
         assert read_events(answer)
 
 
-def test_conversations_fit_their_images() -> None:
+def test_conversations_have_matching_images() -> None:
     for index in range(100):
         assert len(one_image(seeded("train", index)).scenes) == 1
         assert 2 <= len(several_images(seeded("train", index)).scenes) <= 3
@@ -249,7 +249,7 @@ def test_several_images_are_described_in_order() -> None:
                 assert all(holds(scene, clause) for clause in clauses(part))
 
 
-def test_prompts_and_small_talk_vary() -> None:
+def test_prompts_and_small_talk_are_varied() -> None:
     prompts = {describe_prompt(seeded("train", index), of_video=index % 2 == 0) for index in range(1000)}
     assert len(prompts) > 250
     assert len({small_talk(seeded("train", index)) for index in range(400)}) > 30

@@ -1,4 +1,4 @@
-"""Typed special tokens in prompts with images, through the processors of LLaVA and Qwen-VL."""
+"""Tests of special tokens typed in prompts with images, with the processors of LLaVA and Qwen-VL."""
 
 import json
 
@@ -52,7 +52,7 @@ def _encode(target, *prompts):
     return target.encode(requests)
 
 
-def test_typed_special_tokens_change_nothing_but_the_text(target):
+def test_typed_special_tokens_are_encoded_as_text(target):
     plain = _encode(target, "What is Q this?")
     control = torch.tensor([target.tokenizer.convert_tokens_to_ids(name) for name in _specials(target)])
     for special in _specials(target):
@@ -65,7 +65,7 @@ def test_typed_special_tokens_change_nothing_but_the_text(target):
                 assert torch.equal(value, prompt.inputs[name])
 
 
-def test_a_row_with_typed_tokens_leaves_its_neighbours_as_they_are(target):
+def test_typed_tokens_do_not_affect_other_rows(target):
     special = _specials(target)[-1]
     alone = _encode(target, "What is this?").input_ids[0]
     both = _encode(target, "What is this?", f"A longer one: what is {special}{special}?")
@@ -91,7 +91,7 @@ def test_chat_messages_with_typed_tokens(target):
     assert torch.equal(ids[torch.isin(ids, control)], expected[torch.isin(expected, control)])
 
 
-def test_an_image_token_in_the_prompt_is_answered(llava):
+def test_typed_image_token_generates(llava):
     for images in ([], [_IMAGE]):
         answer = llava.generate("Describe <image> and </s>.", images=images, max_new_tokens=4)
         assert answer.stats.num_generated_tokens

@@ -1,4 +1,4 @@
-"""Every picked frame is checked by the number painted into it, against time stamps that the test itself wrote."""
+"""Tests of `load_video`: frames carry a painted number, compared with the timestamps that the test wrote."""
 
 import gc
 import hashlib
@@ -28,7 +28,7 @@ SIDE = 64
 
 
 def paint(number: int, width: int = SIDE, height: int = SIDE) -> np.ndarray:
-    """A frame carrying 12 bits as black and white blocks, 3 rows of 4: survives any codec."""
+    """A frame with a 12-bit number as black and white blocks, 3 rows of 4, readable after any codec."""
     bits = np.array([(number >> bit) & 1 for bit in range(12)], dtype=np.uint8).reshape(3, 4)
     blocks = np.kron(bits * 255, np.ones((height // 3, width // 4), dtype=np.uint8))
     page = np.zeros((height, width), dtype=np.uint8)
@@ -58,7 +58,7 @@ def encode(
     size: tuple[int, int] = (SIDE, SIDE),
     tick: Fraction = TICK,
 ) -> Path:
-    """One numbered frame per time stamp, in milliseconds; the last one lasts as long as the one before it."""
+    """Write a video with one numbered frame per timestamp in ms; the last frame lasts as long as the one before."""
     with av.open(str(path), "w", options=mux or {}) as container:
         lengths = [b - a for a, b in itertools.pairwise(stamps)] or [100]
         lengths.append(lengths[-1])
@@ -77,7 +77,7 @@ def encode(
 
 
 def on_screen(stamps: Sequence[int], end: int, count: int) -> list[int]:
-    """The reference: which frame is on screen at the centre of each segment, by counting."""
+    """Reference: index of the frame displayed at the centre of each segment."""
     shift = stamps[0]
     chosen = []
     for index in range(count):
@@ -96,7 +96,7 @@ def in_own_process(program: str, *arguments: Path) -> "subprocess.CompletedProce
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        env=os.environ | {"MALLOC_PERTURB_": "165"},  # glibc overwrites what is freed, so that reading it shows
+        env=os.environ | {"MALLOC_PERTURB_": "165"},  # glibc overwrites freed memory, which reveals use after free
         check=False,
     )
 
@@ -118,7 +118,7 @@ IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010
         ("ts", "libx264", BFRAMES),
     ],
 )
-def test_picks_the_frame_on_screen(
+def test_samples_the_displayed_frame(
     tmp_path: Path, suffix: str, codec: str, options: dict[str, str] | None, count: int
 ) -> None:
     stamps = even(50)
@@ -140,7 +140,7 @@ def test_variable_frame_rate(tmp_path: Path, suffix: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("mkv", 700), ("ts", 5000), ("mp4", 700)])
-def test_start_that_is_not_zero(tmp_path: Path, suffix: str, start: int) -> None:
+def test_first_timestamp_not_zero(tmp_path: Path, suffix: str, start: int) -> None:
     stamps = even(30, start=start)
     video = load_video(encode(tmp_path / f"a.{suffix}", stamps, options=BFRAMES), frames=10)
     assert [number_of(frame) for frame in video.frames] == on_screen(stamps, stamps[-1] + 100, 10)
@@ -170,20 +170,20 @@ def test_edit_list_cuts_the_end(tmp_path: Path) -> None:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per frame that is decoded."""
+    """Gets one entry per decoded frame."""
     frames: list[int] = []
-    step = video_pyav._Reader._next
+    step = video_pyav._FrameReader._decode_next
 
-    def counted(reader: video_pyav._Reader) -> av.VideoFrame | None:
+    def counted(reader: video_pyav._FrameReader) -> av.VideoFrame | None:
         frames.append(1)
         return step(reader)
 
-    monkeypatch.setattr(video_pyav._Reader, "_next", counted)
+    monkeypatch.setattr(video_pyav._FrameReader, "_decode_next", counted)
     return frames
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv"])
-def test_seeking_gives_what_decoding_gives(
+def test_seeking_equals_decoding_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int], suffix: str
 ) -> None:
     stamps = even(600, step=40)
@@ -197,29 +197,29 @@ def test_seeking_gives_what_decoding_gives(
     assert len(decoded) > 550
 
 
-def test_a_long_last_gap_is_decoded_once(tmp_path: Path, decoded: list[int]) -> None:
-    """Every seek within it would go back to the keyframe that decoding has passed already."""
+def test_long_last_keyframe_interval_is_decoded_once(tmp_path: Path, decoded: list[int]) -> None:
+    """A seek within it would go back to its keyframe, which is decoded already."""
     options = {"preset": "ultrafast", "x264-params": "keyint=1000:scenecut=0"}
     path = encode(tmp_path / "a.mp4", even(200), options=options, gop=1000)
     assert [number_of(frame) for frame in load_video(path, frames=10).frames] == list(range(10, 200, 20))
     assert len(decoded) <= 201
 
 
-def test_a_seek_to_what_only_claims_to_be_a_keyframe(tmp_path: Path) -> None:
+def test_seek_to_a_false_keyframe(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(120), codec="mpeg4", options={}, gop=12)
     data = path.read_bytes()
     assert data.count(b"stss") == 1
-    path.write_bytes(data.replace(b"stss", b"free"))  # without its list of keyframes, an MP4 claims that all are
+    path.write_bytes(data.replace(b"stss", b"free"))  # an MP4 without a list of keyframes declares all frames keyframes
     assert [number_of(frame) for frame in load_video(path, frames=7).frames] == on_screen(even(120), 12000, 7)
 
 
-def test_a_seek_that_lands_late_is_made_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seek_that_lands_too_late_goes_further_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stamps = even(120)
     path = encode(tmp_path / "a.mkv", stamps, gop=10)
     seek = av.container.InputContainer.seek
 
     class Late:
-        """A container whose index is a second and a half off."""
+        """A container whose index is off by 1.5 seconds."""
 
         def __init__(self, container: av.container.InputContainer) -> None:
             self._container = container
@@ -230,13 +230,13 @@ def test_a_seek_that_lands_late_is_made_good(tmp_path: Path, monkeypatch: pytest
         def seek(self, offset: int, *, stream: av.VideoStream) -> None:
             seek(self._container, offset + 1500, stream=stream)
 
-    restart = video_pyav._Reader._restart
+    restart = video_pyav._FrameReader._restart
 
-    def restarted(reader: video_pyav._Reader) -> None:
+    def restarted(reader: video_pyav._FrameReader) -> None:
         restart(reader)
         reader._container = Late(reader._container)  # type: ignore[assignment]
 
-    monkeypatch.setattr(video_pyav._Reader, "_restart", restarted)
+    monkeypatch.setattr(video_pyav._FrameReader, "_restart", restarted)
     video = load_video(path, frames=5)
     assert [number_of(frame) for frame in video.frames] == on_screen(stamps, 12000, 5)
 
@@ -305,7 +305,7 @@ def write_png_movie(path: Path, pages: Sequence[Image.Image], **options: object)
 
 @pytest.mark.parametrize("kind", ["animated PNG", "mirrored MOV"])
 def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
-    """In a process of its own, which a double free of the profile's name would end."""
+    """In a subprocess, which a double free of the profile's name would crash."""
     pages = [Image.fromarray(paint(number)) for number in range(1, 9)]
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     if kind == "animated PNG":
@@ -335,12 +335,12 @@ def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
     ("frames", "fps", "count"),
     [(None, None, 8), (None, 1.0, 5), (None, 2.5, 12), (None, 0.01, 1), (3, 10.0, 3), (100, 2.0, 10), (4, None, 4)],
 )
-def test_how_many(tmp_path: Path, frames: int | None, fps: float | None, count: int) -> None:
+def test_number_of_frames(tmp_path: Path, frames: int | None, fps: float | None, count: int) -> None:
     video = load_video(encode(tmp_path / "a.mp4", even(50)), frames=frames, fps=fps)
     assert [number_of(frame) for frame in video.frames] == on_screen(even(50), 5000, count)
 
 
-def test_fewer_frames_than_asked_repeats_what_was_on_screen(tmp_path: Path) -> None:
+def test_short_videos_repeat_frames(tmp_path: Path) -> None:
     video = load_video(encode(tmp_path / "a.mp4", [0, 1000]), frames=6)
     assert [number_of(frame) for frame in video.frames] == [0, 0, 0, 1, 1, 1]
     one = load_video(encode(tmp_path / "b.mp4", [0]), frames=3)
@@ -350,13 +350,13 @@ def test_fewer_frames_than_asked_repeats_what_was_on_screen(tmp_path: Path) -> N
 def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = encode(tmp_path / "long.mkv", even(3000, step=33), gop=5000)  # one keyframe: all of it is decoded
     converted, alive, most, seen = 0, set(), 0, 0
-    step, upright = video_pyav._Reader._next, video_pyav._upright
+    step, upright = video_pyav._FrameReader._decode_next, video_pyav._to_upright_rgb
 
-    def tracked(reader: video_pyav._Reader) -> av.VideoFrame | None:
+    def tracked(reader: video_pyav._FrameReader) -> av.VideoFrame | None:
         nonlocal most, seen
         frame = step(reader)
         alive.clear()
-        alive.update(id(f) for f in (reader.__dict__.get("_shown"), reader.__dict__.get("_ahead"), frame) if f)
+        alive.update(id(f) for f in (reader.__dict__.get("_current"), reader.__dict__.get("_next_frame"), frame) if f)
         most, seen = max(most, len(alive)), seen + 1
         return frame
 
@@ -365,8 +365,8 @@ def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.Mo
         converted += 1
         return upright(frame)
 
-    monkeypatch.setattr(video_pyav._Reader, "_next", tracked)
-    monkeypatch.setattr(video_pyav, "_upright", counted)
+    monkeypatch.setattr(video_pyav._FrameReader, "_decode_next", tracked)
+    monkeypatch.setattr(video_pyav, "_to_upright_rgb", counted)
     gc.collect()
     before = psutil.Process().memory_info().rss
     video = load_video(path, frames=4)
@@ -381,10 +381,10 @@ def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("suffix", "mux"), [("mp4", {}), ("mp4", {"movflags": "faststart"}), ("mkv", {}), ("webm", {}), ("avi", {})]
 )
-def test_cut_short(tmp_path: Path, suffix: str, mux: dict[str, str], share: float) -> None:
+def test_truncated(tmp_path: Path, suffix: str, mux: dict[str, str], share: float) -> None:
     codec = {"webm": "libvpx", "avi": "mpeg4"}.get(suffix, "libx264")
     options = {"webm": {"deadline": "realtime", "cpu-used": "8"}, "avi": {}}.get(suffix)
-    tick = Fraction(1, 10) if suffix == "avi" else TICK  # in ms, an AVI is mostly index, and the index can be spared
+    tick = Fraction(1, 10) if suffix == "avi" else TICK  # with ticks of 1 ms, most of an AVI is its index
     whole = encode(tmp_path / f"whole.{suffix}", even(50), codec=codec, options=options, mux=mux, tick=tick)
     data = whole.read_bytes()
     cut = tmp_path / f"cut.{suffix}"
@@ -394,7 +394,7 @@ def test_cut_short(tmp_path: Path, suffix: str, mux: dict[str, str], share: floa
     assert "\n" not in str(caught.value)
 
 
-def test_cut_short_after_the_last_wanted_frame(tmp_path: Path) -> None:
+def test_truncated_after_the_last_sampled_frame(tmp_path: Path) -> None:
     data = encode(tmp_path / "whole.mkv", even(50)).read_bytes()
     (tmp_path / "cut.mkv").write_bytes(data[: int(len(data) * 0.8)])
     assert [number_of(frame) for frame in load_video(tmp_path / "cut.mkv", frames=1).frames] == [25]
@@ -402,7 +402,7 @@ def test_cut_short_after_the_last_wanted_frame(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv"])
 @pytest.mark.parametrize("filler", [0, 255])
-def test_damaged_in_the_middle(tmp_path: Path, suffix: str, filler: int) -> None:
+def test_corrupt_data_in_the_middle(tmp_path: Path, suffix: str, filler: int) -> None:
     path = encode(tmp_path / f"a.{suffix}", even(50))
     data = bytearray(path.read_bytes())
     data[len(data) // 3 : len(data) // 2] = bytes([filler]) * (len(data) // 2 - len(data) // 3)
@@ -421,54 +421,57 @@ def write_audio(path: Path, *, cover: bool = False) -> Path:
     return path
 
 
-def refused(source: object, expected: str, **options: object) -> None:
+def assert_user_error(source: object, expected: str, **options: object) -> None:
     with pytest.raises(UserError) as caught:
         load_video(source, **options)  # type: ignore[arg-type]
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_a_video(tmp_path: Path) -> None:
-    refused(tmp_path / "none.mp4", "none.mp4: expected a video, received no such file")
-    refused(tmp_path, "received a folder")
-    refused("https://example.org/a.mp4", "received a URL")
-    refused(b"", "received no bytes")
-    refused(7, "received int")
+def test_sources_that_are_not_videos(tmp_path: Path) -> None:
+    assert_user_error(tmp_path / "none.mp4", "none.mp4: expected a video, received no such file")
+    assert_user_error(tmp_path, "received a folder")
+    assert_user_error("https://example.org/a.mp4", "received a URL")
+    assert_user_error(b"", "received no bytes")
+    assert_user_error(7, "received int")
     (tmp_path / "empty.mp4").touch()
-    refused(tmp_path / "empty.mp4", "received an empty file")
+    assert_user_error(tmp_path / "empty.mp4", "received an empty file")
     (tmp_path / "text.mp4").write_text("not a film\n" * 1000)
-    refused(tmp_path / "text.mp4", "received text")
+    assert_user_error(tmp_path / "text.mp4", "received text")
     (tmp_path / "latin.txt").write_bytes("un été\n".encode("latin-1") * 1000)
-    refused(tmp_path / "latin.txt", "expected a video, received")
+    assert_user_error(tmp_path / "latin.txt", "expected a video, received")
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")
-    refused(tmp_path / "list.mp4", "received text")
+    assert_user_error(tmp_path / "list.mp4", "received text")
     (tmp_path / "noise.mp4").write_bytes(np.random.default_rng(0).bytes(5000))
-    refused(tmp_path / "noise.mp4", "expected a video, received unknown data")
-    refused(write_audio(tmp_path / "sound.mp4"), "received audio only")
+    assert_user_error(tmp_path / "noise.mp4", "expected a video, received unknown data")
+    assert_user_error(write_audio(tmp_path / "sound.mp4"), "received audio only")
     Image.new("RGB", (8, 8)).save(tmp_path / "still.jpg")
-    refused(tmp_path / "still.jpg", "received a JPEG image; pass it as an image")
-    refused(tmp_path / "still.jpg", "received a JPEG image; pass it as an image", backend="decord")
+    assert_user_error(tmp_path / "still.jpg", "received a JPEG image; pass it as an image")
+    assert_user_error(tmp_path / "still.jpg", "received a JPEG image; pass it as an image", backend="decord")
 
 
 def test_options_out_of_range(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(50))
-    refused(path, f"frames must be None or a whole number in [1, {MAX_FRAMES}]: got 0", frames=0)
-    refused(path, "got 513", frames=513)
-    refused(path, "got '8'", frames="8")
+    assert_user_error(path, f"frames must be None or a whole number in [1, {MAX_FRAMES}]: got 0", frames=0)
+    assert_user_error(path, "got 513", frames=513)
+    assert_user_error(path, "got '8'", frames="8")
     for fps in (0.0, -1.0, float("nan"), float("inf")):
-        refused(path, "fps must be None or a number > 0", fps=fps)
-    refused(path, "is 5000 frames: expected at most 512", fps=1000.0)
-    refused(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
+        assert_user_error(path, "fps must be None or a number > 0", fps=fps)
+    assert_user_error(path, "is 5000 frames: expected at most 512", fps=1000.0)
+    assert_user_error(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
 
 
 @pytest.mark.parametrize("backend", ["pyav", "decord"])
-def test_longer_than_allowed(tmp_path: Path, backend: str) -> None:
+def test_max_duration(tmp_path: Path, backend: str) -> None:
     path = encode(tmp_path / "a.mp4", even(50))
     duration = load_video(path, frames=1).duration
-    refused(
-        path, f"expected a video of at most {duration - 0.5:g} s, received", longest=duration - 0.5, backend=backend
+    assert_user_error(
+        path,
+        f"expected a video of at most {duration - 0.5:g} s, received",
+        max_duration=duration - 0.5,
+        backend=backend,
     )
-    assert len(load_video(path, frames=3, longest=duration).frames) == 3
+    assert len(load_video(path, frames=3, max_duration=duration).frames) == 3
 
 
 def test_bytes_and_file_objects(tmp_path: Path) -> None:
@@ -480,26 +483,26 @@ def test_bytes_and_file_objects(tmp_path: Path) -> None:
         assert not file.closed
     large = encode(
         tmp_path / "a.avi", even(50), codec="rawvideo", options={"threads": "1"}, tick=Fraction(1, 10)
-    )  # past any read-ahead
+    )  # larger than any read-ahead buffer
     with large.open("rb") as file:
         assert [number_of(frame) for frame in load_video(file, frames=5).frames] == [5, 15, 25, 35, 45]
 
 
-def test_metadata_need_not_be_utf8(tmp_path: Path) -> None:
+def test_metadata_that_is_not_utf8(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(4))
     data = path.read_bytes()
     assert b"Lavf" in data  # the muxer's name
     assert load_video(data.replace(b"Lavf", b"L\xe9vf"), frames=4).times == load_video(path, frames=4).times
 
 
-def test_a_name_is_never_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_name_is_not_read_as_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode(tmp_path / "a.mp4", even(20)).rename(tmp_path / "concat:a|b")
     monkeypatch.chdir(tmp_path)
     assert load_video("concat:a|b", frames=2).times == pytest.approx([0.5, 1.5])
 
 
 @pytest.mark.parametrize("options", [None, BFRAMES])
-def test_decord_agrees(tmp_path: Path, options: dict[str, str] | None) -> None:
+def test_decord_equals_pyav(tmp_path: Path, options: dict[str, str] | None) -> None:
     pytest.importorskip("decord", reason="an optional dependency")
     path = encode(tmp_path / "a.mp4", even(40), options=options)
     ours, theirs = load_video(path, frames=11), load_video(path, frames=11, backend="decord")
@@ -508,19 +511,19 @@ def test_decord_agrees(tmp_path: Path, options: dict[str, str] | None) -> None:
     assert theirs.duration == pytest.approx(ours.duration, abs=1e-4)
 
 
-def test_decord_at_the_start_of_a_frame(tmp_path: Path) -> None:
-    """Its times are rounded to float32: 0.1 becomes 0.1000000015, which is after 0.1."""
+def test_decord_rounding_at_the_start_of_a_frame(tmp_path: Path) -> None:
+    """decord rounds times to float32: 0.1 becomes 0.1000000015 > 0.1."""
     pytest.importorskip("decord", reason="an optional dependency")
     video = load_video(encode(tmp_path / "a.mp4", even(50)), frames=25, backend="decord")
     assert [number_of(frame) for frame in video.frames] == list(range(1, 50, 2))
 
 
-def test_decord_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_decord_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "decord", None)
-    refused(encode(tmp_path / "a.mp4", even(4)), "pip install -e '.[decord]'", backend="decord")
+    assert_user_error(encode(tmp_path / "a.mp4", even(4)), "pip install -e '.[decord]'", backend="decord")
 
 
-def test_kind_of_goes_by_content(tmp_path: Path) -> None:
+def test_kind_of_detects_by_content(tmp_path: Path) -> None:
     film = encode(tmp_path / "film.mp4", even(4))
     assert kind_of(film.rename(tmp_path / "film.png")) == "video"
     Image.new("RGB", (8, 8)).save(tmp_path / "still.mp4", format="PNG")
@@ -532,8 +535,8 @@ def test_kind_of_goes_by_content(tmp_path: Path) -> None:
         kind_of(write_audio(tmp_path / "sound.mp4"))
 
 
-def test_nothing_leaks_and_nothing_is_printed(tmp_path: Path) -> None:
-    """In a process of its own, where FFmpeg's messages would show on file descriptor 2."""
+def test_no_leaks_and_no_output(tmp_path: Path) -> None:
+    """In a subprocess, whose file descriptor 2 would show FFmpeg's messages."""
     good = encode(tmp_path / "good.mp4", even(20))
     bad = tmp_path / "bad.mp4"
     bad.write_bytes(good.read_bytes()[:700])

@@ -1,4 +1,4 @@
-"""Frames that were picked by time reach a video model all and in order, through its own processor."""
+"""Sampled frames reach video models complete and in order, through the model's own processor."""
 
 import importlib.util
 
@@ -33,7 +33,7 @@ def tokenizer():
 
 
 def sampling_processor(family):
-    """A processor of a model that samples frames itself unless told otherwise, as published for these models."""
+    """A processor that samples frames itself by default, as published for these models."""
     import transformers as t
 
     words = tokenizer()
@@ -53,7 +53,7 @@ def sampling_processor(family):
 
 
 def brightness(pixels, inputs, videos):
-    """(frames,): mean of each frame over its pixels and channels."""
+    """(frames,): mean of each frame over pixels and channels."""
     if "video_grid_thw" not in inputs:
         return pixels.mean((0, 2, 3, 4))
     steps, high, wide = inputs["video_grid_thw"][0].tolist()
@@ -63,7 +63,7 @@ def brightness(pixels, inputs, videos):
 
 @needs_torchvision
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next_video", "llava_onevision"])
-def test_every_picked_frame_reaches_the_model(family):
+def test_every_sampled_frame_reaches_the_model(family):
     processor = sampling_processor(family)
     target = VisionTarget(shared_model(family), processor)
     inputs = target.encode([{"prompt": "What?", "videos": [clip()]}]).inputs
@@ -73,8 +73,8 @@ def test_every_picked_frame_reaches_the_model(family):
     torch.testing.assert_close(brightness(inputs["pixel_values_videos"], inputs, videos), expected, atol=1e-2, rtol=0)
 
 
-def test_no_processor_samples_again():
-    """What the processor receives, where torchvision is not installed, too."""
+def test_processor_does_not_sample_again():
+    """Arguments of the processor; runs without torchvision, too."""
 
     class Recorder:
         tokenizer = tokenizer()

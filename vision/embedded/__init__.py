@@ -1,4 +1,4 @@
-"""Models that travel with the package, as folders that transformers loads."""
+"""Embedded vision-language model and sample media, shipped with the package."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _HERE = Path(__file__).parent
 tiny_llava = EmbeddedModel(
     str(_HERE / "tiny-llava"),
     "tiny-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
-    "meaningless; choose another model for them, such as llava-hf/llava-1.5-7b-hf",
+    "meaningless; use another model for them, such as llava-hf/llava-1.5-7b-hf",
 )
 
 
 def samples() -> Path:
-    """Folder of a held-out picture, `scene.png`, and a held-out video, `clip.mp4`."""
+    """Folder with a held-out image, `scene.png`, and a held-out video, `clip.mp4`."""
     return _HERE / "samples"

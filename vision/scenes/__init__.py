@@ -1,1 +1,1 @@
-"""Procedural scenes and clips: what they show, how they are drawn, and what can be said and asked about them."""
+"""Synthetic dataset: procedural scenes and clips, rendering, captions, questions and conversations."""

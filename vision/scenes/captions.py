@@ -1,4 +1,4 @@
-"""Captions of scenes: every object with colour, shape and place, then some of sign, count, background, relations."""
+"""Generate captions of scenes: all objects with colour, shape and position, plus sign, count, background, relations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vision.scenes.wording import (
     in_reading_order,
     neighbours,
     plural,
-    scene_habit,
+    preferred_wording,
     sign_kind,
 )
 
@@ -32,17 +32,18 @@ ORDERS: dict[str, Callable[[Sequence[Item]], list[Item]]] = {
     "columns": in_column_order,
     "reversed": lambda items: in_reading_order(items)[::-1],
 }
-"""Orders in which a caption can name the objects."""
+"""Orders in which a caption can list the objects."""
 
 
 def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
-    """A caption of 2-6 sentences that names every object once with colour, shape and position.
+    """Generate a caption of 2-6 sentences that names every object once with colour, shape and position.
 
-    The order is fixed by what was asked for, not drawn: a model that has to guess which object comes next names the
-    colour of one and the shape of another. "rows" is reading order, "columns" goes column by column from the left,
-    "reversed" is reading order backwards.
+    Args:
+        order: "rows", reading order; "columns", column by column from the left; or "reversed", reading order backwards.
+            It follows from the prompt and is not sampled: a model that cannot predict which object comes next mixes
+            the colour of one with the shape of another.
     """
-    writer = Writer(rng, scene_habit(scene), sizes=rng.random() < 0.7)
+    writer = Writer(rng, preferred_wording(scene), sizes=rng.random() < 0.7)
     body = _object_sentences(ORDERS[order](scene.items), writer)
     if scene.sign is not None:
         body.insert(writer.pick((0, len(body))), _sign_sentence(scene.sign, writer))
@@ -62,8 +63,8 @@ def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
 
 
 def brief(scene: Scene, rng: random.Random) -> str:
-    """One sentence: how many objects of which kind, and the sign."""
-    writer = Writer(rng, scene_habit(scene), sizes=False)
+    """Generate a one-sentence caption: number and kind of objects, and the sign."""
+    writer = Writer(rng, preferred_wording(scene), sizes=False)
     if not scene.items:
         start = writer.pick(("An empty", "A bare", "A plain")) + f" {scene.background} background"
     elif len(scene.items) <= 2:
@@ -78,7 +79,7 @@ def brief(scene: Scene, rng: random.Random) -> str:
 
 
 def listing(scene: Scene) -> str:
-    """All objects in reading order in one fixed form, the sign last: "A large red star at the top left; ..."."""
+    """List all objects in reading order in a fixed format, the sign last: "A large red star at the top left; ..."."""
     parts = []
     for item in in_reading_order(scene.items):
         parts.append(f"a {item.size} {item.colour} {item.shape} {POSITIONS[item.cell][0]}")
@@ -99,7 +100,7 @@ def _object_sentences(items: Sequence[Item], writer: Writer) -> list[str]:
 
 
 def _introduce(items: Sequence[Item], writer: Writer, first: bool, last: bool) -> str:
-    """One sentence that names one or two objects with their places."""
+    """A sentence that names one or two objects with their positions."""
     names = [writer.a(item) for item in items]
     places = [writer.where(item.cell) for item in items]
     if len(items) == 1:
@@ -174,7 +175,7 @@ def _count_sentence(scene: Scene, writer: Writer) -> str:
 
 
 def _group_sentence(scene: Scene, writer: Writer) -> str:
-    """How many objects share a colour, a shape or a size; a colour nobody has when all differ."""
+    """The number of objects of one colour or shape; if all differ, a colour or shape that is absent."""
     groups: list[str] = []
     for colour, count in Counter(item.colour for item in scene.items).items():
         if count > 1:
@@ -196,7 +197,7 @@ def _relation_sentences(scene: Scene, writer: Writer) -> list[str]:
     for a, relation, b in neighbours(scene.items):
         if not (distinct(a, scene.items) and distinct(b, scene.items)):
             continue
-        if writer.habit % 2:
+        if writer.preferred % 2:
             a, b = b, a
             relation = {"left": "right", "above": "below"}[relation]
         first, second = "the " + writer.name(a, sized=False), "the " + writer.name(b, sized=False)

@@ -1,4 +1,4 @@
-"""Training examples: one or more images or a video, and a conversation of one or more turns about them."""
+"""Sample training conversations: images or video frames, and one or more turns about them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ORDERED: dict[str, tuple[str, ...]] = {
         "Go through the picture backwards.",
     ),
 }
-"""Requests that say in which order the objects are to be named."""
+"""Prompts that ask for a certain order of objects; keys as in `captions.ORDERS`."""
 BOTH = (
     "Describe the images.",
     "Describe all images.",
@@ -77,9 +77,12 @@ ORDINALS = ("first", "second", "third")
 
 @dataclass(frozen=True)
 class Example:
-    """Images as scenes in order, turns as (user text, answer) pairs; the images come before the first user text.
+    """One training conversation.
 
-    `at_rest` says that no object is between cells, so that the perception task has labels.
+    Attributes:
+        scenes: the images or video frames, which precede the first user text.
+        turns: (user text, answer) pairs.
+        at_rest: whether all objects are inside a cell, so that perception labels exist.
     """
 
     scenes: tuple[Scene, ...]
@@ -104,7 +107,7 @@ _DETAILS = ("", " in detail", " for me", " in a few sentences", " carefully", " 
 
 
 def describe_prompt(rng: random.Random, of_video: bool = False) -> str:
-    """A request for a full description in one of some thousands of wordings."""
+    """Sample a prompt for a full description; there are thousands of wordings."""
     if rng.random() < 0.6:
         return rng.choice(VIDEO if of_video else DESCRIBE)
     thing = f"{rng.choice(('the', 'this'))} {rng.choice(_FILMS if of_video else _PICTURES)}"
@@ -114,7 +117,7 @@ def describe_prompt(rng: random.Random, of_video: bool = False) -> str:
 
 
 def casual(prompt: str, rng: random.Random) -> str:
-    """The prompt as a hasty user might type it: now and then without capital or full stop."""
+    """Sometimes drop a prompt's initial capital or final punctuation, as users do."""
     draw = rng.random()
     if draw < 0.08:
         return prompt[0].lower() + prompt[1:]
@@ -126,14 +129,14 @@ def casual(prompt: str, rng: random.Random) -> str:
 
 
 def lists_only(rng: random.Random) -> Example:
-    """One image with the fixed list and up to two questions: the densest lesson in seeing."""
+    """Sample one image with its object list and up to two questions: the most labels per token."""
     scene = sample_scene(rng, sign_share=0.5)
     turns = [(rng.choice(LIST), listing(scene)), *_questions(scene, rng, rng.randint(0, 2))]
     return Example((scene,), tuple(turns))
 
 
 def one_image(rng: random.Random) -> Example:
-    """One image: mostly a caption first, then questions."""
+    """Sample one image, usually with a caption first, then questions."""
     scene = sample_scene(rng)
     draw = rng.random()
     turns: list[tuple[str, str]] = []
@@ -155,7 +158,7 @@ def one_image(rng: random.Random) -> Example:
 
 
 def questions_only(rng: random.Random) -> Example:
-    """One image and four to seven questions with no caption to copy the answers from."""
+    """Sample one image and 4-7 questions, without a caption that contains the answers."""
     while True:
         scene = sample_scene(rng)
         turns = _questions(scene, rng, rng.randint(4, 7))
@@ -164,7 +167,7 @@ def questions_only(rng: random.Random) -> Example:
 
 
 def several_images(rng: random.Random) -> Example:
-    """Two or three simple images described in order, with a question about one of them."""
+    """Sample two or three simple images, described in order, with questions about one of them."""
     scenes = tuple(_simple_scene(rng) for _ in range(rng.choice((2, 2, 3))))
     turns = []
     if rng.random() < 0.8:
@@ -185,7 +188,7 @@ def several_images(rng: random.Random) -> Example:
 
 
 def video(rng: random.Random, frames: int) -> Example:
-    """A clip seen at `frames` frames: mostly its description first, then questions."""
+    """Sample a clip at `frames` frames, usually with a caption first, then a question."""
     clip = sample_clip(rng)
     scenes = clip.frames(frames, rng.uniform(0, 0.06), rng.uniform(0.94, 1.0))
     turns = []
@@ -197,7 +200,7 @@ def video(rng: random.Random, frames: int) -> Example:
 
 
 def words_only(rng: random.Random) -> Example:
-    """No image: small talk of one to three turns, or an invented picture."""
+    """Sample a text-only conversation: 1-3 turns of small talk, or an invented scene."""
     if rng.random() < 0.4:
         return Example((), (invention(rng),))
     return Example((), tuple(small_talk(rng) for _ in range(rng.randint(1, 3))))

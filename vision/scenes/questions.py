@@ -1,4 +1,4 @@
-"""Questions about a scene with answers; each answer has a key, the word or words that make it right."""
+"""Generate questions about a scene with answers and answer keys for scoring."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from vision.scenes.wording import NUMBERS, POSITIONS, distinct, neighbours, plur
 
 @dataclass(frozen=True)
 class Question:
-    """A question, an answer in words, and the canonical key by which any answer can be judged.
+    """A question with a reference answer.
 
-    `key` is a colour, shape, size, background, number word, "yes" or "no", the sign's text, a cell as "row,col",
-    or "" for "nothing".
+    Attributes:
+        kind: one of `KINDS`.
+        key: canonical answer for scoring: a colour, shape, size, background, number word, "yes" or "no", the sign's
+            text, a cell as "row,col", or "" for "nothing".
     """
 
     kind: str
@@ -26,7 +28,7 @@ class Question:
 
 
 def ask(scene: Scene, rng: random.Random, kind: str | None = None) -> Question | None:
-    """A random question of the kind (any when None); None when the scene gives no such question."""
+    """Sample a question of a kind (None: any); returns None if the scene allows none of that kind."""
     if kind is None:
         kind = rng.choice(KINDS)
     return _ASKERS[kind](scene, rng)

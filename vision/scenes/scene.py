@@ -1,7 +1,7 @@
-"""Scenes and clips as plain data, and how to draw them from a random generator.
+"""Data classes of scenes, and sampling of scenes from a random generator.
 
-A scene is a 3 x 3 grid of cells with at most one object each, on a plain background, and perhaps a sign: up to six
-characters in one band of slots. A clip is a start scene with events that unfold over time 0..1.
+A scene is a 3 x 3 grid of cells with at most one object each on a plain background, and optionally a sign: up to six
+characters in one row of patches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class Item:
-    """One object. `extent`, `dx`, `dy` are in pixels at scale 1; `row` and `col` may be fractions while it moves."""
+    """One object.
+
+    Attributes:
+        row, col: position on the grid; fractional while the object moves.
+        extent: width and height, in pixels at scale 1.
+        dx, dy: offset from the cell's centre, in pixels at scale 1.
+    """
 
     shape: str
     colour: str
@@ -29,13 +35,19 @@ class Item:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """(row, column) of the cell that the object stands in."""
+        """(row, column) of the object's cell."""
         return round(self.row), round(self.col)
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A line of characters. `band` is the patch row 0..5, `slot` the patch column of the first character."""
+    """A line of characters, one per patch.
+
+    Attributes:
+        band: patch row 0..5.
+        slot: patch column of the first character.
+        offsets: (dx, dy) of each character, in pixels at scale 1.
+    """
 
     text: str
     band: int
@@ -44,13 +56,13 @@ class Sign:
 
     @property
     def row(self) -> int:
-        """Grid row 0..2 that the sign lies in."""
+        """Grid row 0..2 of the sign."""
         return self.band // 2
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects in reading order, a background and perhaps a sign."""
+    """A background, objects in reading order, and optionally a sign."""
 
     background: str
     items: tuple[Item, ...]
@@ -58,7 +70,7 @@ class Scene:
 
 
 def seeded(split: str, index: int) -> random.Random:
-    """A generator for example `index` of a split; training and held-out examples share no seed.
+    """Returns the random generator of example `index` of a split. Training and held-out seeds are disjoint.
 
     Raises:
         ValueError: `split` is neither "train" nor "heldout".
@@ -69,7 +81,7 @@ def seeded(split: str, index: int) -> random.Random:
 
 
 def sample_item(rng: random.Random, row: int, col: int) -> Item:
-    """A random object for a cell, jittered so that it stays inside the cell."""
+    """Sample an object for a cell, with a random offset that keeps it inside the cell."""
     size = rng.choice(tuple(SIZES))
     extent = rng.randint(*SIZES[size])
     slack = 5 if size == "small" else 2
@@ -86,7 +98,7 @@ def sample_item(rng: random.Random, row: int, col: int) -> Item:
 
 
 def sample_text(rng: random.Random) -> str:
-    """Characters of a sign: free letters, a word, or a number. A number has no leading zero."""
+    """Sample a sign's text: random letters, a word, or a number without leading zeros."""
     kind = rng.random()
     if kind < 0.35:
         return "".join(rng.choice(CHARACTERS[:26]) for _ in range(rng.randint(2, MAX_SIGN)))
@@ -98,7 +110,7 @@ def sample_text(rng: random.Random) -> str:
 
 
 def sample_sign(rng: random.Random, band: int, text: str | None = None) -> Sign:
-    """A sign in patch row `band`, anywhere along it; the line and each character are off by up to a pixel each."""
+    """Sample a sign in patch row `band`, with random offsets of up to one pixel per line and character."""
     text = sample_text(rng) if text is None else text
     slot = rng.randint(0, MAX_SIGN - len(text))
     line = rng.choice((-1, 0, 0, 1))
@@ -107,7 +119,7 @@ def sample_sign(rng: random.Random, band: int, text: str | None = None) -> Sign:
 
 
 def sample_scene(rng: random.Random, sign_share: float = 0.4) -> Scene:
-    """A scene of 1-5 objects; a share has a sign (then 0-5 objects), whose grid row holds no object."""
+    """Sample a scene of 1-5 objects, or with probability `sign_share` of 0-5 objects and a sign in a row of its own."""
     background = rng.choice(tuple(BACKGROUNDS))
     sign = sample_sign(rng, rng.randrange(2 * GRID)) if rng.random() < sign_share else None
     cells = [(r, c) for r in range(GRID) for c in range(GRID) if sign is None or r != sign.row]
@@ -117,7 +129,7 @@ def sample_scene(rng: random.Random, sign_share: float = 0.4) -> Scene:
 
 
 def sample_dense(rng: random.Random) -> tuple[Scene, tuple[Sign, ...]]:
-    """A crowded scene for training the tower: each grid row full of objects or of two lines of characters."""
+    """Sample a crowded scene for training the vision tower: each row is filled with objects or two lines of text."""
     background = rng.choice(tuple(BACKGROUNDS))
     items: list[Item] = []
     signs: list[Sign] = []
@@ -132,5 +144,5 @@ def sample_dense(rng: random.Random) -> tuple[Scene, tuple[Sign, ...]]:
 
 
 def moved(item: Item, row: float, col: float) -> Item:
-    """The same object elsewhere on the grid."""
+    """Returns the object at another grid position."""
     return replace(item, row=row, col=col)

@@ -1,7 +1,7 @@
-"""Words and phrases of captions, and how one is picked.
+"""Words and phrases of captions, and how a wording is sampled.
 
-Each scene has a habit (a number that follows from what it shows): the writer prefers the habit's variant but often
-strays, so that captions differ from scene to scene even in their likeliest form, and no caption is certain.
+The content of a scene determines a preferred wording; the writer uses it most often and otherwise samples one. So the
+most likely wording differs between scenes, and no caption is deterministic.
 """
 
 from __future__ import annotations
@@ -62,23 +62,24 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Writer:
-    """Picks among wordings for one caption."""
+    """Samples the wordings of one caption."""
 
     rng: random.Random
-    habit: int
-    loyalty: float = 0.6
-    """Chance of following the habit instead of choosing freely."""
+    preferred: int
+    """Number of the preferred wording, modulo the number of options."""
+    preference: float = 0.6
+    """Probability of the preferred wording; otherwise one is sampled uniformly."""
     sizes: bool = True
     """Whether objects are named with their size."""
 
     def pick(self, options: Sequence[T]) -> T:
-        """One of the options, the habit's most often."""
-        if self.rng.random() < self.loyalty:
-            return options[self.habit % len(options)]
+        """Sample an option, most often the preferred one."""
+        if self.rng.random() < self.preference:
+            return options[self.preferred % len(options)]
         return self.rng.choice(options)
 
     def name(self, item: Item, sized: bool | None = None) -> str:
-        """An object without article, such as "tiny red plus sign"."""
+        """An object without an article, such as "tiny red plus sign"."""
         words = [self.pick(COLOUR_WORDS[item.colour]), self.pick(SHAPE_WORDS[item.shape])]
         if self.sizes if sized is None else sized:
             words.insert(0, self.pick(SIZE_WORDS[item.size]))
@@ -94,43 +95,43 @@ class Writer:
 
 
 def with_article(noun: str) -> str:
-    """The noun behind "a" or "an"."""
+    """The noun after "a" or "an"."""
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
 def plural(noun: str) -> str:
-    """The noun in the plural."""
+    """The noun's plural."""
     return noun + ("es" if noun.endswith("s") else "s")
 
 
 def capital(text: str) -> str:
-    """The text with its first letter capital."""
+    """The text with its first letter capitalised."""
     return text[:1].upper() + text[1:]
 
 
-def scene_habit(scene: Scene) -> int:
-    """The habit that a scene's look suggests: a number that any reader of the scene can know."""
+def preferred_wording(scene: Scene) -> int:
+    """Number of a scene's preferred wording, computed from visible features."""
     first = scene.items[0].shape if scene.items else ""
     return tuple(BACKGROUNDS).index(scene.background) + len(scene.items) + len(first)
 
 
 def sign_kind(sign: Sign) -> str:
-    """What a sign carries: "number" or "word"."""
+    """The kind of a sign's text: "number" or "word"."""
     return "number" if sign.text.isdigit() else "word"
 
 
 def in_reading_order(items: Sequence[Item]) -> list[Item]:
-    """Row by row, each from left to right."""
+    """Sorted row by row, from left to right."""
     return sorted(items, key=lambda item: item.cell)
 
 
 def in_column_order(items: Sequence[Item]) -> list[Item]:
-    """Column by column, each from the top."""
+    """Sorted column by column, from top to bottom."""
     return sorted(items, key=lambda item: (item.cell[1], item.cell[0]))
 
 
 def neighbours(items: Sequence[Item]) -> list[tuple[Item, str, Item]]:
-    """Pairs side by side in the grid: (a, "left" | "above", b) reads "a is left of b" or "a is above b"."""
+    """Pairs in adjacent cells: (a, "left" | "above", b) means that a is left of b or above b."""
     by_cell = {item.cell: item for item in items}
     pairs = []
     for item in items:
@@ -142,5 +143,5 @@ def neighbours(items: Sequence[Item]) -> list[tuple[Item, str, Item]]:
 
 
 def distinct(item: Item, items: Sequence[Item]) -> bool:
-    """Whether colour and shape single the object out."""
+    """Whether no other object has the same colour and shape."""
     return sum(other.colour == item.colour and other.shape == item.shape for other in items) == 1

@@ -1,27 +1,27 @@
-"""Models and drafters that visitors may choose: the operator's alone, or any."""
+"""Tests of the catalog of models and drafters that visitors may select."""
 
 import pytest
 
-from demos.offer import offer
+from demos.catalog import make_catalog
 from mmspec import UserError
 
 
-def test_a_closed_offer_refuses_other_names():
-    closed = offer(["llava", "/models/hybrid"], ["/drafters/msd"], open=False)
+def test_closed_catalog_rejects_other_names():
+    closed = make_catalog(["llava", "/models/hybrid"], ["/drafters/msd"], open=False)
     assert closed.models == ("llava", "/models/hybrid")
     assert closed.drafters == ("auto", "/drafters/msd", "none")
     for model, drafter in (("llava", "auto"), ("/models/hybrid", "/drafters/msd"), ("llava", "none")):
         closed.check(model, drafter)
     with pytest.raises(UserError) as error:
         closed.check("/etc", "auto")
-    told = "model must be one that this server offers: expected llava, /models/hybrid, got '/etc'"
-    assert str(error.value) == told
+    message = "model must be one that this server offers: expected llava, /models/hybrid, got '/etc'"
+    assert str(error.value) == message
     with pytest.raises(UserError, match=r"drafter must be one that this server offers: .* got '/drafters/\.\./msd'"):
         closed.check("llava", "/drafters/../msd")
 
 
-def test_a_closed_offer_of_nothing_is_what_the_package_carries():
-    closed = offer(open=False)
+def test_closed_catalog_defaults_to_embedded_models():
+    closed = make_catalog(open=False)
     assert closed.models == ("tiny-hybrid", "tiny-llava")
     assert {"auto", "ngram", "msd", "none"} <= set(closed.drafters)
     for name in ("small:/etc", "../msd", "/"):
@@ -29,8 +29,8 @@ def test_a_closed_offer_of_nothing_is_what_the_package_carries():
             closed.check("tiny-llava", name)
 
 
-def test_an_open_offer_allows_any_name():
-    free = offer(["llava"], ["/drafters/msd"])
+def test_open_catalog_allows_any_name():
+    free = make_catalog(["llava"], ["/drafters/msd"])
     assert free.models == ("llava", "tiny-hybrid", "tiny-llava")
     assert free.drafters[:2] == ("auto", "/drafters/msd")
     free.check("/any/folder", "small:/another")
@@ -45,8 +45,8 @@ def test_an_open_offer_allows_any_name():
         (["llava", "other"], False, ("llava", "llava")),
     ],
 )
-def test_the_model_that_answers_by_default_is_on_offer(models, open, expected):
-    made = offer(models, open=open)
-    assert (made.model_for("image"), made.model_for("text")) == expected
-    assert made.model_for("video") == expected[0]
+def test_default_models_are_in_the_catalog(models, open, expected):
+    made = make_catalog(models, open=open)
+    assert (made.default_model("image"), made.default_model("text")) == expected
+    assert made.default_model("video") == expected[0]
     assert set(expected) <= set(made.models)

@@ -1,4 +1,4 @@
-"""What visitors may send to the server, and which files they may fetch from it."""
+"""Restrict the HTTP requests that gradio's server accepts: routes, sizes and files."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from demos.questions import LARGEST_UPLOAD
-from demos.storage import Uploads
+from demos.chat_request import MAX_UPLOAD_MIB
+from demos.storage import UploadFolder
 
 _API = "/gradio_api"
-_POSTS = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
-_CALLS = ("/call/", "/run/")  # and a name; "/run" serves what the page does without the queue
-_CLOSED = ("/proxy=", "/deep_link", "/stream", "/custom_component")
-_LARGEST_FORM = 64 * 2**10  # bytes of an upload beside its file
-_LARGEST_QUESTION = 2**20  # bytes of any other request
+_POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
+_CALL_ROUTES = ("/call/", "/run/")  # followed by an endpoint; "/run" serves the page's unqueued events
+_CLOSED_ROUTES = ("/proxy=", "/deep_link", "/stream", "/custom_component")
+_MAX_FORM_BYTES = 64 * 2**10  # bytes of an upload's form besides the file
+_MAX_REQUEST_BYTES = 2**20  # bytes of any other request
 
 
-class Gate:
-    """ASGI middleware: refuses what the page and its clients do not need, and limits what they send.
+class RequestFilter:
+    """ASGI middleware that rejects unneeded routes and oversized requests, and serves files of the upload folder only.
 
-    gradio's server has further routes. One stores recordings outside of the folder of uploads and leaves them there,
-    others write states into it or fetch addresses of the web for whoever asks.
+    gradio's server has further routes: one stores recordings outside of the upload folder and never removes them,
+    others write state files there, or download URLs on behalf of clients.
 
     Args:
-        app: the server.
-        uploads: where it stores what visitors send.
+        app: gradio's application.
+        uploads: the folder of uploads.
     """
 
-    def __init__(self, app: ASGIApp, uploads: Uploads) -> None:
+    def __init__(self, app: ASGIApp, uploads: UploadFolder) -> None:
         self.app = app
         self.uploads = uploads
 
@@ -45,9 +45,9 @@ class Gate:
             return
         route = (scope["path"].partition(_API)[2] or scope["path"]).rstrip("/")
         if scope["method"] == "POST":
-            status, message = self._post_refused(route, Headers(scope=scope))
+            status, message = self._check_post(route, Headers(scope=scope))
         else:
-            status, message = self._get_refused(route)
+            status, message = self._check_get(route)
         if status:
             await PlainTextResponse(message, status)(scope, receive, send)
         elif scope["method"] == "POST" and route == "/upload":
@@ -55,19 +55,20 @@ class Gate:
         else:
             await self.app(scope, receive, send)
 
-    def _get_refused(self, route: str) -> tuple[int, str]:
+    def _check_get(self, route: str) -> tuple[int, str]:
+        """Status and message of a rejected request; 0 if it is accepted."""
         for fetch in ("/file=", "/file/"):
-            if route.startswith(fetch) and not self.uploads.holds(route.removeprefix(fetch)):
+            if route.startswith(fetch) and not self.uploads.contains(route.removeprefix(fetch)):
                 return 403, "this file is not served"
-        return (404, "not found") if route.startswith(_CLOSED) else (0, "")
+        return (404, "not found") if route.startswith(_CLOSED_ROUTES) else (0, "")
 
-    def _post_refused(self, route: str, headers: Headers) -> tuple[int, str]:
-        if route not in _POSTS and not route.startswith(_CALLS):
+    def _check_post(self, route: str, headers: Headers) -> tuple[int, str]:
+        if route not in _POST_ROUTES and not route.startswith(_CALL_ROUTES):
             return 404, "not found"
         length = headers.get("content-length", "")
         if not length.isascii() or not length.isdigit() or "transfer-encoding" in headers:
-            return 411, "a request must tell its length: expected a Content-Length header"
-        largest = LARGEST_UPLOAD * 2**20 + _LARGEST_FORM if route == "/upload" else _LARGEST_QUESTION
+            return 411, "a request must state its length: expected a Content-Length header"
+        largest = MAX_UPLOAD_MIB * 2**20 + _MAX_FORM_BYTES if route == "/upload" else _MAX_REQUEST_BYTES
         if int(length) > largest:
             return 413, f"a request must have at most {largest} bytes: got {length}"
         return 0, ""
@@ -77,7 +78,7 @@ class Gate:
         reserved = False
 
         async def reserve_first() -> Message:
-            # The body is read after the login was checked, so that nobody else has uploads evicted.
+            # The body is read only after the login check: requests without a login evict no uploads.
             nonlocal reserved
             if not reserved:
                 reserved = await anyio.to_thread.run_sync(self.uploads.reserve, size)
@@ -95,9 +96,9 @@ class Gate:
 _move_to_cache = Block.async_move_resource_to_block_cache
 
 
-async def no_downloads(block: Block, url_or_file_path: str | Path | None) -> str | None:
-    """gradio's way of a file from a request to a component, without the download that it starts for addresses."""
+async def refuse_urls(block: Block, url_or_file_path: str | Path | None) -> str | None:
+    """gradio's function that moves a request's file to a component, without its download of URLs."""
     if is_http_url_like(url_or_file_path):
-        told = "addresses are not fetched: expected an uploaded file, gradio_client's handle_file(PATH)"
-        raise gr.Error(told, print_exception=False)
+        message = "URLs are not downloaded: expected an uploaded file, gradio_client's handle_file(PATH)"
+        raise gr.Error(message, print_exception=False)
     return await _move_to_cache(block, url_or_file_path)
