@@ -327,8 +327,8 @@ class Engine:
         sequences = arrival.sequences
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=step.logits.device))
         first = BatchSampler().choose(sequences, root, step.logits)[:, 0]
+        self._token = torch.cat([self._token, first]) if self.running else first
         self.running = [*self.running, *sequences]
-        self._token = torch.cat([self._token.to(first.device), first])
         self._joined.append((arrival.prompt, step, sequences))
         now = clock()
         for sequence, token in zip(sequences, first.tolist(), strict=True):

@@ -110,6 +110,7 @@ class Pipeline:
         model, processor: the plain transformers objects.
         target, drafter: what generation runs on; ``drafter`` may be None.
         name: how the model was asked for.
+        slots: as above.
         budgets: by batch size, what adaptive budgets have learnt of this drafter on this target.
     """
 
@@ -121,9 +122,21 @@ class Pipeline:
         self.budgets: dict[int, Budget] = {}
         self._searched = False  # for the target's stored cost
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
-        self.engine = Engine(target, drafter, self._budget, slots=SLOT_COUNT.check("slots", slots))
+        self.slots = SLOT_COUNT.check("slots", slots)
+        self.engine = Engine(target, drafter, self._budget, slots=slots)
         if drafter is not None:
             drafter.attach(target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "engine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pipeline of another process: without the requests that were being answered."""
+        vars(self).update(state)
+        for part in (self.target, self.drafter):
+            if part is not None:
+                part.select([])
+        self.engine = Engine(self.target, self.drafter, self._budget, slots=self.slots)
 
     @property
     def model(self) -> Any:

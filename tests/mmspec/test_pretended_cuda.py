@@ -48,6 +48,7 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
             next(running)
         assert device.reads == {"tolist": 1}
         assert device.copies == 0
+        running.close()
     assert device.captured
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmspec import Pipeline, UserError
+from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.checks import shown
 from mmspec.drafters.ngram import Ngram
 from mmspec.request import parse
@@ -98,9 +98,9 @@ def test_prompts_that_are_none(pipe, prompt, message):
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        ([{"prompt": "a", "image": "a.png"}], "^a request's keys are prompt, images, videos: got image$"),
-        ([{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 5}], "prompt, images, videos: got max_new_tokens$"),
-        ([{"prompt": "a", "params": None}], "videos: params cannot differ within a batch, pass keywords to the call$"),
+        ([{"prompt": "a", "image": "a.png"}], "^a request's keys are prompt, images, videos, params: got image$"),
+        ([{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 5}], "prompt, images, videos, params: got max_new_tokens$"),
+        ([{"prompt": "a", "params": {"seed": 1}}], "^params must be mmspec.SamplingParams: got {'seed': 1}$"),
         ([{"images": None}], "^a request must have a prompt: got images$"),
         ([{}], "^a request must have a prompt: got nothing$"),
         (["a"], "^a request must be a dict with a prompt: got 'a'$"),
@@ -115,5 +115,20 @@ def test_requests_of_a_batch(pipe, requests, message):
 
 
 def test_what_is_left_goes_to_the_target():
-    call = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 5})
+    (call,) = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 5})
     assert (call.inputs, call.params.top_k, call.extras.nodes) == ({"frames": 3}, 2, 5)
+
+
+def test_params_of_a_request_take_the_place_of_the_calls():
+    own = SamplingParams(top_k=7)
+    calls = parse([{"prompt": "a", "params": own}, {"prompt": "b"}, {"prompt": "c", "params": None}], {"top_k": 2})
+    assert [call.params.top_k for call in calls] == [7, 2, 2]
+    (call,) = parse([{"prompt": "a"}], {"params": own})
+    assert call.params is own
+
+
+def test_params_are_given_in_one_form():
+    with pytest.raises(UserError, match="^params hold all sampling parameters: got top_k beside them$"):
+        parse([{"prompt": "a"}], {"params": SamplingParams(), "top_k": 2})
+    with pytest.raises(UserError, match=r"^params must be mmspec.SamplingParams: got 3$"):
+        parse([{"prompt": "a"}], {"params": 3})

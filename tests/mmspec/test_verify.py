@@ -71,14 +71,6 @@ def test_padding_is_never_accepted():
     assert verdict.host == [([0], [7])]
 
 
-def test_finished_rows_keep_nothing():
-    tree = TokenTree(torch.tensor([[3, 7], [3, 7]]), torch.tensor([[-1, 0], [-1, 0]]))
-    verdict = verify_greedy(tree, torch.tensor([[7, 1], [7, 1]])).only([False, True])
-    assert verdict.host == [([], []), ([0, 1], [7, 1])]
-    assert verdict.path.tolist() == [[-1, -1], [0, 1]]
-    assert verdict.length.tolist() == [0, 2]
-
-
 def test_shapes_are_checked():
     tree = TokenTree(torch.tensor([[3, 7]]), torch.tensor([[-1, 0]]))
     with pytest.raises(ValueError, match=r"choices must be \(batch, nodes\) = \(1, 2\): got \(1, 3\)"):
