@@ -20,7 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mmspec.errors import UserError
 from mmspec.ops import compact_kv
-from mmspec.rows import batch_bucket
+from mmspec.rows import batch_bucket, row_index
+from mmspec.transfer import on_device
 
 _ROUND = 256  # slots; buffers of requests of about one length are of one size
 
@@ -185,7 +186,8 @@ class TreeCache(Cache):
             self._storage = None
         storage = self._storage
         if storage is not None and any(new > old for new, old in enumerate(rows)):
-            storage[:, : len(rows), :, : self.length] = storage[:, list(rows), :, : self.length]
+            index = row_index(rows, storage.device)
+            storage[:, : len(rows), :, : self.length] = storage[:, index, :, : self.length]
         elif storage is not None:  # every row moves up, if at all, into one that is not needed any more
             for new, old in enumerate(rows):
                 if new != old:
@@ -206,7 +208,7 @@ class TreeCache(Cache):
             self.ends, self.version = Ends(zeros[:size], zeros[size:-1], zeros[-1:]), object()
         assert self.ends is not None
         idle = [0] * (len(self.ends.end) - self.rows)
-        self.ends.end.copy_(torch.tensor(self.lengths + idle))
+        self.ends.end.copy_(on_device(self.lengths + idle, self.ends.end.device))
         self.ends.start.fill_(self.length)
 
     def _device(self) -> torch.device:

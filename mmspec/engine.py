@@ -18,6 +18,7 @@ from mmspec.budget import Budget
 from mmspec.drafter import Drafter, features
 from mmspec.errors import UserError
 from mmspec.leases import Lease
+from mmspec.rows import row_index
 from mmspec.sampling import BatchSampler, Sampled, Sampler
 from mmspec.stats import Stats
 from mmspec.stopping import FinishReason, Stopper
@@ -144,6 +145,12 @@ class Engine:
 
     # ------------------------------------------------------------------ clients
 
+    def attach(self) -> None:
+        """Attach the drafter to the target; raises ``UserError`` where they do not fit."""
+        with self._changed:
+            self._lease.acquire()
+            self._release()
+
     def add(self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None) -> list[Sequence]:
         """Queue prompts for decoding; those of one call join at the same time.
 
@@ -211,6 +218,7 @@ class Engine:
         # Those who wait for their first token have it before the first decode step.
         if self._admit() and not running:
             return
+        self._leave()
         if self.running:
             self._decode()
             self._leave()
@@ -350,7 +358,7 @@ class Engine:
         present = set(order)
         order = [row if row in present else next(movers) for row in range(len(kept))]
         self.running = [self.running[row] for row in order]
-        self._token = self._token[order]
+        self._token = self._token[row_index(order, self._token.device)]
         self.target.select(order)
         if self.drafter is not None:
             self.drafter.select(order)

@@ -56,7 +56,11 @@ class Lease:
             _HOLDERS.update({id(part): self for part in self._parts})
             self._held, self._last, self._since = True, threading.current_thread(), clock()
         if self._drafter is not None:
-            self._drafter.attach(self._target)  # another engine may have attached it to its own target
+            try:
+                self._drafter.attach(self._target)  # another engine may have attached it to its own target
+            except BaseException:
+                self.release()
+                raise
 
     def release(self) -> None:
         """Leave the parts to other engines; without effect if they are not held."""

@@ -124,8 +124,7 @@ class Pipeline:
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
         self.slots = SLOT_COUNT.check("slots", slots)
         self.engine = Engine(target, drafter, self._budget, slots=slots)
-        if drafter is not None:
-            drafter.attach(target)
+        self.engine.attach()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "engine"}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.transfer import on_device
+
 
 def batch_bucket(rows: int) -> int:
     """The batch size at which static shapes run ``rows`` sequences: the next power of two."""
@@ -19,6 +21,11 @@ def pad_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
     if len(x) == rows:
         return x
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)), value=value)
+
+
+def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Row numbers as an index, (rows,) int64."""
+    return on_device(list(rows), device) if rows else torch.empty(0, dtype=torch.long, device=device)
 
 
 class RowTensor:
@@ -66,7 +73,7 @@ class RowTensor:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         if list(rows) != list(range(self.rows)):
-            kept = self.data[list(rows)]
+            kept = self.data[row_index(rows, self.data.device)]
             if self.in_place:
                 self.data[len(rows) : self.rows] = 0
                 self.data[: len(rows)] = kept

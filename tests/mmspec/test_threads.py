@@ -1,7 +1,11 @@
-"""Many requests on one pipeline: each answer is the one it would be alone, or it is refused; nothing waits for ever."""
+"""Threads, tasks and unfinished streams on one pipeline: each answer is the one that the request has alone.
+
+Pipelines that share a target or a drafter wait for each other, and are refused where that might never end.
+"""
 
 import asyncio
-import gc
+import itertools
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -10,7 +14,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec import Pipeline, UserError, turns
+from mmspec import Pipeline, SamplingParams, UserError, leases
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
@@ -20,7 +24,7 @@ from tests.tiny import byte_model, byte_tokenizer
 
 PROMPTS = ["a", "The second one, the second one", "xyz" * 9, "one, two, one, two"]
 KEYWORDS = {"max_new_tokens": 12, "nodes": 6}
-UNFINISHED = "^a pipeline serves one request at a time: a stream is not finished, finish or close it first$"
+UNFINISHED = "^a target or drafter serves one pipeline at a time: another pipeline has a stream that is not finished"
 
 
 def target():
@@ -97,26 +101,162 @@ def test_threads_of_the_hook(alone):
             assert answer.result(timeout=300) == alone[prompt]
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "target", "drafter"])
-def test_a_request_beside_an_unfinished_stream_is_refused(kind, alone):
+def test_8_threads_with_24_requests_each():
+    """Greedy and seeded sampling, streams and whole answers, stop strings; slots for a few of them only."""
+    pipe = Pipeline(target(), Recycle(), slots=5)
+    rng = random.Random(1)
+    asked = [
+        (
+            rng.choice(PROMPTS),
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.9]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+                seed=rng.randrange(3),
+                max_new_tokens=rng.randrange(1, 20),
+                stop=rng.choice([None, "e"]),
+            ),
+        )
+        for _ in range(24)
+    ]
+    plain = pipeline()
+    expected = [plain.generate(prompt, params=params) for prompt, params in asked]
+
+    def ask(number):
+        found = []
+        for at in random.Random(number).sample(range(24), 24):
+            prompt, params = asked[at]
+            if at % 3 == 0:
+                pieces = list(pipe.stream(prompt, params=params))
+                found.append((at, "".join(piece.text for piece in pieces), streamed(pieces)))
+            elif at % 3 == 1:
+                answer = pipe.generate(prompt, params=params)
+                found.append((at, answer.text, answer.token_ids))
+            else:
+                for answer in pipe.generate_batch([{"prompt": prompt, "params": params}] * 2):
+                    found.append((at, answer.text, answer.token_ids))
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, number) for number in range(8)]
+        for answer in answers:
+            for at, text, ids in answer.result(timeout=300):
+                assert (text, ids) == (expected[at].text, expected[at].token_ids)
+    assert not pipe.engine.running
+
+
+def test_threads_decode_together():
+    """The passes of four threads are fewer than those of four requests one after the other."""
+    one = target()
+    passes, forward = [], one.forward_tree
+    one.forward_tree = lambda tree: passes.append(tree.batch) or forward(tree)
+    pipe, ready = Pipeline(one, None), threading.Barrier(4)
+
+    def ask(prompt):
+        ready.wait()
+        return pipe.generate(prompt, max_new_tokens=40)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, PROMPTS))
+    assert len(passes) < 4 * 39
+    assert max(passes) > 1
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+def test_another_pipeline_is_refused_beside_an_unfinished_stream(kind, alone):
     first, second, _ = shared_pipelines(kind)
     stream, piece = begun(first)
     with pytest.raises(UserError, match=UNFINISHED):
         second.generate(PROMPTS[0], **KEYWORDS)
     with pytest.raises(UserError, match=UNFINISHED):
         next(second.stream(PROMPTS[0], **KEYWORDS))
-    with pytest.raises(UserError, match=UNFINISHED):
-        mmspec.generate(first.model, torch.tensor([[5]]), drafter=second, do_sample=False, max_new_tokens=3)
     assert streamed([piece, *stream]) == alone[PROMPTS[1]]  # it did not notice
     assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
 
 
-def test_zipped_streams_of_one_pipeline_are_refused():
+def test_requests_beside_an_unfinished_stream(alone):
+    pipe = pipeline(Recycle())
+    stream, piece = begun(pipe)
+    assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+    assert streamed(pipe.stream(PROMPTS[2], **KEYWORDS)) == alone[PROMPTS[2]]
+    ids = torch.tensor([byte_tokenizer()(PROMPTS[3])["input_ids"]])
+    said = mmspec.generate(pipe.model, ids, drafter=pipe, do_sample=False, max_new_tokens=12, nodes=6)
+    assert said[0, ids.shape[1] :].tolist() == alone[PROMPTS[3]]
+    assert streamed([piece, *stream]) == alone[PROMPTS[1]]
+
+
+@pytest.mark.parametrize("drafter", [None, Recycle()])
+def test_zipped_streams(drafter, alone):
+    pipe = pipeline(drafter)
+    streams = [pipe.stream(prompt, **KEYWORDS) for prompt in PROMPTS]
+    rounds = list(itertools.zip_longest(*streams))
+    for prompt, pieces in zip(PROMPTS, zip(*rounds, strict=True), strict=True):
+        assert streamed(piece for piece in pieces if piece) == alone[prompt]
+
+
+def test_async_streams(alone):
+    pipe = pipeline(Recycle())
+
+    async def ask(prompt):
+        return streamed([piece async for piece in pipe.astream(prompt, **KEYWORDS)])
+
+    async def ask_all():
+        return await asyncio.gather(*map(ask, PROMPTS))
+
+    assert asyncio.run(ask_all()) == [alone[prompt] for prompt in PROMPTS]
+
+
+def test_a_cancelled_task_frees_its_slot():
     pipe = pipeline()
-    with pytest.raises(UserError, match=UNFINISHED):
-        list(zip(pipe.stream(PROMPTS[0], **KEYWORDS), pipe.stream(PROMPTS[1], **KEYWORDS), strict=False))
-    gc.collect()
-    assert pipe.generate(PROMPTS[0], **KEYWORDS)
+
+    async def ask():
+        begun = asyncio.Event()
+
+        async def read():
+            async for _ in pipe.astream(PROMPTS[1], max_new_tokens=200):
+                begun.set()
+
+        task = asyncio.create_task(read())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(ask())
+    pipe.generate(PROMPTS[0], **KEYWORDS)
+    assert pipe.target.rows == 0
+    assert not leases._HOLDERS
+
+
+def test_an_error_of_one_request_leaves_the_others_alone(alone):
+    pipe = pipeline(Recycle())
+    stream, first = begun(pipe)
+
+    def fails(ids, scores):
+        if ids.shape[1] > 3:
+            raise RuntimeError("a processor's own")
+        return scores
+
+    with pytest.raises(RuntimeError, match="own"):
+        pipe.generate(PROMPTS[0], **KEYWORDS, logits_processor=[fails])
+    with pytest.raises(RuntimeError, match="own"):
+        pipe.generate(PROMPTS[0], **KEYWORDS, stopping_criteria=[lambda ids, _: fails(ids, torch.tensor([False]))])
+    assert streamed([first, *stream]) == alone[PROMPTS[1]]
+
+
+def test_a_failed_pass_ends_its_requests_and_no_later_ones(monkeypatch, alone):
+    pipe = pipeline(Recycle())
+    stream, _ = begun(pipe)
+
+    def fails(tree):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe.target, "forward_tree", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pipe.generate(PROMPTS[0], **KEYWORDS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(stream)
+    assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
 
 
 def test_streams_of_pipelines_with_targets_of_their_own_may_be_mixed(alone):
@@ -156,7 +296,8 @@ def test_what_ends_a_stream_frees_the_pipeline(end, alone):
             assert list(stream)[-1].finish_reason is not None
         del stream
     assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
-    assert not turns._HOLDERS
+    assert not leases._HOLDERS
+    assert pipe.target.rows == 0
 
 
 def test_a_stream_that_was_not_begun_holds_nothing(alone):
@@ -166,11 +307,11 @@ def test_a_stream_that_was_not_begun_holds_nothing(alone):
     assert streamed(stream) == alone[PROMPTS[1]]
 
 
-def test_the_last_piece_comes_when_the_pipeline_is_free():
-    pipe = pipeline()
-    for piece in pipe.stream(PROMPTS[1], **KEYWORDS):
+def test_the_last_piece_comes_when_the_target_is_free(alone):
+    first, second, _ = shared_pipelines("target")
+    for piece in first.stream(PROMPTS[1], **KEYWORDS):
         if piece.finish_reason is not None:
-            assert pipe.generate(PROMPTS[0], **KEYWORDS)
+            assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
 
 
 def test_a_stream_moves_between_threads(alone):
@@ -180,32 +321,32 @@ def test_a_stream_moves_between_threads(alone):
     rest = threading.Thread(target=lambda: found.extend(stream))
     found = []
     rest.start()
-    answer = pipe.generate(PROMPTS[0], **KEYWORDS)  # waits for the other thread, which has the stream now
+    answer = pipe.generate(PROMPTS[0], **KEYWORDS)
     rest.join()
     assert answer.token_ids == alone[PROMPTS[0]]
     assert streamed([first, second, *found]) == alone[PROMPTS[1]]
 
 
 def test_a_stream_of_a_thread_that_has_ended_is_not_waited_for():
-    pipe = pipeline()
-    stream, _ = in_thread(begun, pipe)
+    first, second, _ = shared_pipelines("target")
+    stream, _ = in_thread(begun, first)
     with pytest.raises(UserError, match=UNFINISHED):
-        pipe.generate(PROMPTS[0], **KEYWORDS)
+        second.generate(PROMPTS[0], **KEYWORDS)
     stream.close()
-    assert pipe.generate(PROMPTS[0], **KEYWORDS)
+    assert second.generate(PROMPTS[0], **KEYWORDS)
 
 
 def test_who_waits_for_a_stream_that_nobody_resumes_is_refused_in_the_end(monkeypatch, alone):
     """As where ``asyncio.to_thread`` is awaited between two pieces: the stream's thread waits for the request."""
-    monkeypatch.setattr(turns, "PATIENCE", 0.2)
-    pipe = pipeline()
+    monkeypatch.setattr(leases, "PATIENCE", 0.2)
+    pipe, other, _ = shared_pipelines("target")
 
     async def ask():
         found = []
         for piece in pipe.stream(PROMPTS[1], **KEYWORDS):
             if not found:
                 with pytest.raises(UserError, match=UNFINISHED):
-                    await asyncio.to_thread(pipe.generate, PROMPTS[0], **KEYWORDS)
+                    await asyncio.to_thread(other.generate, PROMPTS[0], **KEYWORDS)
             found.append(piece)
         return streamed(found)
 
@@ -229,7 +370,7 @@ def test_a_request_from_within_a_request_is_refused(from_where):
     def asks(*arguments, **_):
         return pipe.generate(PROMPTS[0], **KEYWORDS)
 
-    with pytest.raises(UserError, match="one request at a time: this one was made while another is decoding"):
+    with pytest.raises(UserError, match=r"^a request cannot be made from within a step of the same pipeline$"):
         pipe.generate(PROMPTS[1], **KEYWORDS, **{from_where: [asks]})
     assert pipe.generate(PROMPTS[0], **KEYWORDS)
 
