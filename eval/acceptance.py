@@ -1,7 +1,7 @@
 """How many tokens one pass of the target yields: ``python -m eval.acceptance``.
 
 Mean acceptance length is tokens emitted per verify step, the bonus token counted; the prefill, and the token that it
-gives, are not counted. It is measured on held-out requests (``eval.prompts``): captions of images and of videos,
+gives, are not counted. It is measured on held-out requests (``harness.prompts``): captions of images and of videos,
 follow-up questions whose history is the target's own answers, several images at once, text alone. Every output is
 compared with plain decoding of the same request: by the same argmax at temperature 0, by the same seed above it.
 
@@ -23,11 +23,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mmspec
-from eval.command import Measurement, console, print_result
-from eval.drafters import named_drafters
-from eval.prompts import FIRST, SUITES, suite
-from eval.study import Key, Study
-from eval.tally import Tally, difference
+from eval.decoding.study import Key, Study
+from eval.harness.acceptance import Tally, difference
+from eval.harness.command import Measurement, console, print_result
+from eval.harness.drafters import named_drafters
+from eval.harness.prompts import FIRST, SUITES, suite
 from mmspec.calibrate import describe
 from mmspec.cli.options import OUT_FILE, Number
 from mmspec.drafter import Drafter, learns

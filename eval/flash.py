@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 import mmspec
-from eval.command import Measurement, console, print_result
-from eval.prompts import held_out_requests
-from eval.rounds import PLAIN, Way, measure, ratios
+from eval.harness.command import Measurement, console, print_result
+from eval.harness.prompts import held_out_requests
+from eval.harness.timing import PLAIN, Way, measure, ratios
 from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE, OUT_FOLDER
 from mmspec.drafter import fork
@@ -45,7 +45,7 @@ from vision.scenes.drawing import draw
 from vision.scenes.scene import Scene, sample_scene, seeded
 
 FIRST = 3_000_000
-"""Held-out index from which requests are drawn; see ``eval.prompts``."""
+"""Held-out index from which requests are drawn; see ``eval.harness.prompts``."""
 LEVELS = 8
 
 

@@ -2,8 +2,8 @@
 eight minutes.
 
 Nothing is downloaded. What matters most comes first: the bandwidth of the memory; models of 7 and 8 billion parameters
-made on the device, single passes and whole answers of one row (`eval.gpu_models`); every kernel against its floor and
-against what transformers uses (`eval.gpu_kernels`); 13 billion parameters; the tests that need a GPU; larger batches;
+made on the device, single passes and whole answers of one row (`gpu_models`); every kernel against its floor and
+against what transformers uses (`gpu_kernels`); 13 billion parameters; the tests that need a GPU; larger batches;
 and flex attention, which takes long to compile.
 
 The file is written whole after every row, and a later call with the same file goes on behind it. A part that fails is
@@ -29,12 +29,12 @@ from typing import Any
 import click
 import torch
 
-from eval import gpu_kernels, gpu_models
-from eval.command import Measurement, print_result
-from eval.gpu_kernels import Place
-from eval.gpu_run import Rows, attempt, earlier, machine, run
-from eval.scale_up import SHAPES, Shape
-from eval.scale_up_models import shape_of
+from eval.harness.command import Measurement, print_result
+from eval.kernels import gpu_kernels, gpu_models
+from eval.kernels.gpu_kernels import Place
+from eval.kernels.gpu_run import Rows, attempt, earlier, machine, run
+from eval.scale_up.axes import SHAPES, Shape
+from eval.scale_up.models import shape_of
 from mmspec import plugins
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError

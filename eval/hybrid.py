@@ -17,12 +17,12 @@ import click
 from rich.table import Table
 
 import mmspec
-from eval.command import Measurement, console, print_result, whole_numbers
-from eval.drafters import chain, named_drafters
-from eval.prompts import held_out_texts
-from eval.rounds import PLAIN, TRANSFORMERS, Way, measure, ratios
+from eval.decoding.unrolled import Unrolled
+from eval.harness.command import Measurement, console, print_result, whole_numbers
+from eval.harness.drafters import chain, named_drafters
+from eval.harness.prompts import held_out_texts
+from eval.harness.timing import PLAIN, TRANSFORMERS, Way, measure, ratios
 from eval.speed import report
-from eval.unrolled import Unrolled
 from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE
 from mmspec.drafter import Drafter, fork

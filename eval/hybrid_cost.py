@@ -27,8 +27,8 @@ import torch
 from rich.table import Table
 from transformers import BambaForCausalLM, DynamicCache
 
-from eval.command import Measurement, console, print_result, whole_numbers
-from eval.unrolled import Unrolled, unroll
+from eval.decoding.unrolled import Unrolled, unroll
+from eval.harness.command import Measurement, console, print_result, whole_numbers
 from mmspec.calibrate import describe
 from mmspec.cli.options import OUT_FILE
 from mmspec.support import lay_out_for_few_rows

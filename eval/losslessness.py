@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import mmspec
-from eval.oracle import Oracle
-from eval.tiny_models import (
+from eval.decoding.oracle import Oracle
+from eval.decoding.tiny_models import (
     HYBRID_CONFIGS,
     TEXT_CONFIGS,
     VISION_CONFIGS,

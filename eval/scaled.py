@@ -1,6 +1,6 @@
 """How much faster than plain decoding in the shape of a big model: ``python -m eval.scaled``.
 
-The embedded model and its drafters are widened and deepened without changing what they say (`eval.scale_up`), and
+The embedded model and its drafters are widened and deepened without changing what they say (`eval.scale_up.axes`), and
 decode held-out captions in the ways of `eval.speed`. Acceptance is therefore the small model's; time is the big
 shape's. An image takes as many entries of the caches as in LLaVA-1.5: masked ones stand before the prompt, which are
 read and weigh nothing. In bfloat16, where another order of sums may turn a near tie, every answer that differs from
@@ -24,13 +24,13 @@ import click
 import torch
 
 import mmspec
-from eval.command import Measurement, commit, console, print_result, write_result
-from eval.drafters import named_drafters, tree_sizes
-from eval.prompts import held_out_requests
-from eval.rounds import PLAIN, TRANSFORMERS, Way, measure
-from eval.scale_up import SHAPES
-from eval.scale_up_drafters import scaled
-from eval.scale_up_models import scale_up
+from eval.harness.command import Measurement, commit, console, print_result, write_result
+from eval.harness.drafters import named_drafters, tree_sizes
+from eval.harness.prompts import held_out_requests
+from eval.harness.timing import PLAIN, TRANSFORMERS, Way, measure
+from eval.scale_up.axes import SHAPES
+from eval.scale_up.drafters import scaled
+from eval.scale_up.models import scale_up
 from eval.speed import report
 from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 import mmspec
-from eval.command import Measurement, console, print_result
-from eval.drafters import named_drafters, tree_sizes
-from eval.prompts import held_out_requests
-from eval.rounds import PARTS, PLAIN, TRANSFORMERS, Way, measure, ratios
+from eval.harness.command import Measurement, console, print_result
+from eval.harness.drafters import named_drafters, tree_sizes
+from eval.harness.prompts import held_out_requests
+from eval.harness.timing import PARTS, PLAIN, TRANSFORMERS, Way, measure, ratios
 from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE
 from mmspec.drafter import fork

@@ -23,7 +23,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from eval.command import Measurement, console, print_result, whole_numbers
+from eval.harness.command import Measurement, console, print_result, whole_numbers
 from eval.ssm_memory import peak
 from mmspec import kernels
 from mmspec.cli.options import OUT_FILE

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 import mmspec
-from eval.prompts import held_out_requests
+from eval.harness.prompts import held_out_requests
 from mmspec import plugins
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError

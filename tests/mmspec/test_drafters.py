@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
-from eval.tiny_models import _TEXT, text_inputs
+from eval.decoding.tiny_models import _TEXT, text_inputs
 from mmspec import TokenTree, UserError, plugins
 from mmspec.budget import Budget
 from mmspec.drafter import build_tree

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 import mmspec
+from eval.decoding.oracle import Oracle
+from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from eval.losslessness import Case, cases, compare
-from eval.oracle import Oracle
-from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import UserError
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 
 import mmspec
+from eval.decoding.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
 from eval.losslessness import Case, compare
-from eval.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.support import cache_argument
 from mmspec.target import Prompt

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from eval.decoding.tiny_models import IMAGE, VIDEO, VISION_CONFIGS, vision_inputs, vision_model
 from eval.losslessness import Case, compare
-from eval.tiny_models import IMAGE, VIDEO, VISION_CONFIGS, vision_inputs, vision_model
 from mmspec import plugins
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model

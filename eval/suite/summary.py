@@ -1,0 +1,134 @@
+"""Figures of a run: medians over conversations with intervals, ratios of pairs, acceptance, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from eval.harness.acceptance import Tally
+from eval.harness.timing import PARTS
+from eval.suite.methods import BASELINE, PLAIN
+from eval.suite.sample import Sample, Scorer
+from mmspec.errors import UserError
+from mmspec.stats import Stats
+
+Record = dict[str, Any]
+ALL = "all"
+
+
+def summarise(
+    records: Sequence[Record], samples: Mapping[str, Sequence[Sample]], scorers: Mapping[str, Scorer | None]
+) -> list[dict[str, Any]]:
+    """A row of figures for every task (and all together, where there are several), temperature, batch size and method.
+
+    Args:
+        records: of a run.
+        samples, scorers: by task.
+
+    Returns:
+        Rows of plain JSON values. Ratios compare seconds per token with transformers' ``generate`` and with our plain
+        decoding, by batch of conversations, then their ``median`` and the ends of its 95 % interval, ``low`` and
+        ``high``, by the percentile bootstrap over these batches.
+    """
+    cells: dict[tuple[str, float, int], list[Record]] = {}
+    tasks = dict.fromkeys(record["task"] for record in records)
+    for record in records:
+        for name in (record["task"], *([ALL] if len(tasks) > 1 else [])):
+            cells.setdefault((name, record["temperature"], record["batch"]), []).append(record)
+    rows = []
+    for (task, temperature, batch), found in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
+        for method in dict.fromkeys(m for record in found for m in record["turns"][0]["methods"]):
+            having = [record for record in found if method in record["turns"][0]["methods"]]
+            row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
+            row |= _figures(having, method)
+            if task != ALL:
+                row |= _scored(having, method, samples[task], scorers[task])
+            rows.append(row)
+    return rows
+
+
+def interval(values: Sequence[float], resamples: int = 2000) -> dict[str, float]:
+    """The median, and the ends of its 95 % interval (the percentile bootstrap; Efron and Tibshirani, An Introduction to
+    the Bootstrap, chapter 13)."""
+    array = np.asarray(values, float)
+    drawn = np.random.default_rng(0).integers(len(array), size=(resamples, len(array)))
+    low, high = np.percentile(np.median(array[drawn], axis=1), [2.5, 97.5])
+    return {"median": float(np.median(array)), "low": float(low), "high": float(high)}
+
+
+def _spent(record: Record, method: str) -> dict[str, float]:
+    """Seconds of a batch of conversations by what they were spent on, medians over the rounds; tokens; rows."""
+    told = [turn["methods"][method] for turn in record["turns"]]
+    names = told[0]["seconds"][0]
+    spent = {name: sum(median(s[name] for s in one["seconds"]) for one in told) for name in names}
+    first = [median(s["total"] - s["decoding"] for s in one["seconds"]) for one in told]
+    spent["first"] = sum(first) / len(first)
+    spent["tokens"] = sum(len(answer) for one in told for answer in one["answers"])
+    spent["behind"] = spent["tokens"] - sum(len(one["answers"]) for one in told)
+    return spent
+
+
+def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tokens: str) -> dict[str, float] | None:
+    """How much longer ``other`` takes per token."""
+    ratios = []
+    for record in records:
+        own, base = _spent(record, method), _spent(record, other)
+        if min(own[tokens], base[tokens]) > 0:
+            ratios.append(base[seconds] / base[tokens] / (own[seconds] / own[tokens]))
+    return interval(ratios) if ratios else None
+
+
+def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+    spent = [_spent(record, method) for record in records]
+    told = [one["methods"][method] for record in records for one in record["turns"]]
+    tally = Tally()
+    for group, record in enumerate(records):
+        for turn in record["turns"]:
+            for figures, equal in zip(turn["methods"][method]["stats"], turn["methods"][method]["equal"], strict=False):
+                tally.add(group, Stats(**figures), bool(equal))
+    shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PARTS if part in spent[0]}
+    if shares:
+        shares["rest"] = 1 - sum(shares.values())
+    compared = [equal for one in told for equal in one["equal"] if equal is not None]
+    return {
+        "conversations": sum(len(record["ids"]) for record in records),
+        "tokens": int(sum(s["tokens"] for s in spent)),
+        "end_to_end": _ratio(records, method, BASELINE, "total", "tokens"),
+        "end_to_end_plain": _ratio(records, method, PLAIN, "total", "tokens"),
+        "decoding": _ratio(records, method, BASELINE, "decoding", "behind"),
+        "decoding_plain": _ratio(records, method, PLAIN, "decoding", "behind"),
+        "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
+        "time_to_first_token": median(s["first"] for s in spent),
+        "shares": shares,
+        "memory": max((one["memory"] for one in told if one["memory"] is not None), default=None),
+        "acceptance": {**tally.row(), "histogram": tally.histogram} if tally.steps and sum(tally.steps) else None,
+        "equal": sum(compared),
+        "compared": len(compared),
+        "differences": [
+            {"task": record["task"], "id": record["ids"][turn["rows"][found["row"]]], "turn": place, **found}
+            for record in records
+            for place, turn in enumerate(record["turns"])
+            for found in turn["methods"][method]["differences"]
+        ],
+    }
+
+
+def _scored(records: Sequence[Record], method: str, samples: Sequence[Sample], scorer: Scorer | None) -> dict[str, Any]:
+    if scorer is None:
+        return {"score": {}}
+    by_id = {sample.id: sample for sample in samples}
+    answered = [
+        (
+            by_id[sample],
+            [t["methods"][method]["texts"][t["rows"].index(row)] for t in record["turns"] if row in t["rows"]],
+        )
+        for record in records
+        for row, sample in enumerate(record["ids"])
+    ]
+    try:
+        return {"score": scorer(answered)}
+    except UserError as error:  # a library is missing: what was measured should not be lost for that
+        return {"score": {}, "not_scored": str(error)}
