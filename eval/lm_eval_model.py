@@ -7,7 +7,7 @@ if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 
-    from eval.adapters.lm_eval_model import Mmspec
+    from eval.adapters.lm_eval_model import MmspecLM
 
-    register_model("mmspec")(Mmspec)
+    register_model("mmspec")(MmspecLM)
     cli_evaluate()

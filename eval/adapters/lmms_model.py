@@ -1,4 +1,4 @@
-"""The class that lmms-eval makes for ``--model mmspec``; see ``eval.adapters.lmms``."""
+"""The model class that lmms-eval instantiates for ``--model mmspec``; see ``eval.adapters.lmms``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from loguru import logger
 from tqdm import tqdm
 
 import mmspec
-from eval.adapters.lmms import as_request, keywords_of
-from eval.harness.acceptance import Tally
+from eval.adapters.lmms import generation_keywords, messages_to_request
+from eval.harness.acceptance import AcceptanceStats
 
 
-class Mmspec(lmms):
-    """Answers lmms-eval's generation tasks.
+class MmspecLMM(lmms):
+    """Runs lmms-eval's generation tasks.
 
     Args:
         pretrained, drafter, device, dtype: as for ``mmspec.load``.
-        nodes: drafted nodes per step; None takes as many as pay.
-        frames: per video; None takes the usual number.
-        batch_size: requests at once.
-        max_batch_size: lmms-eval always gives it; not used.
+        nodes: draft tokens per step; None is adaptive.
+        frames: per video; None takes the default number.
+        batch_size: requests decoded at once.
+        max_batch_size: always passed by lmms-eval; ignored.
 
     Attributes:
-        tally: what was accepted so far.
+        acceptance: statistics over all requests so far.
     """
 
     is_simple = False
@@ -45,7 +45,7 @@ class Mmspec(lmms):
     ) -> None:
         super().__init__()
         self.pipe = mmspec.load(pretrained, drafter, device or "auto", dtype)
-        self.tally = Tally()
+        self.acceptance = AcceptanceStats()
         self._options = {"nodes": None if nodes is None else int(nodes)}
         if frames is not None:
             self._options["frames"] = int(frames)
@@ -56,35 +56,34 @@ class Mmspec(lmms):
         results: list[GenerationResult | None] = [None] * len(requests)
         order = sorted(range(len(requests)), key=lambda k: str(self._keywords(requests[k])))
         with tqdm(total=len(requests), desc="mmspec") as bar:
-            for keywords, places in groupby(order, key=lambda k: self._keywords(requests[k])):
-                alike = list(places)
-                for start in range(0, len(alike), self._batch):
-                    chosen = alike[start : start + self._batch]
-                    for place, result in zip(
-                        chosen, self._answer([requests[k] for k in chosen], keywords), strict=True
-                    ):
-                        results[place] = result
+            for keywords, group in groupby(order, key=lambda k: self._keywords(requests[k])):
+                indices = list(group)
+                for start in range(0, len(indices), self._batch):
+                    chosen = indices[start : start + self._batch]
+                    answers = self._answer([requests[k] for k in chosen], keywords)
+                    for index, result in zip(chosen, answers, strict=True):
+                        results[index] = result
                     bar.update(len(chosen))
-        logger.info(self.tally.told())
+        logger.info(self.acceptance.log_line())
         return [result for result in results if result is not None]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Not served."""
-        raise NotImplementedError("mmspec does not serve lmms-eval's tasks of several rounds")
+        """Not supported."""
+        raise NotImplementedError("mmspec does not support lmms-eval's multi-round tasks")
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not served: nothing is generated there that speculation could speed up."""
-        raise NotImplementedError("mmspec generates; lmms-eval's tasks by likelihood gain nothing from it")
+        """Not supported: likelihoods generate no tokens."""
+        raise NotImplementedError("mmspec supports lmms-eval's generation tasks, not its likelihood tasks")
 
     def _answer(self, requests: Sequence[Instance], keywords: dict[str, Any]) -> Iterator[GenerationResult]:
-        asked = []
+        inputs = []
         for request in requests:
             _, messages_of, _, doc, task, split = request.args
-            asked.append(as_request(messages_of(self.task_dict[task][split][doc])))
-        for answer in self.pipe.generate_batch(asked, **keywords, **self._options):
-            self.tally.add(len(self.tally.groups), answer.stats, equal=True)
+            inputs.append(messages_to_request(messages_of(self.task_dict[task][split][doc])))
+        for answer in self.pipe.generate_batch(inputs, **keywords, **self._options):
+            self.acceptance.add(len(self.acceptance.groups), answer.stats, equal=True)
             yield GenerationResult(answer.text.strip(), TokenCounts(output_tokens=len(answer.token_ids)))
 
     @staticmethod
     def _keywords(request: Instance) -> dict[str, Any]:
-        return keywords_of(request.args[2])
+        return generation_keywords(request.args[2])

@@ -1,1 +1,1 @@
-"""Libraries of the decoding measurements: acceptance, losslessness, step cost, chains against trees, ablations."""
+"""Libraries of the decoding benchmarks: acceptance, speed, losslessness, step cost, trees against chains, ablations."""

@@ -1,7 +1,7 @@
-"""A drafter that knows the answer and hides it, so that trees of every shape and acceptance are verified.
+"""A randomised drafter given the correct output, to test verification on trees of every shape and acceptance.
 
-Real drafters mostly propose the same kind of tree. This one mixes the true continuation, cut and sometimes spoiled at
-random places, with decoys in random topological order, differently in each row of a batch.
+Real drafters mostly propose similar trees. This one mixes the true continuation, truncated and sometimes corrupted at
+random positions, with decoy nodes in random topological order, differently in each row of a batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mmspec.verify import Verdict
 
 
 class Oracle:
-    """Drafts from known continuations.
+    """Drafts random trees around the known output.
 
     Args:
-        references: the new tokens of each row, in the order of the prompts.
+        references: new tokens of each row.
         vocab: decoys are drawn from ``range(vocab)``.
-        seed: of the trees' shapes.
-        nodes: drafted nodes per row and step at most.
-        spoil: how often a wrong token is put into the true path.
+        seed: of the random trees.
+        nodes: maximum draft tokens per row and step.
+        spoil: probability that one token of the true path is replaced.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Oracle:
         self._starts: list[int] = []
 
     def attach(self, target: Target) -> None:
-        """Any target whose continuations these are."""
+        """Works with any target."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         self._history = history
@@ -57,10 +57,10 @@ class Oracle:
         return build_tree(token, rows)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """The histories say all there is to know."""
+        """The histories passed to ``begin`` are updated by the engine."""
 
     def _with_decoys(self, truth: list[int], depth: int, size: int) -> list[tuple[int, int]]:
-        """(token, parent) of the true chain and of random nodes hung on it; the root is node 0."""
+        """(token, parent) of the true chain and of random decoys attached to it; the root is node 0."""
         nodes = [(token, place) for place, token in enumerate(truth)]
         level = [0, *range(1, len(truth) + 1)]
         for _ in range(self._random.randint(0, size - len(truth))):
@@ -71,7 +71,7 @@ class Oracle:
         return nodes
 
     def _shuffle(self, nodes: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        """The same tree in a random order in which parents come before children."""
+        """Tokens and parents of the same tree in a random topological order."""
         place = {0: 0}
         tokens, parents = [], []
         waiting = set(range(1, len(nodes) + 1))

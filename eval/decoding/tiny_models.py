@@ -1,7 +1,7 @@
-"""Tiny randomly initialised models of every supported architecture, and inputs for them.
+"""Tiny randomly initialised models of every supported architecture, with inputs and random drafters.
 
-For tests and for `eval.losslessness`, with random drafters where these need weights. Weights are drawn wide, so that
-greedy outputs vary instead of falling into one repeated token, and top logits lie far apart.
+For tests and ``eval.losslessness``. Weights have a large variance, so that greedy outputs vary instead of repeating one
+token, and top logits lie far apart.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vision.drafters.network import MSDConfig, MSDNetwork
 
 VOCAB = 101
 IMAGE, VIDEO, VISION_START, VISION_END = 96, 97, 98, 99
-_TEXT: dict[str, Any] = dict(
+TINY_SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=48,
     intermediate_size=64,
@@ -63,31 +63,31 @@ _TEXT: dict[str, Any] = dict(
 )
 
 
-def _small(config_class: Any, **changes: Any) -> Any:
-    """A class's default configuration with sizes cut.
+def _shrink(config_class: Any, **changes: Any) -> Any:
+    """A class's default configuration with tiny sizes.
 
     Args:
-        changes: other values for fields that the class has.
+        changes: values of other fields.
 
     Raises:
-        TypeError: a change names a field that the class lacks, as no published configuration has it either.
+        TypeError: the class has no such field.
     """
     known = vars(config_class()).keys() | config_class.attribute_map.keys()
     if unknown := sorted(changes.keys() - known):
-        raise TypeError(f"{config_class.__name__} must have the fields that are changed: it lacks {', '.join(unknown)}")
-    return config_class(**{name: value for name, value in (_TEXT | changes).items() if name in known})
+        raise TypeError(f"{config_class.__name__} must have all changed fields: it lacks {', '.join(unknown)}")
+    return config_class(**{name: value for name, value in (TINY_SIZES | changes).items() if name in known})
 
 
 TEXT_CONFIGS: dict[str, Any] = {
-    "llama": lambda: _small(LlamaConfig),
-    "mistral": lambda: _small(MistralConfig, sliding_window=None),
-    "mistral-window": lambda: _small(MistralConfig, sliding_window=5),
-    "qwen2": lambda: _small(Qwen2Config),
-    "qwen2-window": lambda: _small(Qwen2Config, use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen3": lambda: _small(Qwen3Config),
-    "gemma": lambda: _small(GemmaConfig),
-    "gemma2": lambda: _small(Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
-    "gemma3": lambda: _small(Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
+    "llama": lambda: _shrink(LlamaConfig),
+    "mistral": lambda: _shrink(MistralConfig, sliding_window=None),
+    "mistral-window": lambda: _shrink(MistralConfig, sliding_window=5),
+    "qwen2": lambda: _shrink(Qwen2Config),
+    "qwen2-window": lambda: _shrink(Qwen2Config, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": lambda: _shrink(Qwen3Config),
+    "gemma": lambda: _shrink(GemmaConfig),
+    "gemma2": lambda: _shrink(Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
+    "gemma3": lambda: _shrink(Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
 }
 
 _RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"
@@ -97,23 +97,23 @@ _MIXER: dict[str, Any] = dict(
 
 
 def _bamba(**changes: Any) -> BambaConfig:
-    return _small(BambaConfig, **{**_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes})
+    return _shrink(BambaConfig, **{**_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes})
 
 
 HYBRID_CONFIGS: dict[str, Any] = {
-    "mamba2": lambda: _small(
+    "mamba2": lambda: _shrink(
         Mamba2Config, num_hidden_layers=3, head_dim=16, num_heads=6, n_groups=2, state_size=8, chunk_size=8
     ),
     "bamba": _bamba,
-    # Step sizes are clamped to these limits in a prompt, and not at all where transformers decodes token by token.
+    # transformers clamps step sizes to these limits in prefill only, not in token-by-token decoding.
     "bamba-limits": lambda: _bamba(time_step_limit=(0.4, 1.0)),
-    "zamba2": lambda: _small(
+    "zamba2": lambda: _shrink(
         Zamba2Config,
         num_hidden_layers=5,
-        # Attention reads states and embeddings side by side, and its adapters are as wide for keys as for queries.
+        # Attention reads states and embeddings concatenated; its adapters are as wide for keys as for queries.
         head_dim=24,
         num_key_value_heads=4,
-        # With wider weights, transformers' own passes in one go and token by token were measured to be 1e-3 apart.
+        # With larger weights, transformers' prefill and token-by-token decoding were measured to differ by 1e-3.
         initializer_range=0.1,
         layers_block_type=[_RECURRENT, _BOTH, _BOTH, _RECURRENT, _BOTH],
         num_mem_blocks=2,
@@ -126,7 +126,7 @@ HYBRID_CONFIGS: dict[str, Any] = {
         chunk_size=8,
         time_step_min=1e-9,
     ),
-    "nemotron_h": lambda: _small(
+    "nemotron_h": lambda: _shrink(
         NemotronHConfig,
         layers_block_type=[_RECURRENT, _ATTENDING, "mlp", _RECURRENT, "moe", _ATTENDING],
         mamba_num_heads=6,
@@ -139,7 +139,7 @@ HYBRID_CONFIGS: dict[str, Any] = {
         moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=32,
     ),
-    "falcon_h1": lambda: _small(
+    "falcon_h1": lambda: _shrink(
         FalconH1Config,
         num_hidden_layers=3,
         **{**_MIXER, "mamba_n_groups": 1, "mamba_n_heads": 4},
@@ -150,14 +150,14 @@ HYBRID_CONFIGS: dict[str, Any] = {
         ssm_in_multiplier=1.2,
         ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
     ),
-    "falcon_h1-norm": lambda: _small(
+    "falcon_h1-norm": lambda: _shrink(
         FalconH1Config,
         **{**_MIXER, "mamba_n_heads": 4},
         mamba_d_ssm=64,
         mamba_rms_norm=True,
         mamba_norm_before_gate=False,
     ),
-    "granitemoehybrid": lambda: _small(
+    "granitemoehybrid": lambda: _shrink(
         GraniteMoeHybridConfig,
         num_hidden_layers=4,
         **{**_MIXER, "mamba_n_groups": 1},
@@ -171,19 +171,20 @@ HYBRID_CONFIGS: dict[str, Any] = {
         embedding_multiplier=1.2,
     ),
 }
-"""Models with Mamba-2 layers: alone, between attention layers, before shared ones (Zamba2), in one layer with attention
-(Falcon-H1); one and two groups."""
+"""Models with Mamba-2 layers: alone, alternating with attention layers, before shared attention (Zamba2), and in one
+layer with attention (Falcon-H1); with one and two groups."""
 if FalconH1RMSNormGated(4)(torch.zeros(2, 1, 4)).ndim < 3:
     del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.17 loses an axis there, and decodes no batches
 
 
 def text_model(name: str) -> PreTrainedModel:
+    """A random model of ``TEXT_CONFIGS`` or ``HYBRID_CONFIGS``."""
     torch.manual_seed(0)
-    return _widen(AutoModelForCausalLM.from_config((TEXT_CONFIGS | HYBRID_CONFIGS)[name]())).eval()
+    return _spread(AutoModelForCausalLM.from_config((TEXT_CONFIGS | HYBRID_CONFIGS)[name]())).eval()
 
 
-def _widen(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the logits of a random model spread, whatever norm stands before its head, and states last a while."""
+def _spread(model: PreTrainedModel) -> PreTrainedModel:
+    """Enlarge the head's weights so that logits vary, and slow the decay of recurrent states."""
     module: Any
     for module in model.modules():
         if hasattr(module, "A_log"):
@@ -211,10 +212,10 @@ def _siglip() -> SiglipVisionConfig:
 
 def _qwen_text(config_class: Any) -> Any:
     rope = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
-    return _small(config_class, rope_parameters=rope)
+    return _shrink(config_class, rope_parameters=rope)
 
 
-def _qwen_marks() -> dict[str, Any]:
+def _qwen_token_ids() -> dict[str, Any]:
     return dict(
         image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END
     )
@@ -222,27 +223,27 @@ def _qwen_marks() -> dict[str, Any]:
 
 VISION_CONFIGS: dict[str, Any] = {
     "llava": lambda: LlavaConfig(
-        vision_config=_clip(), text_config=_small(LlamaConfig), image_token_index=IMAGE, image_seq_length=16
+        vision_config=_clip(), text_config=_shrink(LlamaConfig), image_token_index=IMAGE, image_seq_length=16
     ),
     "llava_bamba": lambda: LlavaConfig(
         vision_config=_clip(), text_config=_bamba(), image_token_index=IMAGE, image_seq_length=16
     ),
     "llava_next": lambda: LlavaNextConfig(
         vision_config=_clip(),
-        text_config=_small(MistralConfig, sliding_window=None),
+        text_config=_shrink(MistralConfig, sliding_window=None),
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
     "llava_next_video": lambda: LlavaNextVideoConfig(
         vision_config=_clip(),
-        text_config=_small(LlamaConfig),
+        text_config=_shrink(LlamaConfig),
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
     "llava_onevision": lambda: LlavaOnevisionConfig(
         vision_config=_siglip(),
-        text_config=_small(Qwen2Config),
+        text_config=_shrink(Qwen2Config),
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         image_grid_pinpoints=[[16, 32], [32, 16]],
@@ -251,7 +252,7 @@ VISION_CONFIGS: dict[str, Any] = {
     "qwen2_vl": lambda: Qwen2VLConfig(
         text_config=_qwen_text(Qwen2VLTextConfig),
         vision_config=dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, patch_size=4, mlp_ratio=2),
-        **_qwen_marks(),
+        **_qwen_token_ids(),
     ),
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config=_qwen_text(Qwen2_5_VLTextConfig),
@@ -265,7 +266,7 @@ VISION_CONFIGS: dict[str, Any] = {
             window_size=16,
             fullatt_block_indexes=[1],
         ),
-        **_qwen_marks(),
+        **_qwen_token_ids(),
     ),
     "qwen3_vl": lambda: Qwen3VLConfig(
         text_config=_qwen_text(Qwen3VLTextConfig),
@@ -279,21 +280,22 @@ VISION_CONFIGS: dict[str, Any] = {
             deepstack_visual_indexes=[0, 1],
             num_position_embeddings=16,
         ),
-        **_qwen_marks(),
+        **_qwen_token_ids(),
     ),
 }
 
 
 def vision_model(name: str) -> PreTrainedModel:
+    """A random model of ``VISION_CONFIGS``."""
     torch.manual_seed(0)
-    model = _widen(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
+    model = _spread(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
     head: Any = model.get_output_embeddings()
-    head.weight.data[[IMAGE, VIDEO]] = 0  # the likeliest tokens have logits above: no image is spoken of where is none
+    head.weight.data[[IMAGE, VIDEO]] = 0  # never emit image tokens: the top logits are above 0
     return model
 
 
 def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNetwork:
-    """A random MSD network for a model; Qwen-VL gets a norm and biases, as its published drafters have them.
+    """A random MSD network for a model, with the norm and biases of the published drafters for Qwen-VL.
 
     Args:
         changes: fields of ``MSDConfig`` to set.
@@ -308,7 +310,7 @@ def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNet
 
 
 def mamba_network(vocab: int = VOCAB, seed: int = 0, **changes: Any) -> MambaNetwork:
-    """A random Mamba-2 drafter's network.
+    """A random network of the mamba drafter.
 
     Args:
         changes: fields of ``MambaConfig`` to set.
@@ -319,13 +321,13 @@ def mamba_network(vocab: int = VOCAB, seed: int = 0, **changes: Any) -> MambaNet
     for parameter in network.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(std=0.4)
-        else:  # norms, steps and decays stay about what they are
+        else:  # norms, step sizes and decays stay near their defaults
             parameter.data += 0.3 * torch.randn_like(parameter)
     return network
 
 
 def text_inputs(batch: int = 1, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random prompts, left-padded by one more token in each further row."""
+    """Random prompts; row i is left-padded by i tokens."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 90, (batch, length), generator=g)
     mask = torch.ones_like(ids)
@@ -335,7 +337,7 @@ def text_inputs(batch: int = 1, length: int = 9, seed: int = 0) -> dict[str, tor
 
 
 def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random prompts with ``images`` random images each (and one video, for the models that take any)."""
+    """Random prompts with ``images`` random images each, and one video for models that take videos."""
     g = torch.Generator().manual_seed(seed)
     inputs = text_inputs(batch, 8, seed)
     rows, masks = [], []
@@ -349,7 +351,7 @@ def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> 
         for _ in range(images):
             if name.startswith("qwen"):
                 patch = 3 * 2 * 16
-                # Taller than wide, so that the position axes of the last visual token differ.
+                # Taller than wide, so that the position ids of the last visual token differ by axis.
                 add("pixel_values", torch.randn(8 * 4, patch, generator=g))
                 add("image_grid_thw", torch.tensor([[1, 8, 4]]))
                 media += [VISION_START, *[IMAGE] * 8, VISION_END]
@@ -374,5 +376,5 @@ def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> 
 
 
 def _next_tokens(name: str) -> int:
-    # A 16x32 image: 16 base tokens, 4 rows of 8 unpadded tokens with a newline each.
+    """Visual tokens of a 16x32 image: 16 base tokens, and 4 rows of 8 unpadded tokens with a newline each."""
     return 16 + 4 * (8 + 1)

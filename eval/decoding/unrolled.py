@@ -1,7 +1,6 @@
-"""The tree as so many chains: what verifying takes where nodes of different paths cannot share what precedes them.
+"""Baseline for tree verification on recurrent models: the tree unrolled into chains.
 
-Each path from the root to a leaf becomes a chain of its own behind the root, so that a node on several paths is
-computed once for each of them.
+Each root-to-leaf path becomes its own chain after the root, so a node on several paths is computed once per path.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
 
-class Unrolled(TransformersTarget):
+class UnrolledTarget(TransformersTarget):
     """A text target that verifies trees by unrolling them.
 
     Args:
-        target: whose model, layers and, if it has absorbed a prompt, cache this one shares. Its passes leave the cache
-            as it is until a commit.
+        target: shares its model, layers and, after a prefill, its cache. Verify passes do not change the cache.
     """
 
     def __init__(self, target: TransformersTarget) -> None:
@@ -31,7 +29,7 @@ class Unrolled(TransformersTarget):
     def forward_tree(self, tree: TokenTree) -> Step:
         chains, self._copy = unroll(tree)
         step = super().forward_tree(chains)
-        return Step(*(_nodes(x, self._copy) for x in (step.logits, step.hidden)))
+        return Step(*(_gather_nodes(x, self._copy) for x in (step.logits, step.hidden)))
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
@@ -42,9 +40,10 @@ class Unrolled(TransformersTarget):
 
 
 def unroll(tree: TokenTree) -> tuple[TokenTree, Tensor]:
-    """The tree's paths as chains behind one root, and where each node's first copy stands, (batch, nodes) int64.
+    """Unroll each root-to-leaf path into a chain after the root; shorter rows are padded with children of the root.
 
-    Rows with fewer nodes are padded by children of the root.
+    Returns:
+        The tree of chains, and the index of each node's first copy in it, (batch, nodes) int64.
     """
     rows = [_unroll_row(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
     widest = max(len(tokens) for tokens, _, _ in rows)
@@ -56,7 +55,7 @@ def unroll(tree: TokenTree) -> tuple[TokenTree, Tensor]:
 
 
 def _unroll_row(tokens: list[int], parents: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Tokens and parents of the chains, and each node's first copy."""
+    """Tokens and parents of a row's chains, and the index of each node's first copy."""
     ids, above, copy = tokens[:1], [-1], [0] + [-1] * (len(tokens) - 1)
     for leaf in sorted(set(range(1, len(tokens))) - set(parents)):
         path = []
@@ -71,6 +70,6 @@ def _unroll_row(tokens: list[int], parents: list[int]) -> tuple[list[int], list[
     return ids, above, copy
 
 
-def _nodes(x: Tensor, index: Tensor) -> Tensor:
-    """(batch, copies, n) at (batch, nodes)."""
+def _gather_nodes(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``x`` (batch, copies, n) at ``index`` (batch, nodes)."""
     return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))

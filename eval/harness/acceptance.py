@@ -1,4 +1,4 @@
-"""What drafters got accepted, summed up over requests; and how two of them compare on the same requests."""
+"""Acceptance statistics summed over requests, and the paired difference between two drafters."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from eval.harness.drafters import Watched
+from eval.harness.drafters import ProfiledDrafter
+from eval.harness.intervals import percentile_interval
 from mmspec.stats import Stats
 
 
 @dataclass
-class Tally:
-    """One drafter's steps, by request.
+class AcceptanceStats:
+    """Acceptance of one drafter over many requests.
 
     Attributes:
-        groups: what each request belongs to: requests of one group (the turns of a conversation, one prompt with
-            several seeds) do not vary independently.
-        tokens, steps: tokens emitted by verify steps, and these steps.
-        histogram: steps by number of accepted drafts.
-        drafted, accepted: drafts in all.
-        trees, forwards: trees drafted and the drafter's passes for them; None where it does not tell.
-        equal: requests whose tokens were those of plain decoding.
+        groups: the resampling group of each request. Requests of one group (the turns of a conversation, one prompt
+            with several seeds) are not independent.
+        tokens, steps: by request, tokens emitted by verify steps and the number of these steps.
+        histogram: number of steps by number of accepted draft tokens.
+        drafted, accepted: draft tokens over all requests.
+        trees, forwards: drafted trees and the drafter's forward passes for them; None for drafters without a network.
+        equal: number of requests whose output equals plain decoding's.
     """
 
     groups: list[Hashable] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Tally:
     equal: int = 0
 
     def add(self, group: Hashable, stats: Stats, equal: bool) -> None:
-        """Count a request."""
+        """Add a request."""
         self.groups.append(group)
         self.tokens.append(sum(stats.accept_lengths))
         self.steps.append(stats.num_spec_steps)
@@ -46,15 +47,13 @@ class Tally:
         self.accepted += stats.num_accepted_draft_tokens
         self.equal += equal
 
-    def watch(self, drafter: Watched) -> None:
-        """Count what a drafter did, once after its requests."""
+    def add_profile(self, drafter: ProfiledDrafter) -> None:
+        """Add a drafter's trees and forward passes, once after its requests."""
         self.trees += drafter.proposals
-        told = self.forwards is not None and drafter.forwards is not None
-        self.forwards = (self.forwards or 0) + (drafter.forwards or 0) if told else None
+        self.forwards = _sum_or_none(self.forwards, drafter.forwards)
 
-    def __add__(self, other: Tally) -> Tally:
-        forwards = None if self.forwards is None or other.forwards is None else self.forwards + other.forwards
-        both = Tally(
+    def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
+        both = AcceptanceStats(
             self.groups + other.groups,
             self.tokens + other.tokens,
             self.steps + other.steps,
@@ -62,7 +61,7 @@ class Tally:
             self.drafted + other.drafted,
             self.accepted + other.accepted,
             self.trees + other.trees,
-            forwards,
+            _sum_or_none(self.forwards, other.forwards),
             self.equal + other.equal,
         )
         both._add_histogram(other.histogram)
@@ -75,21 +74,21 @@ class Tally:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per verify step, the bonus token counted; the prefill's token is not one of a step."""
+        """Tokens per verify step, bonus token included; the prefill's token belongs to no step."""
         return sum(self.tokens) / max(sum(self.steps), 1)
 
     @property
     def by_position(self) -> list[float]:
-        """Share of the steps that accepted at least 1, 2, ... drafts."""
-        beyond = np.cumsum(self.histogram[::-1])[::-1]
-        return [float(count) / sum(self.histogram) for count in beyond[1:]]
+        """Share of steps that accepted at least 1, 2, ... draft tokens."""
+        at_least = np.cumsum(self.histogram[::-1])[::-1]
+        return [float(count) / sum(self.histogram) for count in at_least[1:]]
 
-    def told(self) -> str:
-        """One line for a log."""
+    def log_line(self) -> str:
+        """Mean acceptance length as one line for a log."""
         length, requests = self.mean_acceptance_length, len(self.tokens)
         return f"mmspec: {length:.2f} tokens per verify step over {requests} requests"
 
-    def row(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All figures as plain JSON values."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
@@ -103,32 +102,33 @@ class Tally:
         }
 
 
-def difference(first: Tally, second: Tally, resamples: int = 4000, seed: int = 0) -> dict[str, float]:
-    """How much longer ``first`` accepts than ``second`` on the same requests.
+def _sum_or_none(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
 
-    Groups of requests are drawn with replacement, the same ones for both (the percentile bootstrap; Efron and
-    Tibshirani, An Introduction to the Bootstrap, chapter 13).
+
+def acceptance_difference(
+    first: AcceptanceStats, second: AcceptanceStats, resamples: int = 4000, seed: int = 0
+) -> dict[str, float]:
+    """Paired difference of mean acceptance length, ``first`` minus ``second``, on the same requests.
 
     Returns:
-        ``difference`` of the mean acceptance lengths, and the ends of its 95 % interval, ``low`` and ``high``.
+        The ``difference`` and its 95 % interval, ``low`` and ``high``, by a bootstrap over groups of requests.
 
     Raises:
-        ValueError: the tallies are of different requests.
+        ValueError: the statistics are of different requests.
     """
     if first.groups != second.groups:
         raise ValueError(
             f"both must have decoded the same requests: got {len(first.groups)} and {len(second.groups)} of them"
         )
-    names = {group: place for place, group in enumerate(dict.fromkeys(first.groups))}
-    place = [names[group] for group in first.groups]
+    indices = {group: index for index, group in enumerate(dict.fromkeys(first.groups))}
+    of_request = [indices[group] for group in first.groups]
     columns = (first.tokens, first.steps, second.tokens, second.steps)
-    sums = np.stack([np.bincount(place, column, len(names)) for column in columns], axis=1)  # (groups, 4)
-    drawn = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), resamples)
+    sums = np.stack([np.bincount(of_request, column, len(indices)) for column in columns], axis=1)  # (groups, 4)
+    weights = np.full(len(indices), 1 / len(indices))
+    drawn = np.random.default_rng(seed).multinomial(len(indices), weights, resamples)  # (resamples, groups)
     a_tokens, a_steps, b_tokens, b_steps = (drawn @ sums).T
-    spread = a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)
-    low, high = np.percentile(spread, [2.5, 97.5])
     return {
         "difference": first.mean_acceptance_length - second.mean_acceptance_length,
-        "low": float(low),
-        "high": float(high),
+        **percentile_interval(a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)),
     }

@@ -1,4 +1,4 @@
-"""Drafters as measurements handle them: named on the command line, observed."""
+"""Drafters given on the command line, chain variants of them, and a profiling wrapper."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from mmspec.target import Prompt, Step, Target
 from mmspec.tree import TokenTree
 from mmspec.verify import Verdict
 
-USUAL_NODES = 16
-"""Drafted nodes per step where a drafter has no size of its own."""
+DEFAULT_NODES = 16
+"""Draft tokens per step of drafters without a tree size of their own."""
 
 
-def named_drafters(specs: str, home: str = "") -> dict[str, Drafter]:
-    """Drafters by label.
+def parse_drafters(specs: str, home: str = "") -> dict[str, Drafter]:
+    """Load the drafters of a ``--drafters`` option, by label.
 
     Args:
-        specs: ``SPEC`` or ``LABEL=SPEC``, separated by commas; a spec is a name or a folder, as for ``mmspec.load``, or
-            ``new:NAME``, the drafter of that name without what the target's folder holds for it.
+        specs: ``SPEC`` or ``LABEL=SPEC``, separated by commas. A spec is a name or a folder, as for ``mmspec.load``, or
+            ``new:NAME``, which ignores the checkpoint in the target's folder.
         home: the target's folder or name.
 
     Raises:
-        UserError: no or an unknown drafter, or a label that stands twice.
+        UserError: an unknown drafter, none at all, or a duplicate label.
     """
-    found: dict[str, Drafter] = {}
+    drafters: dict[str, Drafter] = {}
     for part in filter(None, (part.strip() for part in specs.split(","))):
-        named = re.fullmatch(r"([^=/]+)=(.+)", part)
-        label, spec = named.groups() if named else (Path(part).name if "/" in part else part, part)
-        if label in found:
-            raise UserError(f"every drafter needs a label of its own (LABEL=SPEC): {label!r} stands twice")
+        labelled = re.fullmatch(r"([^=/]+)=(.+)", part)
+        label, spec = labelled.groups() if labelled else (Path(part).name if "/" in part else part, part)
+        if label in drafters:
+            raise UserError(f"every drafter needs its own label (LABEL=SPEC): {label!r} is given twice")
         drafter = make_drafter(spec.removeprefix("new:"), "" if spec.startswith("new:") else home)
         if drafter is None:
             raise UserError("plain decoding is always measured: expected a drafter, received none")
-        found[label] = drafter
-    if not found:
+        drafters[label] = drafter
+    if not drafters:
         raise UserError(f"expected at least one drafter, received {specs!r}")
-    return found
+    return drafters
 
 
 def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
-    """Drafted nodes per step, by how they were asked for.
+    """Draft tokens per step for each entry of a ``--nodes`` option.
 
     Args:
-        nodes: sizes separated by commas; ``default`` is the drafter's own ``total_tokens``, else ``USUAL_NODES``.
+        nodes: sizes separated by commas; ``default`` is the drafter's ``total_tokens``, else ``DEFAULT_NODES``.
 
     Raises:
         UserError: anything else.
@@ -60,18 +60,20 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
     for part in filter(None, (part.strip() for part in nodes.split(","))):
         if part != "default" and not (part.isdecimal() and int(part) > 0):
             raise UserError(f"nodes must be 'default' or a whole number above 0: got {part!r}")
-        sizes[part] = getattr(drafter, "total_tokens", USUAL_NODES) if part == "default" else int(part)
+        sizes[part] = getattr(drafter, "total_tokens", DEFAULT_NODES) if part == "default" else int(part)
     if not sizes:
         raise UserError(f"expected at least one tree size, received {nodes!r}")
     return sizes
 
 
-def chain(drafter: Drafter, length: int, target: Target) -> Drafter:
-    """A copy that drafts one child per node, ``length`` tokens at most if it has a network of its own kind; else as
-    many as the budget allows.
+def as_chain(drafter: Drafter, length: int, target: Target) -> Drafter:
+    """A copy of a drafter that drafts chains, one child per node.
+
+    Args:
+        length: most draft tokens of drafters with a ``total_tokens`` setting; others follow the budget.
 
     Raises:
-        UserError: it is not known how to make it draft chains.
+        UserError: the drafter has neither a width nor a top_k.
     """
     copied: Any = fork(drafter, target)
     if hasattr(copied, "width"):
@@ -85,16 +87,16 @@ def chain(drafter: Drafter, length: int, target: Target) -> Drafter:
     return copied
 
 
-class Watched:
-    """A drafter that notes what it does.
+class ProfiledDrafter:
+    """A drafter wrapper that counts and times ``propose``.
 
     Args:
-        drafter: the drafter; it is asked everything.
-        count_forwards: count the passes of its network too, which costs a little time.
+        drafter: the drafter that all calls go to.
+        count_forwards: also count forward passes of its network, by a hook.
 
     Attributes:
-        proposals, seconds: trees drafted, and the time that took; what precedes the first tree is left out.
-        forwards: passes of ``drafter.network`` while drafting trees; None where it has none, or they are not counted.
+        proposals, seconds: drafted trees and the time they took, ``begin`` left out.
+        forwards: forward passes of ``drafter.network`` inside ``propose``; None if there is no network or no counting.
     """
 
     def __init__(self, drafter: Drafter, count_forwards: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The most memory that a piece of work held at once."""
+"""Peak memory of a device or of this process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def start_watching(device: torch.device) -> None:
-    """Forget earlier peaks."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak; on a CPU this needs Linux and write access to /proc."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # only Linux has it, and not everybody may write to it
+        with contextlib.suppress(OSError):
             _RESET.write_text("5")
 
 
-def peak(device: torch.device) -> int | None:
-    """Bytes at the peak since ``start_watching``; None where the system does not tell.
+def peak_memory(device: torch.device) -> int | None:
+    """Peak memory in bytes since ``reset_peak_memory``; None on a CPU without Linux's /proc.
 
-    On a GPU, those that torch allocated; on a CPU, those of the process, weights and libraries included.
+    On a GPU it counts torch's allocations; on a CPU the resident set of the process, weights and libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

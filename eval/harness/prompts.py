@@ -1,19 +1,20 @@
-"""Held-out requests: what drafters are measured on, drawn from scenes that nothing was trained or tuned on.
+"""Held-out prompts: synthetic scenes, clips and texts that no model was trained or tuned on.
 
-The scenes are drawn by ``seeded("heldout", index)``. Who uses which indices:
+Scenes come from ``seeded("heldout", index)``. Index ranges:
 
-- below 4,000: watching the training of embedded models, samples in the package
-- 4,000 and 5,000 on: warm-up and prompts of ``eval.speed``
-- 1,000,000 on: accuracy of the embedded models (``vision.training.accuracy``)
-- 2,000,000 on: acceptance (``eval.acceptance``), 100,000 to each suite
-- 3,000,000 on: choosing FLASH's settings (``eval.flash``)
-- 4,000,000 on: the embedded suite of ``mmspec eval`` (``eval.suite.tasks.drawn``), 100,000 to each task
+- below 4,000: validation during training of the embedded models, samples in the package
+- from 4,000 and 5,000: warm-up and prompts of ``eval.speed``
+- from 1,000,000: accuracy of the embedded models (``vision.training.accuracy``)
+- from 2,000,000: acceptance (``eval.acceptance``), 100,000 per suite
+- from 3,000,000: choosing FLASH's settings (``eval.flash``)
+- from 4,000,000: the embedded suite of ``mmspec eval`` (``eval.suite.tasks.drawn``), 100,000 per task
 
-Texts are drawn by ``ssm.texts.example(index, "heldout")``:
+Texts come from ``ssm.texts.example(index, "heldout")``. Index ranges:
 
-- below 100,000: watching the training of the embedded hybrid model, and its accuracy
-- 4,000,000 and 5,000,000 on: warm-up and prompts of ``eval.hybrid``
-- 6,000,000 on: the embedded suite of ``mmspec eval``
+- below 100,000: validation during training of the embedded hybrid model
+- from 1,000,000: its accuracy (``eval.tiny_hybrid``)
+- from 4,000,000 and 5,000,000: warm-up and prompts of ``eval.hybrid``
+- from 6,000,000: the embedded suite of ``mmspec eval``
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ from vision.scenes.questions import ask
 from vision.scenes.scene import Scene, sample_scene, seeded
 from vision.video import Video
 
-FIRST = 2_000_000
-"""Held-out index from which the suites draw."""
+FIRST_INDEX = 2_000_000
+"""First held-out index of the suites."""
 
-ROOM = 100_000
-"""Held-out indices of each suite."""
+INDICES_PER_SUITE = 100_000
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user asks, in turn, about the media shown with the first question.
+    """A user's questions about the media of the first turn.
 
     Attributes:
         questions: one per turn.
-        images, videos: shown before the first question; whatever the target reads as such.
-        counted: the first turn that is measured; those before are there for the history.
+        images, videos: attached to the first question; anything that the target accepts.
+        counted: index of the first measured turn; earlier turns only provide history.
     """
 
     questions: tuple[str, ...]
@@ -56,9 +56,9 @@ class Conversation:
     counted: int = 0
 
     def request(self, answers: list[str]) -> dict[str, Any]:
-        """The request for the next answer, after these answers to the questions before it.
+        """The request for the next answer, given the answers so far.
 
-        A question alone is a plain text, which models without a chat template take, too.
+        A single question without media stays plain text, for models without a chat template.
         """
         first: Any = self.questions[0]
         if not (answers or self.images or self.videos):
@@ -74,12 +74,12 @@ class Conversation:
 
 def _images(index: int, frames: int) -> Conversation:
     rng = seeded("heldout", index)
-    return Conversation((rng.choice(DESCRIBE),), (_picture(sample_scene(rng)),))
+    return Conversation((rng.choice(DESCRIBE),), (picture(sample_scene(rng)),))
 
 
 def _videos(index: int, frames: int) -> Conversation:
     rng = seeded("heldout", index)
-    return Conversation((rng.choice(VIDEO),), videos=(_clip(sample_clip(rng).frames(frames)),))
+    return Conversation((rng.choice(VIDEO),), videos=(video(sample_clip(rng).frames(frames)),))
 
 
 def _turns(index: int, frames: int) -> Conversation:
@@ -90,13 +90,13 @@ def _turns(index: int, frames: int) -> Conversation:
         question = ask(scene, rng)
         if question is not None and question.question not in asked:
             asked.append(question.question)
-    return Conversation((rng.choice(DESCRIBE), *asked, describe_prompt(rng)), (_picture(scene),), counted=1)
+    return Conversation((rng.choice(DESCRIBE), *asked, describe_prompt(rng)), (picture(scene),), counted=1)
 
 
 def _several(index: int, frames: int) -> Conversation:
     rng = seeded("heldout", index)
     scenes = several_images(rng).scenes
-    return Conversation((rng.choice(BOTH),), tuple(map(_picture, scenes)))
+    return Conversation((rng.choice(BOTH),), tuple(map(picture, scenes)))
 
 
 def _text(index: int, frames: int) -> Conversation:
@@ -110,49 +110,49 @@ SUITES: dict[str, Callable[[int, int], Conversation]] = {
     "several": _several,
     "text": _text,
 }
-"""Captions of images and of videos, follow-up questions about an image, several images at once, no image."""
+"""Image captions, video captions, follow-up questions about an image, several images at once, text only."""
 
 
-def suite(name: str, count: int, frames: int = 8) -> list[Conversation]:
-    """The first ``count`` conversations of a suite, no two of them equal.
+def suite_conversations(name: str, count: int, frames: int = 8) -> list[Conversation]:
+    """The first ``count`` conversations of a suite, without duplicates.
 
     Args:
         frames: per video.
     """
-    found: list[Conversation] = []
+    conversations: list[Conversation] = []
     seen: set[tuple[str, ...]] = set()
-    for index in count_from(FIRST + ROOM * list(SUITES).index(name)):
-        if len(found) == count:
-            return found
+    for index in count_from(FIRST_INDEX + INDICES_PER_SUITE * list(SUITES).index(name)):
+        if len(conversations) == count:
+            return conversations
         conversation = SUITES[name](index, frames)
         # Without media, the same questions are the same conversation.
         if conversation.images or conversation.videos or conversation.questions not in seen:
             seen.add(conversation.questions)
-            found.append(conversation)
-    raise AssertionError("indices do not end")
+            conversations.append(conversation)
+    raise AssertionError("unreachable: the indices are infinite")
 
 
 def held_out_texts(count: int, first: int = 5_000_000) -> list[dict[str, Any]]:
-    """Requests of all kinds of text that the embedded hybrid model is made for."""
+    """Requests of all kinds of text that the embedded hybrid model was trained on."""
     return [{"prompt": example(index, "heldout").prompt} for index in range(first, first + count)]
 
 
 def held_out_requests(images: int, videos: int, frames: int = 8, first: int = 5000) -> list[dict[str, Any]]:
-    """Captioning requests on scenes and clips that no embedded model was trained on, in one wording each."""
+    """Captioning requests on held-out scenes and clips, with one fixed prompt each."""
     requests: list[dict[str, Any]] = []
     for index in range(first, first + images):
-        requests.append({"prompt": "Describe the image.", "images": [_picture(sample_scene(seeded("heldout", index)))]})
+        requests.append({"prompt": "Describe the image.", "images": [picture(sample_scene(seeded("heldout", index)))]})
     for index in range(first, first + videos):
-        clip = _clip(sample_clip(seeded("heldout", index)).frames(frames))
-        requests.append({"prompt": "Describe the video.", "videos": [clip]})
+        scenes = sample_clip(seeded("heldout", index)).frames(frames)
+        requests.append({"prompt": "Describe the video.", "videos": [video(scenes)]})
     return requests
 
 
-def _picture(scene: Scene) -> Image.Image:
+def picture(scene: Scene) -> Image.Image:
+    """The image of a scene."""
     return Image.fromarray(draw(scene))
 
 
-def _clip(scenes: list[Scene]) -> Video:
-    return Video(
-        [_picture(scene) for scene in scenes], [float(k) for k in range(len(scenes))], float(len(scenes)), "clip"
-    )
+def video(scenes: list[Scene]) -> Video:
+    """A video of one frame per second."""
+    return Video(list(map(picture, scenes)), [float(k) for k in range(len(scenes))], float(len(scenes)), "clip")

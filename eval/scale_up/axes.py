@@ -1,12 +1,13 @@
-"""Small trained models in big shapes, their function unchanged.
+"""Function-preserving widening: where the features of a small model go in a big one, and the big one's weights.
 
-A big model made here says what the small one says and costs what its shape costs: acceptance measured on it is the
-small model's, time is the big shape's. That is what it can stand for, and every table has to say so.
+A model built here has the small model's outputs and the big shape's cost: acceptance measured on it is the small
+model's, time is the big shape's. Every table must say so.
 
-Each axis of a weight is an `Axis`: the small model's features, copied, among added ones. The residual stream is padded
-with zeros; its norms are rescaled, since their mean is over more. Added heads, MLP features and layers are random and
-are computed, and whatever would write them to the stream is zero. So is everything a kept feature would read of them.
-All else is random: no zero could be skipped, nor is a page of memory shared.
+Each axis of a weight is an ``Axis``: the small model's features, copied, among added ones. The residual stream is
+padded with zeros; its norms are rescaled, since their mean is over more features. Added heads, MLP features and layers
+are random and are computed, but the weights that would write them to the stream are zero, and so are the weights by
+which a copied feature would read them. All other added weights are random, so that no zeros can be skipped and no
+memory page is shared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from mmspec.errors import UserError
 
-_STD = 0.02  # of added weights
+_STD = 0.02  # standard deviation of added weights
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,12 @@ class Shape:
     """Sizes of a language model.
 
     Attributes:
-        hidden: the residual stream's width.
-        mlp: width inside the gated MLP.
-        heads, kv_heads, head_dim: of each attention.
-        vocab: tokens.
-        mamba: of the Mamba-2 layers, for hybrids.
+        hidden: width of the residual stream.
+        mlp: intermediate width of the gated MLP.
+        layers: number of layers.
+        heads, kv_heads, head_dim: of each attention layer.
+        vocab: vocabulary size.
+        mamba: sizes of the Mamba-2 layers, for hybrids.
     """
 
     hidden: int
@@ -46,8 +48,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class MambaShape:
-    """Sizes of the Mamba-2 layers of a hybrid: ``heads`` of ``head_dim`` with ``state`` numbers each, which share B and
-    C in ``groups``; ``attending`` are the layers that have attention in their place."""
+    """Sizes of a hybrid's Mamba-2 layers.
+
+    Attributes:
+        heads, head_dim, state: of each layer; the state of a head is (head_dim, state).
+        groups: of heads that share B and C.
+        attending: indices of the layers with attention instead.
+    """
 
     heads: int
     head_dim: int
@@ -62,18 +69,18 @@ SHAPES = {
     "13b": Shape(5120, 13824, 40, 40, 40, 128, 32064),
     "8b-hybrid": Shape(4096, 14336, 32, 32, 8, 128, 128256, MambaShape(128, 64, 128, 1, (9, 18, 27))),
 }
-"""TinyLlama's language model, those of LLaVA-1.5-7B and -13B, and Bamba-9B; all in transformers' vocabularies."""
+"""The language models of TinyLlama, LLaVA-1.5-7B and -13B, and Bamba-9B, with transformers' vocabulary sizes."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Features of a big model.
+    """An axis of a big model's weight.
 
     Attributes:
-        source: (size,) int64, the small model's feature that each one copies; -1 if it is an added one.
-        silent: (size,) bool, added ones that are always zero. Other added ones are noise.
-        small: features of the small model.
-        stream: of the residual stream.
+        source: (size,) int64, the small model's feature that each feature copies; -1 for added features.
+        silent: (size,) bool, added features that are always zero. Other added features are noise.
+        small: size of the small model's axis.
+        stream: whether this is the residual stream.
     """
 
     source: Tensor
@@ -86,65 +93,76 @@ class Axis:
         return len(self.source)
 
     @property
-    def kept(self) -> Tensor:
-        """(size,) bool, those that copy the small model's."""
+    def copied(self) -> Tensor:
+        """(size,) bool, features that copy the small model's."""
         return self.source >= 0
 
     @property
     def noisy(self) -> Tensor:
-        """(size,) bool, added ones that are not silent."""
-        return ~self.kept & ~self.silent
+        """(size,) bool, added features that are not silent."""
+        return ~self.copied & ~self.silent
 
 
-def axis(source: Tensor, small: int, silent: Tensor | bool = False, *, stream: bool = False) -> Axis:
-    """An axis whose added features are silent or not, all of them or by a mask, (size,)."""
+def make_axis(source: Tensor, small: int, silent: Tensor | bool = False, *, stream: bool = False) -> Axis:
+    """An axis given its sources.
+
+    Args:
+        silent: whether added features are silent, for all of them or by a mask, (size,).
+    """
     return Axis(source, (source < 0) & silent, small, stream)
 
 
-def grown(small: int, big: int, what: str, silent: bool = False, *, stream: bool = False) -> Axis:
-    """The small model's features first, added ones behind.
+def grow_axis(small: int, big: int, name: str, silent: bool = False, *, stream: bool = False) -> Axis:
+    """An axis with the small model's features first and added features after them.
 
     Raises:
-        UserError: ``big`` is the smaller.
+        UserError: ``big`` is smaller than ``small``.
     """
     if big < small:
-        raise UserError(f"a model can only grow: {what} must be at least {small}, got {big}")
-    return axis(torch.cat([torch.arange(small), torch.full((big - small,), -1)]), small, silent, stream=stream)
+        raise UserError(f"a model can only grow: {name} must be at least {small}, got {big}")
+    return make_axis(torch.cat([torch.arange(small), torch.full((big - small,), -1)]), small, silent, stream=stream)
 
 
-def joined(*parts: Axis) -> Axis:
-    """Axes one behind the other, as stacked weights have them."""
+def concat_axes(*parts: Axis) -> Axis:
+    """The axis of stacked weights."""
     sources, before = [], 0
     for part in parts:
-        sources.append(torch.where(part.kept, part.source + before, -1))
+        sources.append(torch.where(part.copied, part.source + before, -1))
         before += part.small
     return Axis(torch.cat(sources), torch.cat([part.silent for part in parts]), before)
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Axes of an attention's projections: queries, keys, values, and what the queries read."""
+class HeadAxes:
+    """Axes of the attention projections.
+
+    Attributes:
+        queries, keys, values: outputs of the projections.
+        output: input of the output projection.
+        query_scale: factor of the query weights, since attention divides by the square root of a larger head size.
+    """
 
     queries: Axis
     keys: Axis
     values: Axis
-    read: Axis
+    output: Axis
     query_scale: float
-    """Attention divides by the root of the big head size where the small model divided by that of the small one."""
 
 
-def grow_heads(small: Shape, big: Shape, rotary: float = 1.0) -> Heads:
-    """Where attention heads go. Groups that are smaller in the big model take several copies of a key-value head.
+def grow_heads(small: Shape, big: Shape, rotary: float = 1.0) -> HeadAxes:
+    """Place the small model's attention heads among the big one's.
+
+    Where the big model's query groups are smaller, a KV head is copied for several groups.
 
     Args:
-        rotary: share of a head's features that positions turn. Frequency i of a small head is number i * ratio of a big
-            one, the ratio being that of the head sizes.
+        rotary: share of a head's features with rotary embeddings. Frequency i of a small head becomes frequency
+            i * ratio of a big head, with the ratio of the head sizes.
 
     Raises:
-        UserError: too few key-value heads, or a head size that is no multiple of the small one.
+        UserError: too few KV heads, or a head size that is not a multiple of the small one.
     """
     group, wide = small.heads // small.kv_heads, big.heads // big.kv_heads
-    each = ceil(group / wide)  # big key-value heads per small one
+    each = ceil(group / wide)  # big KV heads per small one
     if big.heads % big.kv_heads or each * small.kv_heads > big.kv_heads or big.head_dim % small.head_dim:
         raise UserError(
             f"heads must be grouped evenly, with at least {each * small.kv_heads} key-value heads of a multiple of "
@@ -156,19 +174,19 @@ def grow_heads(small: Shape, big: Shape, rotary: float = 1.0) -> Heads:
         at = kv * each + place // wide
         keys[at] = kv
         queries[at * wide + place % wide] = head
-    turned = _turned(small.head_dim, big.head_dim, rotary)
-    plain = grown(small.head_dim, big.head_dim, "head_dim").source
-    return Heads(
-        _features(queries, small.heads, turned, small.head_dim, silent=True),
-        _features(keys, small.kv_heads, turned, small.head_dim),
-        _features(keys, small.kv_heads, plain, small.head_dim),
-        _features(queries, small.heads, plain, small.head_dim),
+    rotated = _rotary_source(small.head_dim, big.head_dim, rotary)
+    plain = grow_axis(small.head_dim, big.head_dim, "head_dim").source
+    return HeadAxes(
+        _head_axis(queries, small.heads, rotated, small.head_dim, silent=True),
+        _head_axis(keys, small.kv_heads, rotated, small.head_dim),
+        _head_axis(keys, small.kv_heads, plain, small.head_dim),
+        _head_axis(queries, small.heads, plain, small.head_dim),
         (big.head_dim / small.head_dim) ** 0.5,
     )
 
 
-def _turned(small: int, big: int, rotary: float) -> Tensor:
-    """(big,) int64, the features of a small head at those of a big one with the same frequency."""
+def _rotary_source(small: int, big: int, rotary: float) -> Tensor:
+    """(big,) int64, the small head's feature with the same rotary frequency as each feature of a big head, or -1."""
     ratio, inner, outer = big // small, int(small * rotary), int(big * rotary)
     source = torch.full((big,), -1)
     half = torch.arange(inner // 2)
@@ -178,20 +196,20 @@ def _turned(small: int, big: int, rotary: float) -> Tensor:
     return source
 
 
-def _features(heads: Tensor, small_heads: int, within: Tensor, head_dim: int, silent: bool = False) -> Axis:
-    """Features of heads one behind the other; ``silent``: those added to kept heads are."""
-    kept = (heads >= 0)[:, None] & (within >= 0)
-    source = torch.where(kept, heads[:, None] * head_dim + within, -1)
+def _head_axis(heads: Tensor, small_heads: int, within: Tensor, head_dim: int, silent: bool = False) -> Axis:
+    """The axis of concatenated heads; ``silent`` silences features added to copied heads."""
+    copied = (heads >= 0)[:, None] & (within >= 0)
+    source = torch.where(copied, heads[:, None] * head_dim + within, -1)
     quiet = (heads >= 0)[:, None].expand(-1, len(within)) & silent
-    return axis(source.flatten(), small_heads * head_dim, quiet.flatten())
+    return make_axis(source.flatten(), small_heads * head_dim, quiet.flatten())
 
 
 class Weights:
     """Makes the big model's tensors, one at a time.
 
     Args:
-        device, dtype: where they are made, and in which precision.
-        seed: of what is random.
+        device, dtype: of the tensors.
+        seed: of added weights.
     """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> None:
@@ -199,42 +217,42 @@ class Weights:
         self._generator = torch.Generator(self.device).manual_seed(seed)
 
     def random(self, *size: int) -> Tensor:
-        """Small random numbers; written, so that the memory is there."""
+        """Small random weights."""
         return torch.empty(size, device=self.device, dtype=self.dtype).normal_(0.0, _STD, generator=self._generator)
 
     def matrix(self, small: Tensor | None, out: Axis, into: Axis, scale: float = 1.0) -> Tensor:
-        """A projection, (out, into), from the small model's; None for an added layer, which adds zeros to it."""
+        """A projection, (out, into), from the small model's; None for an added layer, which writes zeros."""
         big = self.random(out.size, into.size)
         if small is None:
             return big.zero_() if out.stream else big
         assert small.shape == (out.small, into.small), "axes must be those of the small model"
         where = self.device
         big[out.silent.to(where)] = 0
-        rows = out.kept.nonzero()[:, 0]
-        columns = into.kept.nonzero()[:, 0].to(where)
+        rows = out.copied.nonzero()[:, 0]
+        columns = into.copied.nonzero()[:, 0].to(where)
         noisy = into.noisy.to(where)
-        # A table of many rows, in pieces that take little memory.
+        # In pieces, so that large embedding tables need little extra memory.
         for piece in rows.split(4096):
             values = big[piece.to(where)]
             values[:, noisy] = 0
-            source = small[out.source[piece].to(small.device)][:, into.source[into.kept].to(small.device)]
+            source = small[out.source[piece].to(small.device)][:, into.source[into.copied].to(small.device)]
             values[:, columns] = (source.to(where).float() * scale).to(self.dtype)
             big[piece.to(where)] = values
         return big
 
     def vector(self, small: Tensor | None, size: torch.Size, out: Axis, scale: float = 1.0) -> Tensor:
-        """A bias, or anything else by feature of ``out``: ``size`` is (out, ...)."""
+        """A bias or another tensor of size (out, ...)."""
         big = self.random(*size)
         if small is None:
             return big.zero_() if out.stream else big
         big[out.silent.to(self.device)] = 0
-        values = small[out.source[out.kept].to(small.device)].to(self.device).float() * scale
-        big[out.kept.to(self.device)] = values.to(self.dtype)
+        values = small[out.source[out.copied].to(small.device)].to(self.device).float() * scale
+        big[out.copied.to(self.device)] = values.to(self.dtype)
         return big
 
     def norm(self, small: Tensor | None, out: Axis, scale: float) -> Tensor:
-        """The weight of an RMSNorm over ``out``, whose added features are silent."""
+        """The weight of an RMSNorm over ``out``, whose added features must be silent."""
         big = torch.ones(out.size, device=self.device, dtype=self.dtype)
         if small is not None:
-            big[out.kept.to(self.device)] = (small.to(self.device).float() * scale).to(self.dtype)
+            big[out.copied.to(self.device)] = (small.to(self.device).float() * scale).to(self.dtype)
         return big

@@ -1,4 +1,4 @@
-"""Drafters of scaled-up targets: those with weights in the big shape, their guesses unchanged. See `axes`."""
+"""Scaled-up drafters, which draft the same trees. See ``eval.scale_up.axes``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.scale_up.axes import Axis, Shape, Weights, axis, grow_heads, grown, joined
+from eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from eval.scale_up.mamba import scale_up_mamba
 from eval.scale_up.models import shape_of
 from mmspec.drafter import Drafter
@@ -17,17 +17,22 @@ from ssm.drafters.mamba import Mamba
 from vision.drafters.msd import MSD
 from vision.drafters.network import MSDConfig, MSDNetwork
 
-LEAST_VOCABULARY = 0.25
-"""Share of the big vocabulary that may be drafted at least, if the drafter has a reduced one."""
+MIN_DRAFT_SHARE = 0.25
+"""Least share of the big vocabulary in a reduced draft vocabulary."""
 
-WHOLE_VOCABULARY = 65536
-"""Tokens that a vocabulary may have for all of it to be drafted from. Published drafters of greater ones reduce it."""
+MAX_FULL_VOCABULARY = 65536
+"""Largest vocabulary that is drafted from in full. Published drafters reduce larger ones."""
 
 
-def scaled(drafter: Drafter, small: PreTrainedModel, big: PreTrainedModel) -> Drafter:
-    """A drafter for a scaled-up target: one with weights is scaled, too, others serve as they are."""
+def scale_up_drafter(drafter: Drafter, small: PreTrainedModel, big: PreTrainedModel) -> Drafter:
+    """The drafter for a scaled-up target; drafters without a network are returned unchanged.
+
+    Args:
+        drafter: of the small target.
+        small, big: the targets, see ``eval.scale_up.models.scale_up``.
+    """
     if isinstance(drafter, MSD):
-        return scale_up_drafter(drafter, small, big)
+        return scale_up_msd(drafter, small, big)
     if isinstance(drafter, Mamba):
         was, now = (shape_of(model.config.get_text_config()) for model in (small, big))
         return scale_up_mamba(drafter, small, big, draft_vocabulary(drafter.draft_ids, was, now))
@@ -35,18 +40,14 @@ def scaled(drafter: Drafter, small: PreTrainedModel, big: PreTrainedModel) -> Dr
 
 
 @torch.no_grad()
-def scale_up_drafter(drafter: MSD, small: PreTrainedModel, big: PreTrainedModel) -> MSD:
-    """MSD or FLASH of a small model for the same model in a bigger shape.
+def scale_up_msd(drafter: MSD, small: PreTrainedModel, big: PreTrainedModel) -> MSD:
+    """Scale up an MSD or FLASH drafter.
 
-    Its layer becomes one of the big model's, as in published drafters, or the same share of one where it had fewer
-    heads or a narrower MLP than a layer of its target.
-
-    Args:
-        drafter: made for ``small``.
-        small, big: the targets, as `eval.scale_up.models.scale_up` takes and gives them.
+    Its layer gets the shape of the big model's, as in published drafters, or the same fraction of it if the drafter has
+    fewer heads or a narrower MLP than its target.
 
     Raises:
-        UserError: it does not fit.
+        UserError: the shapes do not fit.
     """
     was, now = shape_of(small.config.get_text_config()), shape_of(big.config.get_text_config())
     have = drafter.network.config
@@ -62,20 +63,22 @@ def scale_up_drafter(drafter: MSD, small: PreTrainedModel, big: PreTrainedModel)
     weights = Weights(big.device, big.dtype, seed=1)
     with torch.device("meta"):
         network = MSDNetwork(wanted)
-    tensors = dict(_tensors(weights, dict(drafter.network.state_dict()), have, wanted))
+    tensors = dict(_msd_tensors(weights, dict(drafter.network.state_dict()), have, wanted))
     network.load_state_dict(tensors, assign=True)
     settings = {name: getattr(drafter, name) for name in ("top_k", "depth", "total_tokens")}
     return type(drafter)(network, draft_vocabulary(drafter.draft_ids, was, now), **settings)
 
 
 def draft_vocabulary(ids: Tensor | None, was: Shape, now: Shape) -> Tensor | None:
-    """The tokens that may be drafted in the big vocabulary: the small drafter's, and added ones up to the least share.
-    None, which allows all, becomes that share of a vocabulary that is greater than what anybody drafts from."""
-    if ids is None and now.vocab <= WHOLE_VOCABULARY:
+    """The draft vocabulary of a scaled-up drafter: the small one's, and added tokens up to ``MIN_DRAFT_SHARE``.
+
+    None, the full vocabulary, is reduced to that share above ``MAX_FULL_VOCABULARY`` tokens.
+    """
+    if ids is None and now.vocab <= MAX_FULL_VOCABULARY:
         return None
     ids = torch.arange(was.vocab) if ids is None else ids
-    most = max(len(ids), int(now.vocab * LEAST_VOCABULARY))
-    added = torch.arange(was.vocab, now.vocab, device=ids.device)[: most - len(ids)]
+    size = max(len(ids), int(now.vocab * MIN_DRAFT_SHARE))
+    added = torch.arange(was.vocab, now.vocab, device=ids.device)[: size - len(ids)]
     return torch.cat([ids, added])
 
 
@@ -83,16 +86,16 @@ def _attention_shape(config: MSDConfig) -> Shape:
     return Shape(config.hidden_size, config.mlp, 1, config.heads, config.kv_heads, config.head_dim, 0)
 
 
-def _tensors(
+def _msd_tensors(
     weights: Weights, small: dict[str, Tensor], have: MSDConfig, wanted: MSDConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the big network."""
-    stream = grown(have.hidden_size, wanted.hidden_size, "hidden", True, stream=True)
-    both = joined(stream, stream)
-    mlp = grown(have.mlp, wanted.mlp, "mlp")
+    """All tensors of the big network, by name."""
+    stream = grow_axis(have.hidden_size, wanted.hidden_size, "hidden", True, stream=True)
+    both = concat_axes(stream, stream)
+    mlp = grow_axis(have.mlp, wanted.mlp, "mlp")
     heads = grow_heads(_attention_shape(have), _attention_shape(wanted))
-    linear = {"fc": (stream, both), "visual_fc": (stream, both), "out": (stream, heads.read), "down": (stream, mlp)}
-    linear |= {"gate_up": (joined(mlp, mlp), stream), "cell.guess": (stream, stream)}
+    linear = {"fc": (stream, both), "visual_fc": (stream, both), "out": (stream, heads.output), "down": (stream, mlp)}
+    linear |= {"gate_up": (concat_axes(mlp, mlp), stream), "cell.guess": (stream, stream)}
     norm_scale = (have.hidden_size / wanted.hidden_size) ** 0.5
     for name, tensor in small.items():
         owner, _, leaf = name.rpartition(".")
@@ -114,9 +117,9 @@ def _tensors(
         elif owner in ("input_norm", "post_norm"):
             yield name, weights.norm(tensor, stream, norm_scale)
         elif owner == "latents":
-            # Their keys' norm grows as the root that scores are divided by.
-            alike = grown(tensor.shape[0], tensor.shape[0], "latents")
-            yield name, weights.matrix(tensor, alike, stream)
+            # The norm of their keys grows like the square root that scores are divided by.
+            same = grow_axis(tensor.shape[0], tensor.shape[0], "latents")
+            yield name, weights.matrix(tensor, same, stream)
         elif not owner.startswith("cell."):
             raise AssertionError(f"unknown tensor {name}")
     if have.slots > 1:
@@ -124,25 +127,25 @@ def _tensors(
 
 
 def _cell(weights: Weights, small: dict[str, Tensor], stream: Axis, both: Axis) -> Iterator[tuple[str, Tensor]]:
-    """FLASH's cell, whose layer norm subtracts a mean: added features must be that mean, and the norm makes them zero.
+    """Tensors of FLASH's cell, whose layer norm subtracts a mean: added features equal that mean, so they become zero.
 
-    ``first`` gives it there. So does ``out`` for what it adds; the mean of the carried vector itself, r, passes through
-    two added features of ``into``, as silu(r) - silu(-r) = r.
+    ``first`` and ``out`` have the mean of their rows as every added row. The mean r of the carried vector passes
+    through two added features of ``into``, since silu(r) - silu(-r) = r.
     """
     width, added = stream.small, stream.size - stream.small
     scale = (stream.small / stream.size) ** 0.5
 
     def with_means(tensor: Tensor) -> Tensor:
-        """Rows of the small model, and their mean as every added one."""
+        """The small model's rows, and their mean as every added row."""
         return torch.cat([tensor, tensor.mean(0, keepdim=True).expand(added, *tensor.shape[1:])])
 
-    alike = axis(torch.arange(stream.size), stream.size)
-    yield "cell.first.weight", weights.matrix(with_means(small["cell.first.weight"]), alike, both)
+    same = make_axis(torch.arange(stream.size), stream.size)
+    yield "cell.first.weight", weights.matrix(with_means(small["cell.first.weight"]), same, both)
     yield "cell.first.bias", with_means(small["cell.first.bias"]).to(weights.device, weights.dtype)
-    inner = grown(width, stream.size, "hidden")
+    inner = grow_axis(width, stream.size, "hidden")
     into = weights.matrix(small["cell.into.weight"], inner, both)
     bias = weights.vector(small["cell.into.bias"], torch.Size([stream.size]), inner)
-    out = weights.matrix(with_means(small["cell.out.weight"]), alike, inner)
+    out = weights.matrix(with_means(small["cell.out.weight"]), same, inner)
     if added:
         into[width : width + 2] = 0
         into[width, stream.size : stream.size + width] = 1 / width

@@ -1,4 +1,4 @@
-"""Targets in big shapes: Llama language models, alone or in LLaVA, and Bamba hybrids. See `eval.scale_up.axes`."""
+"""Scaled-up targets: Llama language models, alone or in LLaVA, and Bamba hybrids. See ``eval.scale_up.axes``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
-from eval.scale_up.axes import Axis, Heads, MambaShape, Shape, Weights, axis, grow_heads, grown, joined
+from eval.scale_up.axes import (
+    Axis,
+    HeadAxes,
+    MambaShape,
+    Shape,
+    Weights,
+    concat_axes,
+    grow_axis,
+    grow_heads,
+    make_axis,
+)
 from mmspec.errors import UserError
 
-_CONTEXT = 32768  # positions; rotary embeddings have no weights that this would change
+_CONTEXT = 32768  # positions; rotary embeddings have no weights
 
 
 def shape_of(config: Any) -> Shape:
-    """The shape of a language model by its text configuration.
+    """The shape of a language model, from its text configuration.
 
     Raises:
-        UserError: it is not one that can be scaled up.
+        UserError: the architecture is not supported.
     """
     if config.model_type not in ("llama", "bamba"):
         raise UserError(f"only Llama and Bamba language models can be scaled up: got {config.model_type}")
@@ -53,19 +63,19 @@ def scale_up(
     dtype: torch.dtype = torch.bfloat16,
     filler: int | None = None,
 ) -> PreTrainedModel:
-    """The model in a bigger shape. It is built on the device, tensor by tensor, and takes no more than its own memory.
+    """Build the model in a bigger shape, on the device and tensor by tensor, without additional memory.
 
     Args:
         model: a Llama or Bamba model, or a LLaVA of either; its vision tower keeps its size.
-        shape: of the language model.
-        filler: a token that the model never says; added ones are copies of it. None takes the padding token.
+        shape: of the big language model.
+        filler: a token that the model never emits, which added tokens copy; None takes the padding token.
 
     Raises:
-        UserError: another architecture, or a shape that is smaller somewhere or has too few heads or layers.
+        UserError: another architecture, or a shape with a smaller size or too few heads or layers.
     """
     small = model.config.get_text_config()
     config = _config(model.config, shape)
-    wide = Wide(small, shape, small.pad_token_id if filler is None else filler)
+    features = FeatureMap(small, shape, small.pad_token_id if filler is None else filler)
     with torch.device("meta"):
         big = type(model)(config)
     decoder: Any = big.get_decoder()
@@ -73,21 +83,23 @@ def scale_up(
         decoder.rotary_emb = type(decoder.rotary_emb)(config.get_text_config())
     if hasattr(big.base_model, "vision_tower"):
         big.base_model.vision_tower = copy.deepcopy(model.base_model.vision_tower).to(device, dtype)
-    weights, given = Weights(device, dtype), dict(model.named_parameters(remove_duplicate=False))
+    weights, parameters = Weights(device, dtype), dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in list(big.named_parameters()):
         if parameter.is_meta:
-            _assign(big, name, wide.tensor(weights, name, given.get(wide.name_in_small(name)), parameter.shape))
+            _assign(
+                big, name, features.tensor(weights, name, parameters.get(features.small_name(name)), parameter.shape)
+            )
     for module in decoder.modules():
         if isinstance(norm := getattr(module, "norm", None), BambaRMSNormGated):
-            norm.variance_epsilon = small.rms_norm_eps * wide.gated_scale**2
-    left = [name for name, tensor in chain(big.named_parameters(), big.named_buffers()) if tensor.is_meta]
-    assert not left, f"without values: {left}"
+            norm.variance_epsilon = small.rms_norm_eps * features.gated_scale**2
+    unset = [name for name, tensor in chain(big.named_parameters(), big.named_buffers()) if tensor.is_meta]
+    assert not unset, f"without values: {unset}"
     big.generation_config = copy.deepcopy(model.generation_config)
     return big.eval()
 
 
 def _config(config: Any, shape: Shape) -> Any:
-    """The configuration of the big model; all of the small one's that is not of size stays."""
+    """The configuration of the big model: the small one's with other sizes."""
     big = copy.deepcopy(config)
     text = big.get_text_config()
     ratio = shape.hidden / text.hidden_size
@@ -115,7 +127,10 @@ def _config(config: Any, shape: Shape) -> Any:
             "mamba_expand": shape.mamba.heads * shape.mamba.head_dim // shape.hidden,
         }
     if text.model_type == "bamba" and shape.head_dim * shape.heads != shape.hidden:
-        raise UserError(f"heads of a Bamba model must make up its width: got {shape.heads} of {shape.head_dim}")
+        raise UserError(
+            f"heads * head_dim of a Bamba model must equal its width {shape.hidden}: "
+            f"got {shape.heads} * {shape.head_dim}"
+        )
     for name, value in changes.items():
         setattr(text, name, value)
     big.tie_word_embeddings = False
@@ -131,33 +146,33 @@ def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
     parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
 
 
-class Wide:
-    """Where every feature of a language model goes.
+class FeatureMap:
+    """Axes of all weights of a scaled-up language model.
 
     Args:
-        config: of the small one.
-        shape: of the big one.
-        filler: the token that added ones copy.
+        config: of the small model.
+        shape: of the big model.
+        filler: the token that added tokens copy.
     """
 
     def __init__(self, config: Any, shape: Shape, filler: int) -> None:
         small = shape_of(config)
-        self.stream = grown(small.hidden, shape.hidden, "hidden", True, stream=True)
-        self.mlp = grown(small.mlp, shape.mlp, "mlp")
-        tokens = grown(small.vocab, shape.vocab, "vocab").source
-        self.vocab = axis(torch.where(tokens < 0, filler, tokens), small.vocab)
+        self.stream = grow_axis(small.hidden, shape.hidden, "hidden", True, stream=True)
+        self.mlp = grow_axis(small.mlp, shape.mlp, "mlp")
+        tokens = grow_axis(small.vocab, shape.vocab, "vocab").source
+        self.vocab = make_axis(torch.where(tokens < 0, filler, tokens), small.vocab)
         rotary = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-        self.heads: Heads = grow_heads(small, shape, rotary)
+        self.heads: HeadAxes = grow_heads(small, shape, rotary)
         self.norm_scale = (small.hidden / shape.hidden) ** 0.5
         self.gated_scale = 1.0
-        self._layers = _places(_kinds(small), _kinds(shape))
+        self._layers = _match_layers(_attention_layers(small), _attention_layers(shape))
         stream, heads = self.stream, self.heads
-        inner = grown(small.hidden, shape.hidden, "hidden")
+        inner = grow_axis(small.hidden, shape.hidden, "hidden")
         self._linear: dict[str, tuple[Axis, Axis | None, float]] = {
             "q_proj": (heads.queries, stream, heads.query_scale),
             "k_proj": (heads.keys, stream, 1.0),
             "v_proj": (heads.values, stream, 1.0),
-            "o_proj": (stream, heads.read, 1.0),
+            "o_proj": (stream, heads.output, 1.0),
             "gate_proj": (self.mlp, stream, 1.0),
             "up_proj": (self.mlp, stream, 1.0),
             "down_proj": (stream, self.mlp, 1.0),
@@ -171,53 +186,53 @@ class Wide:
             self._place_mamba(small.mamba, shape.mamba)
 
     def _place_mamba(self, small: MambaShape, big: MambaShape) -> None:
-        """Heads stay with their group, whose B and C they share. The gate silences added ones, as a norm follows it."""
+        """Heads stay in their group, which shares B and C. The gate silences added heads, since a norm follows it."""
         each, wide = small.heads // small.groups, big.heads // big.groups
         if big.groups < small.groups or wide < each or big.state < small.state or big.head_dim < small.head_dim:
-            raise UserError(f"Mamba layers can only grow, in each group: {small} does not fit into {big}")
+            raise UserError(f"Mamba layers can only grow, in each group: expected at least {small}, got {big}")
         heads, groups = torch.full((big.groups, wide), -1), torch.full((big.groups,), -1)
         heads[: small.groups, :each] = torch.arange(small.heads).view(small.groups, each)
         groups[: small.groups] = torch.arange(small.groups)
-        within = grown(small.head_dim, big.head_dim, "head_dim").source
-        state = grown(small.state, big.state, "state").source
+        within = grow_axis(small.head_dim, big.head_dim, "head_dim").source
+        state = grow_axis(small.state, big.state, "state").source
         source = torch.where(
             (heads.flatten() >= 0)[:, None] & (within >= 0), heads.flatten()[:, None] * small.head_dim + within, -1
         ).flatten()
         shared = torch.where((groups >= 0)[:, None] & (state >= 0), groups[:, None] * small.state + state, -1)
         inner, shares = small.heads * small.head_dim, small.groups * small.state
-        self._gate = axis(source, inner, True)
-        x, b = axis(source, inner), axis(shared.flatten(), shares)
-        c = axis(shared.flatten(), shares, (groups >= 0)[:, None].expand(-1, big.state).flatten())
-        step = axis(heads.flatten(), small.heads)
+        self._gate = make_axis(source, inner, True)
+        x, b = make_axis(source, inner), make_axis(shared.flatten(), shares)
+        c = make_axis(shared.flatten(), shares, (groups >= 0)[:, None].expand(-1, big.state).flatten())
+        step = make_axis(heads.flatten(), small.heads)
         ratio = inner / len(source)
-        if "group_size" in signature(BambaRMSNormGated).parameters:  # older releases take the mean over all groups
+        if "group_size" in signature(BambaRMSNormGated).parameters:  # older releases normalise over all groups
             ratio *= big.groups / small.groups
         self.gated_scale = ratio**0.5
-        self._linear["in_proj"] = (joined(self._gate, x, b, c, step), self.stream, 1.0)
+        self._linear["in_proj"] = (concat_axes(self._gate, x, b, c, step), self.stream, 1.0)
         self._linear["out_proj"] = (self.stream, self._gate, 1.0)
-        self._vectors = {"conv1d": joined(x, b, c), "dt_bias": step, "A_log": step, "D": step}
+        self._vectors = {"conv1d": concat_axes(x, b, c), "dt_bias": step, "A_log": step, "D": step}
 
-    def name_in_small(self, name: str) -> str:
-        """A big model's parameter as the small model calls it; empty in an added layer."""
-        before, found, behind = name.partition(".layers.")
+    def small_name(self, name: str) -> str:
+        """The name of a big model's parameter in the small model; empty in an added layer."""
+        prefix, found, rest = name.partition(".layers.")
         if not found:
             return name
-        number, _, rest = behind.partition(".")
-        place = self._layers.get(int(number))
-        return "" if place is None else f"{before}.layers.{place}.{rest}"
+        number, _, rest = rest.partition(".")
+        layer = self._layers.get(int(number))
+        return "" if layer is None else f"{prefix}.layers.{layer}.{rest}"
 
     def tensor(self, weights: Weights, name: str, small: Tensor | None, size: torch.Size) -> Tensor:
-        """A parameter of the big model; ``small`` is the small model's, None in an added layer."""
+        """A parameter of the big model, from the small model's; None in an added layer."""
         *_, owner, leaf = name.split(".")
         if owner == "embed_tokens":
             table = weights.matrix(small, self.vocab, self.stream)
-            table[:, self.stream.silent.to(table.device)] = 0  # these are written to the stream
+            table[:, self.stream.silent.to(table.device)] = 0  # embeddings are written to the stream
             return table
         if owner in self._linear:
             out, into, scale = self._linear[owner]
             if leaf == "bias":
                 return weights.vector(small, size, out, scale)
-            into = grown(size[1], size[1], owner) if into is None else into
+            into = grow_axis(size[1], size[1], owner) if into is None else into
             return weights.matrix(small, out, into, scale)
         if name.endswith("mamba.norm.weight"):
             assert self._gate is not None
@@ -226,19 +241,19 @@ class Wide:
             return weights.norm(small, self.stream, self.norm_scale)
         known = self._vectors.get(leaf if owner == "mamba" else owner)
         if known is None:
-            raise UserError(f"a model can be scaled up if all its parts are known: {name} is not")
+            raise UserError(f"a model can be scaled up if all its parameters are known: got {name}")
         return weights.vector(small, size, known)
 
 
-def _kinds(shape: Shape) -> list[bool]:
-    """Of each layer, whether it attends."""
+def _attention_layers(shape: Shape) -> list[bool]:
+    """Whether each layer has attention."""
     attending = range(shape.layers) if shape.mamba is None else shape.mamba.attending
     return [layer in attending for layer in range(shape.layers)]
 
 
-def _places(small: list[bool], big: list[bool]) -> dict[int, int]:
-    """By layer of the big model, that of the small one which it holds; their order stays."""
-    places: dict[int, int] = {}
+def _match_layers(small: list[bool], big: list[bool]) -> dict[int, int]:
+    """The small model's layer for layers of the big one, in order and of the same kind."""
+    matches: dict[int, int] = {}
     at = 0
     for layer, kind in enumerate(small):
         while at < len(big) and big[at] != kind:
@@ -247,6 +262,6 @@ def _places(small: list[bool], big: list[bool]) -> dict[int, int]:
             raise UserError(
                 f"{len(small)} layers must fit, in order and kind, into the big model's: layer {layer} does not"
             )
-        places[at] = layer
+        matches[at] = layer
         at += 1
-    return places
+    return matches

@@ -1,1 +1,1 @@
-"""``mmspec eval``: tasks, methods side by side, results that others' tools read, and a report."""
+"""``mmspec eval``: benchmark tasks, decoding methods, scoring, results in Spec-Bench's format, and a report."""

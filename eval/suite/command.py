@@ -1,4 +1,4 @@
-"""``mmspec eval``."""
+"""The command ``mmspec eval``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
+def _parse_temperatures(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(Number(0).convert(part, param, ctx) for part in value.split(",")))
 
 
-def _sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+def _parse_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     return tuple(
         dict.fromkeys(
             int(click.IntRange(1).convert(part, param, ctx))  # type: ignore[arg-type]
@@ -29,28 +29,28 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
 @click.command(name="eval")
 @model_options
 @click.option("--tasks", default="embedded", show_default=True, help="Names and groups, separated by commas.")
-@click.option("--list", "listing", is_flag=True, help="List tasks with the fields of their data, and exit.")
+@click.option("--list", "listing", is_flag=True, help="List the tasks and the fields of their data.")
 @click.option(
-    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of benchmarks in local files."
+    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of local benchmark files."
 )
 @click.option(
     "--methods",
     default="auto",
     show_default=True,
-    help="generate, lookup, assisted:FOLDER, none, or DRAFTER[@tree|@chain[N]|@NODES], LABEL=... each if wished.",
+    help="generate, lookup, assisted:FOLDER, none, or DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
 )
-@click.option("--limit", type=click.IntRange(1), help="Samples per task; by default all, or 64 drawn ones.")
+@click.option("--limit", type=click.IntRange(1), help="Samples per task; by default all, or 64 of drawn tasks.")
 @click.option("--frames", type=click.IntRange(1, 512), default=8, show_default=True, help="Per drawn video.")
-@click.option("--temperatures", default="0", show_default=True, callback=_numbers, help="0 is greedy.")
-@click.option("--batch-sizes", default="1", show_default=True, callback=_sizes, help="Conversations at once.")
+@click.option("--temperatures", default="0", show_default=True, callback=_parse_temperatures, help="0 is greedy.")
+@click.option("--batch-sizes", default="1", show_default=True, callback=_parse_sizes, help="Conversations per batch.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--warm-up", type=click.IntRange(0), default=2, show_default=True, help="Batches that are not counted.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Per answer; by default what each task needs.")
+@click.option("--warm-up", type=click.IntRange(0), default=2, show_default=True, help="Unmeasured batches.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Per answer; by default as each task sets it.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's choice by default.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default if not given.")
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
-@click.option("--out", type=OUT_FOLDER, help="Folder of the run; needed to measure.")
+@click.option("--out", type=OUT_FOLDER, help="Folder of the run; required unless --list is given.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object instead of tables.")
 def evaluate(
     listing: bool,
@@ -64,39 +64,32 @@ def evaluate(
 ) -> None:
     """Measure speed, losslessness and quality of methods side by side.
 
-    The folder --out gets records.jsonl (everything), answers/ (Spec-Bench's format), summary.json and report.md. Called
-    again, a run that was stopped goes on where it was.
+    Writes to --out: records.jsonl (all measurements), answers/ (Spec-Bench's format), summary.json and report.md. The
+    same command resumes a run that was stopped.
     """
     if listing:
         from eval.suite.tasks import TASKS
 
         for task in TASKS.values():
-            click.echo(f"{task.name:18} {task.about}")
+            click.echo(f"{task.name:18} {task.description}")
         return
     if out is None:
         raise UserError("expected --out FOLDER for the results, received none")
 
-    from eval.suite.evaluator import Settings
-    from eval.suite.run import run, sees
-    from eval.suite.tasks import pick
+    from eval.suite.evaluator import SuiteSettings
+    from eval.suite.run import is_visual, run_suite
+    from eval.suite.tasks import select_tasks
 
-    picked = tuple(task.name for task in pick(tasks, sees(options["model"])))
-    settings = Settings(tasks=picked, data=None if data is None else str(data.resolve()), **options)
-    summary = run(settings, out, engine, workers)
+    selected = tuple(task.name for task in select_tasks(tasks, is_visual(options["model"])))
+    settings = SuiteSettings(tasks=selected, data=None if data is None else str(data.resolve()), **options)
+    summary = run_suite(settings, out, engine, workers)
     if as_json:
         click.echo(json.dumps(summary))
         return
-    from rich.table import Table
+    from eval.harness.output import wide_console
+    from eval.suite.report import brief_tables
 
-    from eval.harness.command import console
-    from eval.suite.report import COLUMNS, by_cell, cells
-
-    wide = console()
-    for title, rows in by_cell(summary["rows"]):
-        score = next(iter(rows[0].get("score", {})), COLUMNS[-1])
-        table = Table(*COLUMNS[:-1], score, title=title)
-        table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
-        for row in rows:
-            table.add_row(*cells(row, brief=True))
-        wide.print(table)
+    console = wide_console()
+    for table in brief_tables(summary["rows"]):
+        console.print(table)
     click.echo(out / "report.md", err=True)

@@ -1,15 +1,15 @@
-"""Methods as they are named on the command line.
+"""Decoding methods of a ``--methods`` option.
 
-    generate            transformers' own plain decoding
+    generate            transformers' plain decoding
     lookup              transformers' prompt lookup
-    assisted:FOLDER     transformers' assisted decoding, by a small model of the same vocabulary
+    assisted:FOLDER     transformers' assisted decoding, with a small model of the same vocabulary
     none                our plain decoding
-    SPEC[@SHAPE]        our speculation; SPEC is a drafter as for ``mmspec.load``, or new:NAME for one without the
-                        checkpoint that the target's folder holds; SHAPE is ``tree`` (the default: as many nodes per
-                        step as pay), a number of nodes, ``chain`` (as long as pays) or ``chainN``
+    SPEC[@SHAPE]        our speculative decoding; SPEC is a drafter as for ``mmspec.load``, or new:NAME, which ignores
+                        the checkpoint in the target's folder; SHAPE is ``tree`` (default, adaptive size), a number of
+                        nodes, ``chain`` (adaptive length) or ``chainN``
 
-``LABEL=`` may stand before any of them; without, a folder is called by its last part. ``auto`` stands for all that need
-nothing but the target's folder.
+Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. ``auto`` is all methods
+that need nothing but the target's folder.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from eval.harness.drafters import chain, named_drafters
-from eval.harness.timing import Way
+from eval.harness.drafters import as_chain, parse_drafters
+from eval.harness.timing import Method
 from mmspec import checkpoint
 from mmspec.drafter import fork
 from mmspec.errors import UserError
@@ -28,59 +28,62 @@ from mmspec.transformers_target import TransformersTarget
 
 BASELINE, PLAIN = "generate", "none"
 LONGEST_CHAIN = 8
+"""Draft tokens of an adaptive chain, for drafters with a ``total_tokens`` setting."""
+
 _LOOKUP = {"prompt_lookup_num_tokens": 10}  # as in transformers' documentation and Spec-Bench's PLD
 
 
-def automatic(home: Path) -> list[str]:
-    """What ``auto`` stands for: the baselines, drafters without weights, and those in the target's folder."""
+def auto_methods(home: Path) -> list[str]:
+    """The methods of ``auto``: baselines, drafters without weights, and the drafters in the target's folder."""
     folders = [home / "drafter", *sorted(home.glob("drafter-*"))]
     own = [name for name in dict.fromkeys(map(checkpoint.drafter_name, folders)) if name and name != "recycle"]
-    drafting = [f"{name}{shape}" for name in ("recycle", *own) for shape in ("", "@chain")]
-    return [BASELINE, "lookup", PLAIN, "ngram", *drafting]
+    drafters = [f"{name}{shape}" for name in ("recycle", *own) for shape in ("", "@chain")]
+    return [BASELINE, "lookup", PLAIN, "ngram", *drafters]
 
 
-def ways_of(specs: str, target: TransformersTarget) -> list[Way]:
-    """The methods, both baselines first.
+def parse_methods(specs: str, target: TransformersTarget) -> list[Method]:
+    """The methods of a ``--methods`` option, after both baselines.
 
     Raises:
-        UserError: an unknown one, or two of the same label.
+        UserError: an unknown method, or a duplicate label.
     """
     home = target.model.config.name_or_path or ""
     parts = [part.strip() for part in specs.split(",") if part.strip()]
-    listed = [name for part in parts for name in (automatic(Path(home)) if part == "auto" else [part])]
-    ways: dict[str, Way] = {}
+    listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]
+    methods: dict[str, Method] = {}
     for spec in dict.fromkeys([BASELINE, PLAIN, *listed]):
-        way = _way(spec, home, target)
-        if way.name in ways:
-            raise UserError(f"every method needs a label of its own (LABEL=METHOD): {way.name!r} stands twice")
-        ways[way.name] = way
-    return list(ways.values())
+        method = _parse_method(spec, home, target)
+        if method.name in methods:
+            raise UserError(f"every method needs its own label (LABEL=METHOD): {method.name!r} is given twice")
+        methods[method.name] = method
+    return list(methods.values())
 
 
-def _way(spec: str, home: str, target: TransformersTarget) -> Way:
-    named = re.fullmatch(r"([^=/]+)=(.+)", spec)
-    label, method = named.groups() if named else (re.sub(r"[^:@]*/(?=[^/@])|/(?=@|$)", "", spec), spec)
+def _parse_method(spec: str, home: str, target: TransformersTarget) -> Method:
+    labelled = re.fullmatch(r"([^=/]+)=(.+)", spec)
+    label, method = labelled.groups() if labelled else (re.sub(r"[^:@]*/(?=[^/@])|/(?=@|$)", "", spec), spec)
     if method == BASELINE:
-        return Way(label, options={})
+        return Method(label, generate_options={})
     if method == "lookup":
-        return Way(label, options=dict(_LOOKUP))
+        return Method(label, generate_options=dict(_LOOKUP))
     if method == PLAIN:
-        return Way(label)
+        return Method(label)
     if method.startswith("assisted:"):
-        return Way(label, options={"assistant_model": _assistant(method.removeprefix("assisted:"), target)})
+        assistant = _load_assistant(method.removeprefix("assisted:"), target)
+        return Method(label, generate_options={"assistant_model": assistant})
     drafter_spec, _, shape = method.partition("@")
-    (drafter,) = named_drafters(f"drafter={drafter_spec}", home).values()
-    drafter.attach(target)  # a drafter of another target is refused before anything is measured
+    (drafter,) = parse_drafters(f"drafter={drafter_spec}", home).values()
+    drafter.attach(target)  # refuses a drafter of another target before anything is measured
     found = re.fullmatch(r"(tree|chain|)(\d*)", shape)
     if found is None or (found[1] == "tree" and found[2]) or found[2].strip("0") == "" != found[2]:
         raise UserError(f"a method's shape must be tree, chain, chainN or a number of nodes: got {shape!r}")
     nodes = int(found[2]) if found[2] else None
     if found[1] == "chain":
-        return Way(label, chain(drafter, nodes or LONGEST_CHAIN, target), nodes)
-    return Way(label, fork(drafter, target), nodes)
+        return Method(label, as_chain(drafter, nodes or LONGEST_CHAIN, target), nodes)
+    return Method(label, fork(drafter, target), nodes)
 
 
-def _assistant(name: str, target: TransformersTarget) -> object:
+def _load_assistant(name: str, target: TransformersTarget) -> object:
     from transformers import AutoModelForCausalLM
 
     try:

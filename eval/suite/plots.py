@@ -1,4 +1,4 @@
-"""Pictures of a run's figures."""
+"""Plots of a run's figures."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.harness.timing import PARTS
+from eval.harness.timing import PHASES
 from eval.suite.methods import BASELINE
 from eval.suite.summary import ALL
 from mmspec.training.curve import write_figure
 
-Row = dict[str, Any]
+Figures = dict[str, Any]
 
 
-def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, str]:
-    """Draw all pictures that the rows give something for, of the first temperature and batch size.
+def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
+    """Draw all plots that the rows have data for, at the first temperature and batch size.
 
     Returns:
-        File names in ``folder`` by what they show.
+        File names in ``folder`` by title.
     """
     head = rows[0]
     alike = [row for row in rows if (row["temperature"], row["batch"]) == (head["temperature"], head["batch"])]
@@ -31,17 +31,17 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, str]:
     drafting = [row for row in ours if row["acceptance"] and row["acceptance"]["draft_acceptance_rate"] > 0]
     sized = drafting if any(row["method"].partition("@")[2].isdecimal() for row in drafting) else []
     tasks = [row for row in alike if row["task"] != ALL]
-    pictures = {
+    plots = {
         "speedup": ("Speed against transformers' generate", _speedup, whole),
         "tasks": ("Speed by task", _by_task, tasks if len({row["task"] for row in tasks}) > 1 else []),
-        "accepted": ("Accepted drafts per step", _histogram, drafting),
+        "accepted": ("Accepted draft tokens per step", _histogram, drafting),
         "positions": ("Acceptance by position", _positions, drafting),
         "time": ("Where the time goes", _time, ours),
         "tree-size": ("Speed by tree size", _tree_size, sized),
     }
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
-    for name, (title, draw, shown) in pictures.items():
+    for name, (title, draw, shown) in plots.items():
         if shown:
             tall = draw in (_speedup, _by_task, _histogram, _time)
             figure = Figure(figsize=(9, 1.6 + 0.3 * len(whole) if tall else 4.2))
@@ -52,13 +52,13 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, str]:
     return drawn
 
 
-def _speedup(axes: Axes, rows: Sequence[Row]) -> None:
+def _speedup(axes: Axes, rows: Sequence[Figures]) -> None:
     rows = [row for row in rows if row["method"] != BASELINE]
     for shift, (figure, label) in enumerate((("decoding", "decoding alone"), ("end_to_end", "whole request"))):
-        having = [(place, row[figure]) for place, row in enumerate(rows) if row[figure]]
-        middle = [ratio["median"] for _, ratio in having]
-        ends = [[r["median"] - r["low"] for _, r in having], [r["high"] - r["median"] for _, r in having]]
-        places = [place + 0.38 * shift - 0.19 for place, _ in having]
+        points = [(place, row[figure]) for place, row in enumerate(rows) if row[figure]]
+        middle = [ratio["median"] for _, ratio in points]
+        ends = [[r["median"] - r["low"] for _, r in points], [r["high"] - r["median"] for _, r in points]]
+        places = [place + 0.38 * shift - 0.19 for place, _ in points]
         axes.barh(places, middle, 0.36, xerr=ends, label=label, color=f"C{shift}", error_kw={"elinewidth": 1})
         for place, value in zip(places, middle, strict=True):
             axes.text(0.03, place, f"{value:.2f}", va="center", fontsize=7, color="white")
@@ -69,7 +69,7 @@ def _speedup(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(fontsize=8)
 
 
-def _by_task(axes: Axes, rows: Sequence[Row]) -> None:
+def _by_task(axes: Axes, rows: Sequence[Figures]) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     found = {(row["method"], row["task"]): row["end_to_end"] for row in rows if row["method"] != BASELINE}
     methods = list(dict.fromkeys(method for method, _ in found))
@@ -78,16 +78,16 @@ def _by_task(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("whole request, times as fast as transformers' generate")
 
 
-def _histogram(axes: Axes, rows: Sequence[Row]) -> None:
+def _histogram(axes: Axes, rows: Sequence[Figures]) -> None:
     counts = [row["acceptance"]["histogram"] for row in rows]
     most = max(map(len, counts))
     shares = [[100 * count / sum(row) for count in row] + [nan] * (most - len(row)) for row in counts]
     _grid(axes, [row["method"] for row in rows], list(map(str, range(most))), shares, "{:.0f} %")
-    axes.set_xlabel("accepted drafts: share of steps")
+    axes.set_xlabel("accepted draft tokens: share of steps")
 
 
 def _grid(axes: Axes, rows: Sequence[str], columns: Sequence[str], values: list[list[float]], form: str) -> None:
-    """Numbers on a ground that is the darker, the greater they are; nothing where there is none (NaN)."""
+    """A heat map with its values; NaN cells are empty."""
     most = max(value for row in values for value in row if value == value)
     axes.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=most)
     for i, row in enumerate(values):
@@ -95,31 +95,31 @@ def _grid(axes: Axes, rows: Sequence[str], columns: Sequence[str], values: list[
             if value == value:
                 color = "white" if value > 0.6 * most else "black"
                 axes.text(j, i, form.format(value), ha="center", va="center", fontsize=7, color=color)
-    slanted: Row = {"rotation": 20, "ha": "right"} if max(map(len, columns)) > 8 else {}
+    slanted: Figures = {"rotation": 20, "ha": "right"} if max(map(len, columns)) > 8 else {}
     axes.set_xticks(range(len(columns)), columns, **slanted)
     axes.set_yticks(range(len(rows)), rows)
 
 
-def _positions(axes: Axes, rows: Sequence[Row]) -> None:
+def _positions(axes: Axes, rows: Sequence[Figures]) -> None:
     colors = _colors(rows)
     for row in rows:
         shares, (drafter, _, shape) = row["acceptance"]["acceptance_by_position"], row["method"].partition("@")
         dash = {"": "-", "tree": "-"}.get(shape, ":" if shape.isdecimal() else "--")
-        style: Row = {"color": colors[drafter], "linestyle": dash, "marker": "o", "markersize": 3}
+        style: Figures = {"color": colors[drafter], "linestyle": dash, "marker": "o", "markersize": 3}
         axes.plot(range(1, len(shares) + 1), shares, label=row["method"], **style)
-    axes.set(xlabel="position in the draft", ylabel="share of steps that got so far", ylim=(0, 1))
+    axes.set(xlabel="position in the draft", ylabel="share of steps that accepted it", ylim=(0, 1))
     axes.legend(fontsize=8, ncols=2)
 
 
-def _colors(rows: Sequence[Row]) -> dict[str, str]:
-    """One color for all shapes of a drafter."""
+def _colors(rows: Sequence[Figures]) -> dict[str, str]:
+    """One color per drafter, whatever the tree shape."""
     return {name: f"C{k}" for k, name in enumerate(dict.fromkeys(row["method"].partition("@")[0] for row in rows))}
 
 
-def _time(axes: Axes, rows: Sequence[Row]) -> None:
+def _time(axes: Axes, rows: Sequence[Figures]) -> None:
     names = [row["method"] for row in rows]
     left = [0.0] * len(rows)
-    for part in (*PARTS, "rest"):
+    for part in (*PHASES, "rest"):
         shares = [row["shares"][part] for row in rows]
         axes.barh(names, shares, left=left, label=part)
         left = [a + b for a, b in zip(left, shares, strict=True)]
@@ -128,7 +128,7 @@ def _time(axes: Axes, rows: Sequence[Row]) -> None:
     axes.legend(fontsize=8, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def _tree_size(axes: Axes, rows: Sequence[Row]) -> None:
+def _tree_size(axes: Axes, rows: Sequence[Figures]) -> None:
     sizes: set[int] = set()
     for drafter, color in _colors(rows).items():
         parts = [(*row["method"].partition("@")[::2], row["decoding"]) for row in rows if row["decoding"]]
@@ -139,7 +139,7 @@ def _tree_size(axes: Axes, rows: Sequence[Row]) -> None:
             axes.plot(*zip(*fixed, strict=True), marker="o", color=color, label=drafter)
             if "" in mine:
                 axes.axhline(mine[""]["median"], linestyle="--", color=color, label=f"{drafter}, adaptive")
-    axes.set(xlabel="drafted nodes per step", ylabel="decoding, times generate", xscale="log", ylim=(0, None))
+    axes.set(xlabel="draft tokens per step", ylabel="decoding, times generate", xscale="log", ylim=(0, None))
     axes.set_xticks(sorted(sizes), list(map(str, sorted(sizes))))
     axes.minorticks_off()
     axes.legend(fontsize=8, loc="lower right")

@@ -1,7 +1,7 @@
-"""A run's folder: what it was begun with and what was measured, a line per batch of conversations.
+"""A run's folder: its settings, and a record per batch of conversations.
 
-``settings.json`` is written before anything is measured, ``records.jsonl`` grows by a line per job. A run that was
-stopped goes on behind its last whole line.
+``settings.json`` is written before anything is measured; ``records.jsonl`` gets a line per job. A stopped run resumes
+after its last complete line.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.suite.evaluator import Settings
+from eval.harness.output import write_text
+from eval.suite.evaluator import SuiteSettings
 from mmspec.errors import UserError
-from mmspec.training.records import refuse_others, write
+from mmspec.training.records import refuse_others
 
 Job = dict[str, Any]
 
 
-def jobs_of(settings: Settings, counts: dict[str, int]) -> list[Job]:
-    """All batches of a run, given how many samples each task has."""
+def suite_jobs(settings: SuiteSettings, counts: dict[str, int]) -> list[Job]:
+    """All batches of a run, given the number of samples of each task."""
     return [
         {"task": task, "temperature": temperature, "batch": size, "group": group}
         for task in settings.tasks
@@ -29,31 +30,31 @@ def jobs_of(settings: Settings, counts: dict[str, int]) -> list[Job]:
     ]
 
 
-def key_of(job: Job) -> tuple[Any, ...]:
-    """What tells jobs apart."""
+def job_key(job: Job) -> tuple[Any, ...]:
+    """The unique key of a job."""
     return job["task"], job["temperature"], job["batch"], job["group"]
 
 
-class Journal:
-    """The records of a run.
+class RunRecords:
+    """The records of a run, kept in its folder.
 
     Args:
-        folder: of the run; made where there is none.
+        folder: of the run; created if missing.
         settings: of the run.
 
     Raises:
-        UserError: the folder holds a run of other settings.
+        UserError: the folder holds a run with other settings.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._path = folder / "records.jsonl"
-        begun = folder / "settings.json"
+        settings_file = folder / "settings.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if begun.exists():
-                refuse_others(folder, json.loads(begun.read_text()), settings)
+            if settings_file.exists():
+                refuse_others(folder, json.loads(settings_file.read_text()), settings)
             else:
-                write(begun, json.dumps(settings, indent=1) + "\n")
+                write_text(settings_file, json.dumps(settings, indent=1) + "\n")
         except (OSError, json.JSONDecodeError) as error:
             raise UserError(f"--out must be a folder to write a run to: {folder} is not ({error})") from error
         lines = self._path.read_text().splitlines() if self._path.exists() else []
@@ -61,22 +62,22 @@ class Journal:
         for line in lines:
             try:
                 records.append(json.loads(line))
-            except ValueError:  # the line that a kill cut off
+            except ValueError:  # a line cut off by a kill
                 break
         if len(records) < len(lines) or (lines and not self._path.read_text().endswith("\n")):
-            write(self._path, "".join(json.dumps(record) + "\n" for record in records))
-        self.records = {key_of(record): record for record in records}
+            write_text(self._path, "".join(json.dumps(record) + "\n" for record in records))
+        self.records = {job_key(record): record for record in records}
 
     def add(self, record: dict[str, Any]) -> None:
-        """Note a job's result."""
+        """Append a job's record."""
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        self.records[key_of(record)] = record
+        self.records[job_key(record)] = record
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs that have no record yet."""
-        return [job for job in jobs if key_of(job) not in self.records]
+        """Jobs without a record."""
+        return [job for job in jobs if job_key(job) not in self.records]
 
     def ordered(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """The records of these jobs, in their order."""
-        return [self.records[key_of(job)] for job in jobs if key_of(job) in self.records]
+        """The records of some jobs, in the order of the jobs."""
+        return [self.records[job_key(job)] for job in jobs if job_key(job) in self.records]

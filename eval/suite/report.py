@@ -1,4 +1,4 @@
-"""A run's report in Markdown, with pictures where matplotlib is installed."""
+"""A run's report in Markdown, with plots if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmspec.extras import install
-from mmspec.training.records import write
+from rich.table import Table
 
-Row = dict[str, Any]
+from eval.harness.output import write_text
+from mmspec.extras import install
+
+Figures = dict[str, Any]
 COLUMNS = (
     "method",
     "tokens per pass",
@@ -28,28 +30,28 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
     """Write ``report.md`` and its ``plots/``.
 
     Args:
-        summary: what ``summary.json`` holds.
+        summary: content of ``summary.json``.
         folder: of the run.
     """
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += _pictures(rows, folder)
-    for title, found in by_cell(rows):
+    for title, found in _by_condition(rows):
         lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        lines += [f"| {' | '.join(cells(row))} |" for row in found]
+        lines += [f"| {' | '.join(_cells(row))} |" for row in found]
         lines += ["", *([f"Not scored: {found[0]['not_scored']}.", ""] if "not_scored" in found[0] else [])]
     lines += _differences(rows)
     if summary["refused"]:
-        lines += ["## What transformers does not decode here", ""]
-        told = [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
-        lines += dict.fromkeys(told)  # the same at every temperature
+        lines += ["## Not supported by transformers", ""]
+        reasons = [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
+        lines += dict.fromkeys(reasons)  # they repeat at every temperature
     path = folder / "report.md"
-    write(path, "\n".join(lines).rstrip() + "\n")
+    write_text(path, "\n".join(lines).rstrip() + "\n")
     return path
 
 
-def cells(row: Row, brief: bool = False) -> list[str]:
-    """A row of figures as ``COLUMNS`` name them; if ``brief``, without intervals, lesser scores and names."""
+def _cells(row: Figures, brief: bool = False) -> list[str]:
+    """Cells of a row under ``COLUMNS``; if ``brief``, without intervals, secondary scores and names of scores."""
     scores = [f"{value:.3g}" if brief else f"{name} {value:.3g}" for name, value in row.get("score", {}).items()]
     return [
         row["method"],
@@ -65,11 +67,22 @@ def cells(row: Row, brief: bool = False) -> list[str]:
     ]
 
 
-def by_cell(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each task, temperature and batch size, with a title."""
-    for cell in dict.fromkeys((row["task"], row["temperature"], row["batch"]) for row in rows):
-        found = [row for row in rows if (row["task"], row["temperature"], row["batch"]) == cell]
-        yield f"{cell[0]}, temperature {cell[1]:g}, batch {cell[2]}", found
+def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]]:
+    """A title and the rows of each task, temperature and batch size."""
+    for key in dict.fromkeys((row["task"], row["temperature"], row["batch"]) for row in rows):
+        found = [row for row in rows if (row["task"], row["temperature"], row["batch"]) == key]
+        yield f"{key[0]}, temperature {key[1]:g}, batch {key[2]}", found
+
+
+def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
+    """Tables for the terminal, one per task, temperature and batch size."""
+    for title, found in _by_condition(rows):
+        score = next(iter(found[0].get("score", {})), COLUMNS[-1])
+        table = Table(*COLUMNS[:-1], score, title=title)
+        table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
+        for row in found:
+            table.add_row(*_cells(row, brief=True))
+        yield table
 
 
 def _ratio(found: dict[str, float] | None, brief: bool) -> str:
@@ -82,13 +95,13 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
     threads = f", {_count(about['threads'], 'thread')}" if about["threads"] else ""
     return (
         f"{about['architecture']}, {about['dtype']}, on {about['device']}{threads}; torch {about['torch']}, "
-        f"transformers {about['transformers']}. Every method answers every conversation in turn in one process, "
+        f"transformers {about['transformers']}. All methods answer every conversation, interleaved in one process, "
         f"{_count(settings['rounds'], 'round')} "
         "after a warm-up; times are medians over the rounds. Ratios are of seconds per token, by conversation, then "
         "their median over the conversations with its 95 % bootstrap interval: `whole request` (preprocessing and "
-        "prefill included) and `decoding` (behind the first token) against transformers' `generate`, `vs none` "
-        "decoding against our own plain decoding. `equal` counts answers whose tokens are those of `generate` at "
-        "temperature 0 and of `none` with the same seed above it. Memory is the peak of the process on a CPU, of "
+        "prefill included) and `decoding` (after the first token) against transformers' `generate`, `vs none` "
+        "decoding against our own plain decoding. `equal` counts answers with the same tokens as `generate` at "
+        "temperature 0, and as `none` with the same seed above. Memory is the peak of the process on a CPU, of "
         "torch's tensors on a GPU."
     )
 
@@ -97,26 +110,28 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _pictures(rows: Sequence[Row], folder: Path) -> list[str]:
+def _pictures(rows: Sequence[Figures], folder: Path) -> list[str]:
     try:
         from eval.suite.plots import draw_all
     except ImportError:
         return [f"No plots: they need the package matplotlib; run {install('eval')}.", ""]
     drawn = draw_all(rows, folder / "plots")
-    cells = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
-    which = [f"The pictures show temperature {cells[0][0]:g}, batch {cells[0][1]}.", ""] if len(cells) > 1 else []
+    conditions = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
+    which = []
+    if len(conditions) > 1:
+        which = [f"The plots show temperature {conditions[0][0]:g}, batch {conditions[0][1]}.", ""]
     return which + [line for title, name in drawn.items() for line in (f"![{title}](plots/{name})", "")]
 
 
-def _differences(rows: Sequence[Row]) -> list[str]:
+def _differences(rows: Sequence[Figures]) -> list[str]:
     found = [(row, one) for row in rows if "score" in row for one in row["differences"]]
     if not found:
         return []
     lines = [
         "## Answers that differ",
         "",
-        "The logit margin is the target's highest logit at the first difference less the lower one of the two tokens':",
-        "near nothing where rounding decides. Sampled answers have none: a draw near a border falls to its other side.",
+        "The logit margin is the target's highest logit at the first difference minus the lower of the two tokens'",
+        "logits: near zero where rounding decides. It is not computed for sampled answers.",
         "",
         "| method | temperature | batch | sample | token | logit margin |",
         "|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""A whole run: jobs, records, and what is made of them."""
+"""A whole run of ``mmspec eval``: decodes what is missing, then writes answers, summary and report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoConfig
 
-from eval.suite.evaluator import Evaluator, Settings
-from eval.suite.records import Journal, jobs_of
+from eval.harness.output import write_text
+from eval.suite.evaluator import Evaluator, SuiteSettings
+from eval.suite.records import RunRecords, suite_jobs
 from eval.suite.report import write_report
 from eval.suite.spec_bench import write_answers
 from eval.suite.summary import summarise
@@ -22,15 +23,14 @@ from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline
 from mmspec.jobs import run_jobs
 from mmspec.support import from_pretrained
-from mmspec.training.records import write
 from vision.targets import VisionTarget
 
 
-def sees(model: str) -> bool:
-    """Whether a model reads images, from its configuration alone.
+def is_visual(model: str) -> bool:
+    """Whether a model takes images, from its configuration.
 
     Raises:
-        UserError: there is no such model.
+        UserError: the model cannot be loaded.
     """
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
     try:
@@ -44,28 +44,28 @@ def sees(model: str) -> bool:
     return issubclass(plugins.target_class(config), VisionTarget)
 
 
-def run(settings: Settings, out: Path, engine: str = "local", workers: int = 1) -> dict[str, Any]:
-    """Measure what is missing in a run's folder, then write answers, summary and report.
+def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers: int = 1) -> dict[str, Any]:
+    """Decode all conversations that a run's folder has no record of, then write answers, summary and report.
 
     Returns:
-        What ``summary.json`` holds: ``about`` model and machine, the ``settings``, ``rows`` of figures, ``refused``
+        The content of ``summary.json``: ``about`` model and machine, ``settings``, ``rows`` of figures, ``refused``
         methods.
 
     Raises:
-        UserError: settings that cannot be, or other ones than those that the folder's run was begun with.
+        UserError: invalid settings, or a folder that holds a run with other settings.
     """
     plain = json.loads(json.dumps(dataclasses.asdict(settings)))
     samples = {task: settings.samples(task) for task in settings.tasks}
-    journal = Journal(out, plain)
-    jobs = jobs_of(settings, {task: len(found) for task, found in samples.items()})
-    missing = journal.missing(jobs)
-    notes = Console(stderr=True)
-    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+    run_records = RunRecords(out, plain)
+    jobs = suite_jobs(settings, {task: len(found) for task, found in samples.items()})
+    missing = run_records.missing(jobs)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("measuring", total=len(jobs), completed=len(jobs) - len(missing))
         for _, record in run_jobs(missing, Evaluator, plain, engine, workers):
-            journal.add(record)
+            run_records.add(record)
             progress.advance(bar)
-    records = journal.ordered(jobs)
+    records = run_records.ordered(jobs)
     write_answers(records, out / "answers")
     refused = {
         (method, record["temperature"], record["batch"]): reason
@@ -81,6 +81,6 @@ def run(settings: Settings, out: Path, engine: str = "local", workers: int = 1) 
             for (method, temperature, batch), reason in refused.items()
         ],
     }
-    write(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_report(summary, out)
     return summary

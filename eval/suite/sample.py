@@ -1,4 +1,4 @@
-"""A benchmark's conversation with what its answers are judged by."""
+"""A benchmark's sample: a conversation with the references that its answers are scored by."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ class Sample:
     """One conversation of a task.
 
     Attributes:
-        id: unique in its task.
-        conversation: what is asked, and about what.
-        category: by which Spec-Bench and reports group samples.
-        references: accepted answers, turn by turn; no more turns than the conversation has, and none where answers
-            cannot be compared with anything.
-        about: what the scorer needs beside them.
+        id: unique within its task.
+        conversation: questions and media.
+        category: groups samples in Spec-Bench's results.
+        references: accepted answers by turn, for at most as many turns as the conversation has.
+        metadata: anything else that the scorer needs.
     """
 
     id: str
     conversation: Conversation
     category: str = ""
     references: tuple[tuple[str, ...], ...] = ()
-    about: Any = None
+    metadata: Any = None
 
 
 Answered = tuple[Sample, Sequence[str]]
 """A sample and the answers to its turns."""
 
 Scorer = Callable[[Sequence[Answered]], dict[str, float]]
-"""Figures of all answers together, each from 0 to 1 or as its benchmark counts; the first one stands for the task."""
+"""Scores by name over all answers, from 0 to 1 or as the benchmark defines them; the first one is the main score."""

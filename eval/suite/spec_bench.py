@@ -1,7 +1,7 @@
-"""Answers in Spec-Bench's format, which its ``evaluation/speed.py`` and ``equal.py`` read (arXiv 2401.07851).
+"""Answer files in Spec-Bench's format, for its ``evaluation/speed.py`` and ``equal.py`` (arXiv 2401.07851).
 
-One file per method, temperature and batch size, one line per conversation. Tokens are counted as generated; a batch's
-time is shared evenly by its rows.
+One file per method, temperature and batch size, one line per conversation. Tokens are counted as generated; the time of
+a batch is divided evenly among its rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mmspec.training.records import write
+from eval.harness.output import write_text
 
 
-def file_name(about: dict[str, Any], method: str, temperature: float, batch: int) -> str:
-    """As Spec-Bench names them: model, method, dtype, temperature."""
+def answer_file_name(about: dict[str, Any], method: str, temperature: float, batch: int) -> str:
+    """The file name in Spec-Bench's scheme: model, method, dtype, temperature."""
     model = Path(about["model"]).name
     words = f"{model}-{method}-{about['dtype']}-temp-{temperature}" + (f"-batch-{batch}" if batch > 1 else "")
     return re.sub(r"[^\w.@+-]+", "_", words) + ".jsonl"
 
 
-def lines_of(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
-    """A batch's conversations as one method answered them."""
+def answer_lines(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
+    """One method's answers to a batch of conversations, a JSON object per conversation."""
     model_id = f"{Path(record['about']['model']).name}-{method}"
     lines = []
     for row, (sample, category) in enumerate(zip(record["ids"], record["categories"], strict=True)):
@@ -33,14 +33,14 @@ def lines_of(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
         for turn in record["turns"]:
             if row not in turn["rows"]:
                 continue
-            told, place = turn["methods"][method], turn["rows"].index(row)
-            tokens = len(told["answers"][place])
-            # The prefill gives the first token; where nothing else is known, a pass gives each further one.
-            steps = told["stats"][place]["accept_lengths"] if told["stats"] else [1] * (tokens - 1)
-            choice["turns"].append(told["texts"][place])
+            result, index = turn["methods"][method], turn["rows"].index(row)
+            tokens = len(result["answers"][index])
+            # The prefill gives the first token; without statistics, assume one pass for each further token.
+            steps = result["stats"][index]["accept_lengths"] if result["stats"] else [1] * (tokens - 1)
+            choice["turns"].append(result["texts"][index])
             choice["decoding_steps"].append(len(steps))
             choice["new_tokens"].append(tokens)
-            choice["wall_time"].append(median(seconds["total"] for seconds in told["seconds"]) / len(turn["rows"]))
+            choice["wall_time"].append(median(seconds["total"] for seconds in result["seconds"]) / len(turn["rows"]))
             accepted += steps
         choice["accept_lengths"] = accepted
         question_id = int(sample) if sample.isdecimal() else sample
@@ -50,17 +50,13 @@ def lines_of(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
 
 
 def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write all answer files of a run.
-
-    Returns:
-        Their paths.
-    """
+    """Write all answer files of a run; returns their paths."""
     files: dict[str, list[str]] = {}
     for record in records:
         for method in record["turns"][0]["methods"]:
-            name = file_name(record["about"], method, record["temperature"], record["batch"])
-            files.setdefault(name, []).extend(json.dumps(line) for line in lines_of(record, method))
+            name = answer_file_name(record["about"], method, record["temperature"], record["batch"])
+            files.setdefault(name, []).extend(json.dumps(line) for line in answer_lines(record, method))
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
-        write(folder / name, "".join(f"{line}\n" for line in lines))
+        write_text(folder / name, "".join(f"{line}\n" for line in lines))
     return [folder / name for name in files]

@@ -1,1 +1,1 @@
-"""How answers are scored: functions that take samples with their answers and give figures, the main one first."""
+"""Scorers: functions from samples with answers to scores by name, the main score first."""

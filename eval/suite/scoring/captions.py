@@ -1,4 +1,4 @@
-"""Captions against several references: CIDEr."""
+"""CIDEr, for captions with several references."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mmspec.extras import missing
 
 
 def cider(answered: Sequence[Answered]) -> dict[str, float]:
-    """CIDEr by pycocoevalcap.
+    """CIDEr, computed by pycocoevalcap.
 
-    Words are runs of letters and digits in lower case, in place of the Java tokeniser of the original; weights come
-    from the references given, so that a part of a benchmark scores otherwise than the whole.
+    Words are lower-case runs of letters and digits, instead of the original's Java tokeniser. Document frequencies come
+    from the given references, so a subset of a benchmark scores differently from the whole.
 
     Raises:
         UserError: pycocoevalcap is not installed.
@@ -22,11 +22,11 @@ def cider(answered: Sequence[Answered]) -> dict[str, float]:
         from pycocoevalcap.cider.cider import Cider
     except ImportError:
         raise missing("CIDEr", "pycocoevalcap", "eval") from None
-    wanted = {k: [_words(one) for one in sample.references[0]] for k, (sample, _) in enumerate(answered)}
-    said = {k: [_words(answers[0])] for k, (_, answers) in enumerate(answered)}
-    score, _ = Cider().compute_score(wanted, said)
+    references = {k: [_normalise(one) for one in sample.references[0]] for k, (sample, _) in enumerate(answered)}
+    candidates = {k: [_normalise(answers[0])] for k, (_, answers) in enumerate(answered)}
+    score, _ = Cider().compute_score(references, candidates)
     return {"CIDEr": float(score)}
 
 
-def _words(text: str) -> str:
+def _normalise(text: str) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", text.lower().replace("'", "")))

@@ -1,4 +1,4 @@
-"""Multiple choice: which letter, or which option's words, an answer names."""
+"""Multiple-choice accuracy: which option an answer chooses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from statistics import mean
 
 from eval.suite.sample import Answered
-from eval.suite.scoring.words import plain
+from eval.suite.scoring.words import normalise
 
 
-def chosen(answer: str, options: Sequence[str]) -> str | None:
-    """The letter of the option that an answer means; None where it names none, or several."""
+def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
+    """The letter of the option that an answer names; None if it names none or several."""
     letters = [chr(ord("A") + k) for k in range(len(options))]
-    # A letter alone, in brackets, before a full stop or colon, or behind "answer is".
+    # A letter alone, in brackets, before a full stop or colon, or after "answer is".
     for pattern in (
         r"^\W*([A-Z])\W*$",
         r"^\W*([A-Z])[.):]",
@@ -23,18 +23,18 @@ def chosen(answer: str, options: Sequence[str]) -> str | None:
         found = [letter for letter in re.findall(pattern, answer.strip()) if letter in letters]
         if len(set(found)) == 1:
             return found[0]
-    said = f" {plain(answer)} "
-    named = [letter for letter, option in zip(letters, options, strict=True) if f" {plain(str(option))} " in said]
+    text = f" {normalise(answer)} "
+    named = [letter for letter, option in zip(letters, options, strict=True) if f" {normalise(str(option))} " in text]
     return named[0] if len(named) == 1 else None
 
 
-def choice(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of right answers; questions without options must be answered in the reference's words."""
+def choice_accuracy(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of correct answers; questions without options need an exact match with a reference."""
     right = []
     for sample, answers in answered:
         (accepted,) = sample.references
-        if sample.about:
-            right.append(chosen(answers[0], sample.about) == accepted[0])
+        if sample.metadata:
+            right.append(chosen_letter(answers[0], sample.metadata) == accepted[0])
         else:
-            right.append(plain(answers[0]) in {plain(one) for one in accepted})
+            right.append(normalise(answers[0]) in {normalise(one) for one in accepted})
     return {"accuracy": mean(map(float, right))}

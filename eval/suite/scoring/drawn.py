@@ -1,4 +1,4 @@
-"""Answers about drawn scenes, clips and generated texts, judged by what was drawn."""
+"""Scorers of the embedded suite, by the generated scene, clip or text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vision.training.accuracy import happenings, is_right
 
 
 def objects(answered: Sequence[Answered]) -> dict[str, float]:
-    """Shares of objects with colour, shape and place right, of signs read, and of captions right in all of this.
+    """Shares of objects with correct colour, shape and position, of signs read, and of entirely correct captions.
 
-    ``about`` is the scene.
+    ``metadata`` is the scene.
     """
     right = total = signs = read = whole = 0
     for sample, answers in answered:
-        scene: Scene = sample.about
+        scene: Scene = sample.metadata
         mentions: Counter[object] = Counter(
             (found.colour, found.shape, found.cell) for found in read_objects(answers[-1])
         )
@@ -40,34 +40,34 @@ def objects(answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def questions(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of right answers. ``about`` lists the turns' questions, None at turns that are none."""
+    """Share of correct answers. ``metadata`` lists the question of each turn, or None."""
     right = [
         is_right(question, answer)
         for sample, answers in answered
-        for question, answer in zip(sample.about, answers, strict=True)
+        for question, answer in zip(sample.metadata, answers, strict=True)
         if isinstance(question, Question)
     ]
     return {"accuracy": mean(map(float, right))}
 
 
 def events(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of a clip's events that its caption tells. ``about`` is the clip."""
-    told = [
-        event in said
+    """Share of a clip's events that its caption mentions. ``metadata`` is the clip."""
+    found = [
+        event in mentioned
         for sample, answers in answered
-        for said in [read_events(answers[0])]
-        for event in happenings(sample.about)
+        for mentioned in [read_events(answers[0])]
+        for event in happenings(sample.metadata)
     ]
-    return {"events right": mean(map(float, told))}
+    return {"events right": mean(map(float, found))}
 
 
 def generated(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of right answers. ``about`` is the example of ``ssm.texts``."""
-    return {"accuracy": mean(float(correct(sample.about, answers[0])) for sample, answers in answered)}
+    """Share of correct answers. ``metadata`` is the example of ``ssm.texts``."""
+    return {"accuracy": mean(float(correct(sample.metadata, answers[0])) for sample, answers in answered)}
 
 
 def colour(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of answers that name the reference's colour and no other."""
+    """Share of answers that name the reference colour and no other."""
     right = [
         [word for word in COLOURS if word in answers[0].lower()] == list(sample.references[0])
         for sample, answers in answered

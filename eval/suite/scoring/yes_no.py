@@ -1,4 +1,4 @@
-"""Yes-or-no benchmarks: POPE (arXiv 2305.10355) and MME (arXiv 2306.13394)."""
+"""Scores of yes-or-no benchmarks: POPE (arXiv 2305.10355) and MME (arXiv 2306.13394)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from statistics import mean
 
 from eval.suite.sample import Answered
-from eval.suite.scoring.words import plain
+from eval.suite.scoring.words import normalise
 
 
-def said_yes(answer: str) -> bool | None:
-    """Whether an answer says yes; None where it says neither, or both."""
-    words = set(plain(answer).split())
+def says_yes(answer: str) -> bool | None:
+    """Whether an answer is yes; None if it contains neither yes nor no, or both."""
+    words = set(normalise(answer).split())
     yes, no = "yes" in words, bool({"no", "not"} & words)
     return None if yes == no else yes
 
 
 def pope(answered: Sequence[Answered]) -> dict[str, float]:
-    """F1, accuracy, precision and recall of "yes", and the share of it; what is not a clear yes counts as no."""
-    pairs = [(said_yes(answers[0]) is True, said_yes(s.references[0][0]) is True) for s, answers in answered]
+    """F1, accuracy, precision and recall of "yes", and its share; an unclear answer counts as no."""
+    pairs = [(says_yes(answers[0]) is True, says_yes(s.references[0][0]) is True) for s, answers in answered]
     hits = sum(said and true for said, true in pairs)
     said, true = sum(said for said, _ in pairs), sum(true for _, true in pairs)
     precision, recall = hits / max(said, 1), hits / max(true, 1)
@@ -33,11 +33,11 @@ def pope(answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def mme(answered: Sequence[Answered]) -> dict[str, float]:
-    """MME's score: 100 times accuracy and accuracy over images (all questions right), summed over the categories."""
+    """MME's score: 100 * (accuracy + share of images with all questions correct), summed over the categories."""
     right: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for sample, answers in answered:
-        good = said_yes(answers[0]) is not None and said_yes(answers[0]) == said_yes(sample.references[0][0])
-        right[sample.category][str(sample.about)].append(good)
+        good = says_yes(answers[0]) is not None and says_yes(answers[0]) == says_yes(sample.references[0][0])
+        right[sample.category][str(sample.metadata)].append(good)
     score, flat = 0.0, []
     for images in right.values():
         each = [good for goods in images.values() for good in goods]

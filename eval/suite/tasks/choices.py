@@ -1,4 +1,4 @@
-"""Multiple choice: AI2D, ScienceQA, MMMU."""
+"""Multiple-choice tasks: AI2D, ScienceQA, MMMU."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from collections.abc import Sequence
 
 from eval.harness.prompts import Conversation
 from eval.suite.sample import Sample
-from eval.suite.scoring.choice import choice
-from eval.suite.tasks.local import Row
-from eval.suite.tasks.remote import Hub
-from eval.suite.tasks.task import Task, one_turn
+from eval.suite.scoring.choice import choice_accuracy
+from eval.suite.tasks.local import DatasetRow
+from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.task import EvalTask, single_turn
 
-_BY_LETTER = "\nAnswer with the option's letter from the given choices directly."  # as LLaVA-1.5 asks
+_LETTER_PROMPT = "\nAnswer with the option's letter from the given choices directly."  # the prompt of LLaVA-1.5
 
 
-def _lettered(options: Sequence[str]) -> str:
+def _list_options(options: Sequence[str]) -> str:
     return "\n".join(f"{chr(ord('A') + k)}. {option}" for k, option in enumerate(options))
 
 
 def _letter(answer: object) -> str:
-    """Of an index or of a letter."""
+    """The letter of an option, given by index or letter."""
     return chr(ord("A") + int(answer)) if str(answer).isdecimal() else str(answer)  # type: ignore[call-overload]
 
 
-def _ai2d(row: Row) -> Sample:
+def _ai2d(row: DatasetRow) -> Sample:
     options = row.texts("options")
-    question = f"{row['question']}\n{_lettered(options)}{_BY_LETTER}"
-    return one_turn(row, question, [_letter(row["answer"])], about=options)
+    question = f"{row['question']}\n{_list_options(options)}{_LETTER_PROMPT}"
+    return single_turn(row, question, [_letter(row["answer"])], metadata=options)
 
 
-def _scienceqa(row: Row) -> Sample:
+def _scienceqa(row: DatasetRow) -> Sample:
     options = row.texts("choices")
     context = f"Context: {row['hint']}\n" if row.get("hint") else ""
-    question = f"{context}{row['question']}\n{_lettered(options)}{_BY_LETTER}"
-    return one_turn(row, question, [_letter(row["answer"])], str(row.get("subject", "")), about=options)
+    question = f"{context}{row['question']}\n{_list_options(options)}{_LETTER_PROMPT}"
+    return single_turn(row, question, [_letter(row["answer"])], str(row.get("subject", "")), metadata=options)
 
 
-def _mmmu(row: Row) -> Sample:
+def _mmmu(row: DatasetRow) -> Sample:
     options = row.get("options", [])
     options = list(ast.literal_eval(options)) if isinstance(options, str) else list(options)
-    question = str(row["question"])
-    question += f"\n{_lettered(options)}{_BY_LETTER}" if options else "\nAnswer with a word, a phrase or a number."
-    pictures = row.images(*(f"image_{k}" for k in range(1, 8)))
+    prompt = f"{_list_options(options)}{_LETTER_PROMPT}" if options else "Answer with a word, a phrase or a number."
+    question = f"{row['question']}\n{prompt}"
+    images = row.images(*(f"image_{k}" for k in range(1, 8)))
     answers = ast.literal_eval(row["answer"]) if str(row["answer"]).startswith("[") else row["answer"]
     references = tuple(map(str, answers)) if isinstance(answers, list) else (str(answers),)
-    return Sample(row.id, Conversation((question,), pictures), str(row.get("subfield", "")), (references,), options)
+    return Sample(row.id, Conversation((question,), images), str(row.get("subfield", "")), (references,), options)
 
 
 TASKS = (
-    Task(
+    EvalTask(
         "ai2d",
         "AI2D; image, question, options, answer (index)",
         True,
-        choice,
+        choice_accuracy,
         16,
         _ai2d,
-        Hub("lmms-lab-encoder/ai2d", "test"),
+        HubDataset("lmms-lab-encoder/ai2d", "test"),
     ),
-    Task(
+    EvalTask(
         "scienceqa",
         "ScienceQA; image (or none), question, choices, answer (index), hint",
         True,
-        choice,
+        choice_accuracy,
         16,
         _scienceqa,
-        Hub("lmms-lab-encoder/ScienceQA", "test", "ScienceQA-IMG"),
+        HubDataset("lmms-lab-encoder/ScienceQA", "test", "ScienceQA-IMG"),
     ),
-    Task(
+    EvalTask(
         "mmmu",
         "MMMU; image_1 .. image_7, question, options, answer (letter or text)",
         True,
-        choice,
+        choice_accuracy,
         32,
         _mmmu,
-        Hub("lmms-lab-encoder/MMMU", "validation"),
+        HubDataset("lmms-lab-encoder/MMMU", "validation"),
     ),
 )

@@ -1,6 +1,7 @@
-"""The embedded suite: held-out scenes, clips and texts that the package draws itself. It needs no files and no network.
+"""The embedded suite: held-out scenes, clips and texts that the package generates, without files or network.
 
-``eval.harness.prompts`` says which held-out indices are whose; these tasks draw from ``FIRST`` on, ``ROOM`` each.
+``eval.harness.prompts`` lists the held-out indices; these tasks use those from ``FIRST_INDEX``, ``INDICES_PER_SUITE``
+each.
 """
 
 from __future__ import annotations
@@ -11,52 +12,49 @@ from itertools import count as count_from
 
 from PIL import Image, ImageDraw
 
-from eval.harness.prompts import ROOM, Conversation
+from eval.harness.prompts import INDICES_PER_SUITE, Conversation, picture, video
 from eval.suite.sample import Sample, Scorer
 from eval.suite.scoring import drawn
-from eval.suite.tasks.task import Task
+from eval.suite.tasks.task import EvalTask
 from ssm.texts import example
 from vision.scenes.clips import sample_clip
 from vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images
-from vision.scenes.drawing import draw
 from vision.scenes.questions import Question, ask
 from vision.scenes.scene import Scene, sample_scene, seeded
 from vision.scenes.vocabulary import BACKGROUNDS, COLOURS
-from vision.video import Video
 
-FIRST = 4_000_000
-"""Held-out scene from which these tasks draw."""
+FIRST_INDEX = 4_000_000
+"""First held-out scene of these tasks."""
 
-FIRST_TEXT = 6_000_000
-"""Held-out text from which ``texts`` draws."""
+FIRST_TEXT_INDEX = 6_000_000
+"""First held-out text of ``texts``."""
 
-Drawn = Callable[[random.Random, int], tuple[Conversation, str, tuple[tuple[str, ...], ...], object]]
-"""Conversation, category, references and what the scorer needs, from a generator and the frames of a video."""
+SampleFields = tuple[Conversation, str, tuple[tuple[str, ...], ...], object]
+"""Conversation, category, references and metadata of a sample."""
 
-
-def _picture(scene: Scene) -> Image.Image:
-    return Image.fromarray(draw(scene))
+DrawSample = Callable[[random.Random, int], SampleFields]
+"""Draws a sample, given a random generator and the frames per video."""
 
 
-def _caption(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tuple[str, ...], ...], object]:
+def _caption(rng: random.Random, frames: int) -> SampleFields:
     scene = sample_scene(rng)
-    return Conversation((rng.choice(DESCRIBE),), (_picture(scene),)), "captions", (), scene
+    return Conversation((rng.choice(DESCRIBE),), (picture(scene),)), "captions", (), scene
 
 
-def _asking(kind: str | None) -> Drawn:
-    """Questions of a kind, or of all but counting and reading, which have tasks of their own."""
+def _question_sampler(kind: str | None) -> DrawSample:
+    """Draws questions of one kind, or with None, of all kinds but counting and reading, which are separate tasks."""
 
-    def one(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tuple[str, ...], ...], object]:
+    def one(rng: random.Random, frames: int) -> SampleFields:
         while True:
             scene = sample_scene(rng, 1.0 if kind == "text" else 0.4)
             question = ask(scene, rng, kind)
             if question is not None and (kind or question.kind not in ("count", "text")):
-                return Conversation((question.question,), (_picture(scene),)), question.kind, (), [question]
+                return Conversation((question.question,), (picture(scene),)), question.kind, (), [question]
 
     return one
 
 
-def _turns(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tuple[str, ...], ...], object]:
+def _turns(rng: random.Random, frames: int) -> SampleFields:
     scene = sample_scene(rng)
     asked: list[Question | None] = [None]
     while len(asked) < 3:
@@ -64,24 +62,23 @@ def _turns(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tu
         if question is not None and question not in asked:
             asked.append(question)
     texts = tuple(describe_prompt(rng) if question is None else question.question for question in asked)
-    return Conversation(texts, (_picture(scene),)), "conversation", (), asked
+    return Conversation(texts, (picture(scene),)), "conversation", (), asked
 
 
-def _several(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tuple[str, ...], ...], object]:
+def _several(rng: random.Random, frames: int) -> SampleFields:
     scenes = several_images(rng).scenes
     both = Scene("white", tuple(item for scene in scenes for item in scene.items))
-    return Conversation((rng.choice(BOTH),), tuple(map(_picture, scenes))), "images", (), both
+    return Conversation((rng.choice(BOTH),), tuple(map(picture, scenes))), "images", (), both
 
 
-def _video(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tuple[str, ...], ...], object]:
+def _video(rng: random.Random, frames: int) -> SampleFields:
     clip = sample_clip(rng)
-    seconds = float(frames)
-    shown = Video(list(map(_picture, clip.frames(frames))), [float(k) for k in range(frames)], seconds, "clip")
+    shown = video(clip.frames(frames))
     return Conversation((rng.choice(VIDEO),), videos=(shown,)), "video", (), clip
 
 
-def _chart(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tuple[str, ...], ...], object]:
-    """A bar chart. No embedded model was trained on any: what it says is wrong, and takes its time."""
+def _chart(rng: random.Random, frames: int) -> SampleFields:
+    """A question about a bar chart. The embedded models were not trained on charts and answer wrongly."""
     colours = rng.sample(list(COLOURS), rng.randint(3, 5))
     heights = rng.sample(range(8, 84, 8), len(colours))
     image = Image.new("RGB", (96, 96), BACKGROUNDS[rng.choice(list(BACKGROUNDS))])
@@ -94,29 +91,31 @@ def _chart(rng: random.Random, frames: int) -> tuple[Conversation, str, tuple[tu
     return Conversation((question,), (image,)), "chart", ((wanted,),), None
 
 
-def _task(name: str, about: str, score: Scorer, place: int, drawn_by: Drawn, max_new_tokens: int = 160) -> Task:
+def _task(
+    name: str, description: str, score: Scorer, number: int, draw_sample: DrawSample, max_new_tokens: int = 160
+) -> EvalTask:
     def samples(frames: int) -> Iterator[Sample]:
-        for index in count_from(FIRST + ROOM * place):
-            conversation, category, references, what = drawn_by(seeded("heldout", index), frames)
-            yield Sample(str(index), conversation, category, references, what)
+        for index in count_from(FIRST_INDEX + INDICES_PER_SUITE * number):
+            conversation, category, references, metadata = draw_sample(seeded("heldout", index), frames)
+            yield Sample(str(index), conversation, category, references, metadata)
 
-    return Task(name, about, True, score, max_new_tokens, draw=samples)
+    return EvalTask(name, description, True, score, max_new_tokens, draw=samples)
 
 
 def _texts(frames: int) -> Iterator[Sample]:
-    for index in count_from(FIRST_TEXT):
+    for index in count_from(FIRST_TEXT_INDEX):
         text = example(index, "heldout")
-        yield Sample(str(index), Conversation((text.prompt,)), text.kind, about=text)
+        yield Sample(str(index), Conversation((text.prompt,)), text.kind, metadata=text)
 
 
 TASKS = (
     _task("scenes-captions", "drawn: captions of one image", drawn.objects, 0, _caption),
-    _task("scenes-questions", "drawn: questions about an image", drawn.questions, 1, _asking(None), 64),
-    _task("scenes-reading", "drawn: the words and numbers on a sign", drawn.questions, 2, _asking("text"), 64),
-    _task("scenes-counting", "drawn: how many", drawn.questions, 3, _asking("count"), 64),
-    _task("scenes-charts", "drawn: bar charts, which the embedded models do not know", drawn.colour, 4, _chart, 64),
+    _task("scenes-questions", "drawn: questions about an image", drawn.questions, 1, _question_sampler(None), 64),
+    _task("scenes-reading", "drawn: words and numbers on a sign", drawn.questions, 2, _question_sampler("text"), 64),
+    _task("scenes-counting", "drawn: counting questions", drawn.questions, 3, _question_sampler("count"), 64),
+    _task("scenes-charts", "drawn: bar charts, unknown to the embedded models", drawn.colour, 4, _chart, 64),
     _task("scenes-turns", "drawn: a caption, then two questions", drawn.questions, 5, _turns),
     _task("scenes-images", "drawn: two or three images at once", drawn.objects, 6, _several),
     _task("scenes-video", "drawn: captions of clips", drawn.events, 7, _video),
-    Task("texts", "generated: sums, word problems, stories, programs", False, drawn.generated, 256, draw=_texts),
+    EvalTask("texts", "generated: sums, word problems, stories, programs", False, drawn.generated, 256, draw=_texts),
 )

@@ -1,9 +1,9 @@
-"""Benchmarks in local files.
+"""Local benchmark files.
 
-Layout: ``DATA/NAME.jsonl``, or a folder ``DATA/NAME/`` that holds one or several ``.jsonl`` files (read in the order of
-their names). Each line is one JSON object with the fields of the benchmark's own release (``mmspec eval --list`` says
-which), where images and videos are file names: relative to the ``.jsonl`` file, or in ``images/`` or ``videos/`` beside
-it, with or without their ending. ``id``, else ``question_id``, else the line's number tells samples apart.
+Layout: ``DATA/NAME.jsonl``, or a folder ``DATA/NAME/`` with one or several ``.jsonl`` files (read in alphabetical
+order). Each line is a JSON object with the fields of the benchmark's own release (see ``mmspec eval --list``). Images
+and videos are file names relative to the ``.jsonl`` file, or to ``images/`` or ``videos/`` next to it, with or without
+extension. Samples are identified by ``id``, else ``question_id``, else the line number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ENDINGS = ("", ".jpg", ".png", ".jpeg", ".webp", ".mp4", ".webm", ".mkv", ".avi
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a benchmark.
+class DatasetRow:
+    """One row of a benchmark's data.
 
     Attributes:
-        values: its fields.
-        where: what it is called in messages.
-        number: from 0.
-        folder: where its files are; None where it holds them itself.
+        values: fields by name.
+        where: file and line, for error messages.
+        number: index from 0.
+        folder: of its media files; None if fields contain the media.
     """
 
     values: dict[str, Any]
@@ -40,14 +40,14 @@ class Row:
         """A field.
 
         Raises:
-            UserError: there is none of this name.
+            UserError: it is missing.
         """
         if field not in self.values:
             raise UserError(f"{self.where}: expected a field {field!r}, received {', '.join(self.values) or 'none'}")
         return self.values[field]
 
     def get(self, field: str, default: Any = None) -> Any:
-        """A field, or ``default`` where there is none or it is empty."""
+        """A field, or ``default`` if it is missing or None."""
         value = self.values.get(field)
         return default if value is None else value
 
@@ -56,64 +56,64 @@ class Row:
         return str(next((self.values[name] for name in _IDS if self.values.get(name) is not None), self.number))
 
     def texts(self, field: str) -> list[str]:
-        """A field that holds one text or several."""
+        """A field with one text or a list of texts."""
         value = self[field]
         return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
 
     def images(self, *fields: str) -> tuple[Any, ...]:
-        """Images named by these fields, those left out that are not there; paths, or what ``datasets`` gives."""
+        """Images of these fields, as paths or in the form of ``datasets``; missing fields are skipped."""
         return tuple(self._files(fields, "images"))
 
     def videos(self, *fields: str) -> tuple[Any, ...]:
-        """Videos, as ``images``."""
+        """Videos of these fields, as for ``images``."""
         return tuple(self._files(fields, "videos"))
 
-    def _files(self, fields: tuple[str, ...], beside: str) -> Iterator[Any]:
+    def _files(self, fields: tuple[str, ...], subfolder: str) -> Iterator[Any]:
         for field in fields:
             value = self.get(field)
             for source in value if isinstance(value, list) else [] if value is None else [value]:
-                if isinstance(source, dict):  # datasets' undecoded form
+                if isinstance(source, dict):  # an undecoded image of datasets
                     source = source.get("bytes") or source.get("path")
-                yield self._found(source, beside) if isinstance(source, str) else source
+                yield self._find_file(source, subfolder) if isinstance(source, str) else source
 
-    def _found(self, name: str, beside: str) -> str:
+    def _find_file(self, name: str, subfolder: str) -> str:
         if self.folder is None:
             return name
-        for base in (self.folder, self.folder / beside):
+        for base in (self.folder, self.folder / subfolder):
             for ending in _ENDINGS:
                 path = base / f"{name}{ending}"
                 if path.is_file():
                     return str(path)
-        raise UserError(f"{self.where}: expected the file {name} in {self.folder} or its {beside}/, there is none")
+        raise UserError(f"{self.where}: expected the file {name} in {self.folder} or its {subfolder}/, there is none")
 
 
-def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[Row]:
-    """The lines of a benchmark.
+def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[DatasetRow]:
+    """The rows of a local benchmark.
 
     Raises:
-        UserError: no such file, or lines that are no JSON objects.
+        UserError: missing files, or lines that are not JSON objects.
     """
-    alone, folder = data / f"{name}.jsonl", data / name
-    files = [alone] if alone.is_file() else sorted(folder.glob("*.jsonl"))
+    single, folder = data / f"{name}.jsonl", data / name
+    files = [single] if single.is_file() else sorted(folder.glob("*.jsonl"))
     if not files:
-        raise UserError(f"{name}: expected {alone} or .jsonl files in {folder}/, there are none")
+        raise UserError(f"{name}: expected {single} or .jsonl files in {folder}/, there are none")
     number = 0
     for file in files:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: expected a JSONL file in UTF-8, received {error}") from error
-        for place, line in enumerate(lines, start=1):
+        for line_number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            where = f"{file}, line {place}"
+            where = f"{file}, line {line_number}"
             try:
                 values = json.loads(line)
             except ValueError as error:
                 raise UserError(f"{where}: expected a JSON object, received {error}") from error
             if not isinstance(values, dict):
                 raise UserError(f"{where}: expected a JSON object, received {type(values).__name__}")
-            yield Row(values, where, number, file.parent)
+            yield DatasetRow(values, where, number, file.parent)
             number += 1
             if number == limit:
                 return

@@ -1,4 +1,4 @@
-"""Benchmarks through the ``datasets`` library."""
+"""Benchmarks from the hub, through the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eval.suite.tasks.local import Row
+from eval.suite.tasks.local import DatasetRow
 from mmspec.errors import UserError
 from mmspec.extras import install
 
 
 @dataclass(frozen=True)
-class Hub:
-    """Where ``datasets`` finds a benchmark: the repositories that lmms-eval 0.7.3 reads, or the authors' own.
+class HubDataset:
+    """A benchmark's dataset on the hub: the repository that lmms-eval 0.7.3 reads, or the authors' own.
 
     Attributes:
-        path, split, config: as ``datasets.load_dataset`` takes them.
-        pictures: config and field of another table that holds the images, by its ``id``.
+        path, split, config: as for ``datasets.load_dataset``.
+        images: for images in another table: its config, and the field with the image's ``id``.
     """
 
     path: str
     split: str
     config: str | None = None
-    pictures: tuple[str, str] | None = None
+    images: tuple[str, str] | None = None
 
 
-def hub_rows(name: str, hub: Hub, limit: int | None) -> Iterator[Row]:
-    """A benchmark's rows, read as they are needed.
+def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetRow]:
+    """The rows of a benchmark, read lazily.
 
     Raises:
-        UserError: ``datasets`` is not installed, or cannot reach the data.
+        UserError: ``datasets`` is not installed, or the data cannot be read.
     """
     try:
         import datasets
@@ -40,25 +40,25 @@ def hub_rows(name: str, hub: Hub, limit: int | None) -> Iterator[Row]:
             f"({install('eval')})"
         ) from None
     try:
-        # A benchmark read in part should not be downloaded whole.
-        for number, values in enumerate(_table(datasets, hub, hub.config, streaming=limit is not None)):
-            if hub.pictures is not None and number == 0:
-                table = _table(datasets, hub, hub.pictures[0])
-                pictures = {row["id"]: place for place, row in enumerate(table.select_columns("id"))}
-            if hub.pictures is not None:
-                values = {**values, "image": table[pictures[values[hub.pictures[1]]]]["image"]}
-            yield Row(dict(values), f"{hub.path}, row {number}", number)
+        # Streaming avoids downloading a whole benchmark to read a part.
+        for number, values in enumerate(_load_table(datasets, hub, hub.config, streaming=limit is not None)):
+            if hub.images is not None and number == 0:
+                image_table = _load_table(datasets, hub, hub.images[0])
+                image_index = {row["id"]: index for index, row in enumerate(image_table.select_columns("id"))}
+            if hub.images is not None:
+                values = {**values, "image": image_table[image_index[values[hub.images[1]]]]["image"]}
+            yield DatasetRow(dict(values), f"{hub.path}, row {number}", number)
     except UserError:
         raise
-    except Exception as error:  # whatever a network, a server or a changed data set leads to
+    except Exception as error:  # network, server and dataset problems raise many kinds of errors
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{name}: expected to read {hub.path} through datasets, or --data FOLDER ({first_line})"
         ) from error
 
 
-def _table(datasets: Any, hub: Hub, config: str | None, streaming: bool = False) -> Any:
-    """A table whose images stay as they are stored: all samples of a task are held at once."""
+def _load_table(datasets: Any, hub: HubDataset, config: str | None, streaming: bool = False) -> Any:
+    """A table with undecoded images, since all samples of a task are in memory at once."""
     table = datasets.load_dataset(hub.path, config, split=hub.split, streaming=streaming)
     for name, feature in (table.features or {}).items():
         if isinstance(feature, datasets.Image):

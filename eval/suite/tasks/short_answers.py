@@ -1,4 +1,4 @@
-"""Questions answered in a word or a few: VQAv2, GQA, TextVQA, VizWiz, ChartQA, DocVQA, ActivityNet-QA, MSVD-QA."""
+"""Short-answer tasks: VQAv2, GQA, TextVQA, VizWiz, ChartQA, DocVQA, ActivityNet-QA, MSVD-QA."""
 
 from __future__ import annotations
 
@@ -6,62 +6,70 @@ from collections.abc import Callable
 
 from eval.suite.sample import Sample, Scorer
 from eval.suite.scoring.words import anls, contained, exact, relaxed, vqa_accuracy
-from eval.suite.tasks.local import Row
-from eval.suite.tasks.remote import Hub
-from eval.suite.tasks.task import Task, one_turn
+from eval.suite.tasks.local import DatasetRow
+from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.task import EvalTask, single_turn
 
-SHORTLY = "\nAnswer the question using a single word or phrase."  # as LLaVA-1.5 asks (arXiv 2310.03744, section 3.2)
+SHORT_ANSWER = "\nAnswer the question using a single word or phrase."  # LLaVA-1.5 (arXiv 2310.03744, 3.2)
 
 
-def _accepted(row: Row, field: str) -> list[str]:
-    """Texts, or VQAv2's objects that hold one each."""
+def _references(row: DatasetRow, field: str) -> list[str]:
+    """Accepted answers: texts, or VQAv2's objects with an ``answer`` each."""
     value = row[field]
     if isinstance(value, list):
         return [str(one["answer"] if isinstance(one, dict) else one) for one in value]
     return [str(value)]
 
 
-def _reader(field: str, category: str) -> Callable[[Row], Sample]:
-    def read(row: Row) -> Sample:
-        return one_turn(row, str(row["question"]) + SHORTLY, _accepted(row, field), str(row.get(category, "")))
+def _reader(field: str, category: str) -> Callable[[DatasetRow], Sample]:
+    def read(row: DatasetRow) -> Sample:
+        return single_turn(
+            row, str(row["question"]) + SHORT_ANSWER, _references(row, field), str(row.get(category, ""))
+        )
 
     return read
 
 
-def _task(name: str, about: str, score: Scorer, hub: Hub, field: str = "answer", category: str = "") -> Task:
+def _task(
+    name: str, description: str, score: Scorer, hub: HubDataset, field: str = "answer", category: str = ""
+) -> EvalTask:
     fields = f"image, question, {field}"
-    return Task(name, f"{about}; {fields}", True, score, 32, _reader(field, category), hub)
+    return EvalTask(name, f"{description}; {fields}", True, score, 32, _reader(field, category), hub)
 
 
-def _about_a_video(row: Row) -> Sample:
-    question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + SHORTLY
-    sample = one_turn(row, question, _accepted(row, "answer"), str(row.get("type", "")))
+def _video_sample(row: DatasetRow) -> Sample:
+    question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + SHORT_ANSWER
+    sample = single_turn(row, question, _references(row, "answer"), str(row.get("type", "")))
     clip = row.videos("video") or row.videos("video_name")
     return Sample(sample.id, type(sample.conversation)((question,), videos=clip), sample.category, sample.references)
 
 
-def _video_task(name: str, about: str) -> Task:
-    # The hub's rows only name the videos, which are to be had elsewhere.
-    return Task(name, f"{about}; video_name, question, answer", True, contained, 32, _about_a_video)
+def _video_task(name: str, description: str) -> EvalTask:
+    # The hub's rows only name the videos, which must be downloaded elsewhere.
+    return EvalTask(name, f"{description}; video_name, question, answer", True, contained, 32, _video_sample)
 
 
 TASKS = (
-    _task("vqav2", "VQAv2", vqa_accuracy, Hub("lmms-lab-encoder/VQAv2", "validation"), "answers", "question_type"),
+    _task(
+        "vqav2", "VQAv2", vqa_accuracy, HubDataset("lmms-lab-encoder/VQAv2", "validation"), "answers", "question_type"
+    ),
     _task(
         "gqa",
         "GQA, test-dev balanced",
         exact,
-        Hub(
+        HubDataset(
             "lmms-lab-encoder/GQA",
             "testdev",
             "testdev_balanced_instructions",
             ("testdev_balanced_images", "imageId"),
         ),
     ),
-    _task("textvqa", "TextVQA", vqa_accuracy, Hub("lmms-lab-encoder/textvqa", "validation"), "answers"),
-    _task("vizwiz", "VizWiz-VQA", vqa_accuracy, Hub("lmms-lab-encoder/VizWiz-VQA", "val"), "answers", "category"),
-    _task("chartqa", "ChartQA", relaxed, Hub("lmms-lab-encoder/ChartQA", "test"), "answer", "type"),
-    _task("docvqa", "DocVQA", anls, Hub("lmms-lab-encoder/DocVQA", "validation", "DocVQA"), "answers"),
+    _task("textvqa", "TextVQA", vqa_accuracy, HubDataset("lmms-lab-encoder/textvqa", "validation"), "answers"),
+    _task(
+        "vizwiz", "VizWiz-VQA", vqa_accuracy, HubDataset("lmms-lab-encoder/VizWiz-VQA", "val"), "answers", "category"
+    ),
+    _task("chartqa", "ChartQA", relaxed, HubDataset("lmms-lab-encoder/ChartQA", "test"), "answer", "type"),
+    _task("docvqa", "DocVQA", anls, HubDataset("lmms-lab-encoder/DocVQA", "validation", "DocVQA"), "answers"),
     _video_task("activitynet-qa", "ActivityNet-QA"),
     _video_task("msvd-qa", "MSVD-QA"),
 )

@@ -1,27 +1,27 @@
-"""Yes or no: POPE, MME."""
+"""Yes-or-no tasks: POPE, MME."""
 
 from __future__ import annotations
 
 from eval.suite.sample import Sample
 from eval.suite.scoring.yes_no import mme, pope
-from eval.suite.tasks.local import Row
-from eval.suite.tasks.remote import Hub
-from eval.suite.tasks.short_answers import SHORTLY
-from eval.suite.tasks.task import Task, one_turn
+from eval.suite.tasks.local import DatasetRow
+from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.short_answers import SHORT_ANSWER
+from eval.suite.tasks.task import EvalTask, single_turn
 
 
-def _pope(row: Row) -> Sample:
-    return one_turn(row, f"{row['question']}{SHORTLY}", [str(row["answer"])], str(row.get("category", "")))
+def _pope(row: DatasetRow) -> Sample:
+    return single_turn(row, f"{row['question']}{SHORT_ANSWER}", [str(row["answer"])], str(row.get("category", "")))
 
 
-def _mme(row: Row) -> Sample:
-    # MME asks two questions about each image; they count together, too.
-    question = str(row["question"]).replace(" Please answer yes or no.", "") + SHORTLY
-    return one_turn(row, question, [str(row["answer"])], str(row.get("category", "")), about=row.id)
+def _mme(row: DatasetRow) -> Sample:
+    # MME asks two questions per image, and also scores both together.
+    question = str(row["question"]).replace(" Please answer yes or no.", "") + SHORT_ANSWER
+    return single_turn(row, question, [str(row["answer"])], str(row.get("category", "")), metadata=row.id)
 
 
 _FIELDS = "image, question, answer (yes or no), category"
 TASKS = (
-    Task("pope", f"POPE; {_FIELDS}", True, pope, 16, _pope, Hub("lmms-lab-encoder/POPE", "test")),
-    Task("mme", f"MME; {_FIELDS}", True, mme, 16, _mme, Hub("lmms-lab-encoder/MME", "test")),
+    EvalTask("pope", f"POPE; {_FIELDS}", True, pope, 16, _pope, HubDataset("lmms-lab-encoder/POPE", "test")),
+    EvalTask("mme", f"MME; {_FIELDS}", True, mme, 16, _mme, HubDataset("lmms-lab-encoder/MME", "test")),
 )

@@ -1,4 +1,4 @@
-"""The adapter to lm-evaluation-harness: against a stand-in for what it builds upon, and in the harness itself."""
+"""The lm-evaluation-harness adapter, with a stand-in for the harness's base class and in the harness itself."""
 
 import importlib.util
 import json
@@ -19,29 +19,31 @@ PROMPTS = ["A red circle is", "Describe a star", "The small blue square; the"]
 def folder(tmp_path_factory):
     folder = save_text_model(tmp_path_factory.mktemp("models") / "text")
     config = json.loads((folder / "generation_config.json").read_text())
-    # A limit of the model's own, as many have; the harness's must hold all the same.
+    # Many models set a limit; the harness's must take precedence.
     (folder / "generation_config.json").write_text(json.dumps({**config, "max_new_tokens": 5}))
     return str(folder)
 
 
 class Base:
-    """As much of the harness's ``HFLM`` as is relied upon: padded batches, given to transformers' ``generate``."""
+    """The parts of the harness's ``HFLM`` that the adapter uses: padded batches for transformers' ``generate``."""
 
     def __init__(self, pretrained, tokenizer, batch_size=1):
         self.model, self.tokenizer, self.batch_size = pretrained, tokenizer, batch_size
 
     def generate_until(self, requests):
-        said = []
+        answers = []
         for request in requests:
             contexts, until, length = request.args
             batch = self.tokenizer(contexts, padding=True, padding_side="left", return_tensors="pt")
             ids, mask = batch["input_ids"], batch["attention_mask"]
             out = self._model_generate(context=ids, attention_mask=mask, stop=until, max_length=ids.shape[1] + length)
-            said += [cut(self.tokenizer.decode(row, skip_special_tokens=True), until) for row in out[:, ids.shape[1] :]]
-        return said
+            answers += [
+                cut(self.tokenizer.decode(row, skip_special_tokens=True), until) for row in out[:, ids.shape[1] :]
+            ]
+        return answers
 
     def _model_generate(self, context, max_length, stop, **options):
-        assert not stop, "the harness's own rule must see all rows of a batch in every call"
+        assert not stop, "the harness's stopping criterion needs all rows of a batch in every call"
         return self.model.generate(input_ids=context, max_length=max_length, do_sample=False, **options)
 
 
@@ -50,22 +52,22 @@ def cut(text, until):
 
 
 def adapter(monkeypatch, base=None):
-    """The adapter's class, upon a stand-in or the harness's own."""
+    """The adapter's class, derived from ``base`` or from the harness's own class."""
     if base is not None:
         for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", base, raising=False)
     monkeypatch.delitem(sys.modules, "eval.adapters.lm_eval_model", raising=False)
-    from eval.adapters.lm_eval_model import Mmspec
+    from eval.adapters.lm_eval_model import MmspecLM
 
     monkeypatch.delitem(sys.modules, "eval.adapters.lm_eval_model")
-    return Mmspec
+    return MmspecLM
 
 
-def test_answers_are_those_of_plain_decoding_up_to_the_stop(folder, monkeypatch):
+def test_answers_equal_plain_decoding_up_to_the_stop_text(folder, monkeypatch):
     plain = mmspec.load(folder, drafter=None)
     whole = [plain.generate(prompt, max_new_tokens=24).text for prompt in PROMPTS]
-    # One text ends the first answer in its middle; the prompts hold the other one, which must end nothing.
+    # One text stops the first answer in its middle; the other one is in the prompts, where it must stop nothing.
     until = [whole[0][4:7], "e"]
     assert until[0] in whole[0]
     contexts = [prompt + until[1] for prompt in PROMPTS]
@@ -76,13 +78,13 @@ def test_answers_are_those_of_plain_decoding_up_to_the_stop(folder, monkeypatch)
     longest = model.generate_until([SimpleNamespace(args=(PROMPTS, [""], 24))])
     assert longest == whole
     assert len(model.tokenizer(longest[0])["input_ids"]) > 5
-    assert model.tally.told().endswith("over 6 requests")
-    assert model.tally.mean_acceptance_length > 1
+    assert model.acceptance.log_line().endswith("over 6 requests")
+    assert model.acceptance.mean_acceptance_length > 1
 
 
 def test_the_harness_finds_the_adapter_by_its_entry_point():
     (entry,) = entry_points(group="lm_eval.models", name="mmspec")
-    assert entry.value == "eval.adapters.lm_eval_model:Mmspec"
+    assert entry.value == "eval.adapters.lm_eval_model:MmspecLM"
 
 
 needs_lm_eval = pytest.mark.skipif(
@@ -91,7 +93,7 @@ needs_lm_eval = pytest.mark.skipif(
 
 
 def tasks(folder):
-    """A task of each kind that the harness has, on three lines of text."""
+    """One task of each output type of the harness, on three lines of text."""
     path = folder / "lines.jsonl"
     path.write_text("".join(json.dumps({"text": text, "options": [" red", " a star"]}) + "\n" for text in PROMPTS))
     kinds = {
@@ -118,7 +120,7 @@ def tasks(folder):
 @needs_lm_eval
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("drafter", ["recycle", "none"])
-def test_the_harness_gets_the_same_as_from_its_own_model(folder, monkeypatch, tmp_path, drafter):
+def test_the_harness_gets_the_same_results_as_from_its_own_model(folder, monkeypatch, tmp_path, drafter):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -137,4 +139,4 @@ def test_the_harness_gets_the_same_as_from_its_own_model(folder, monkeypatch, tm
     assert set(theirs) == {"generate_until", "multiple_choice", "loglikelihood_rolling"}
     assert any(len(answer) > 5 for ((answer,),) in theirs["generate_until"])
     assert samples(ours) == theirs
-    assert (ours.tally.mean_acceptance_length > 1) == (drafter != "none")
+    assert (ours.acceptance.mean_acceptance_length > 1) == (drafter != "none")

@@ -1,4 +1,4 @@
-"""The adapter to lmms-eval, against stand-ins for the few names of it that are used."""
+"""The lmms-eval adapter, with stand-ins for the names that it imports."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -7,14 +7,14 @@ import pytest
 from PIL import Image
 
 import mmspec
-from eval.adapters.lmms import as_request, keywords_of, manifest
+from eval.adapters.lmms import generation_keywords, manifest, messages_to_request
 from mmspec.errors import UserError
 from tests.standin import save_llava
 
 
 @pytest.fixture
 def framework(monkeypatch):
-    """lmms-eval's modules, as far as they are imported."""
+    """Stand-ins for lmms-eval's modules."""
 
     class Base:
         def __init__(self):
@@ -45,14 +45,14 @@ def framework(monkeypatch):
 def test_the_manifest_names_the_class(framework):
     import importlib
 
-    told = manifest()
-    module, _, name = told.chat_class_path.rpartition(".")
-    assert told.model_id == "mmspec"
+    entry = manifest()
+    module, _, name = entry.chat_class_path.rpartition(".")
+    assert entry.model_id == "mmspec"
     assert not getattr(importlib.import_module(module), name).is_simple
 
 
-def test_answers_come_in_the_order_of_the_requests_and_are_our_own(framework, tmp_path):
-    from eval.adapters.lmms_model import Mmspec
+def test_answers_are_in_request_order_and_equal_plain_decoding(framework, tmp_path):
+    from eval.adapters.lmms_model import MmspecLMM
 
     folder = str(save_llava(tmp_path / "llava"))
     pictures = [Image.new("RGB", (9, 9), (50 * k, 9, 9)) for k in range(5)]
@@ -64,15 +64,15 @@ def test_answers_come_in_the_order_of_the_requests_and_are_our_own(framework, tm
 
     options = [{"max_new_tokens": 6 + k % 2, "until": ["\n\n"]} for k in range(5)]
     requests = [SimpleNamespace(args=("", messages, options[k], k, "task", "test")) for k in range(5)]
-    model = Mmspec(pretrained=folder, drafter="recycle", nodes="4", batch_size="2", device=None)
+    model = MmspecLMM(pretrained=folder, drafter="recycle", nodes="4", batch_size="2", device=None)
     model.task_dict = {"task": {"test": docs}}
     results = model.generate_until(requests)
     plain = mmspec.load(folder, drafter=None)
     for k, result in enumerate(results):
         alone = plain.generate(f"Picture {k}", images=[pictures[k]], max_new_tokens=6 + k % 2)
         assert (result.text, result.tokens) == (alone.text.strip(), len(alone.token_ids))
-    assert model.tally.row()["requests"] == 5
-    assert model.tally.row()["mean_acceptance_length"] > 1
+    assert model.acceptance.to_dict()["requests"] == 5
+    assert model.acceptance.to_dict()["mean_acceptance_length"] > 1
     with pytest.raises(NotImplementedError):
         model.loglikelihood([])
 
@@ -92,22 +92,22 @@ def test_answers_come_in_the_order_of_the_requests_and_are_our_own(framework, tm
         ({"temperature": 0.7, "do_sample": False}, {"max_new_tokens": 1024, "temperature": 0.0, "stop": []}),
     ],
 )
-def test_generation_options_are_ours(given, wanted):
-    assert keywords_of(given) == wanted
+def test_generation_options_are_translated(given, wanted):
+    assert generation_keywords(given) == wanted
 
 
-def test_beams_are_refused():
+def test_beam_search_is_refused():
     with pytest.raises(UserError, match=r"num_beams must be 1: .* got 4"):
-        keywords_of({"num_beams": 4})
+        generation_keywords({"num_beams": 4})
 
 
-def test_messages_become_a_request():
+def test_messages_are_translated_to_a_request():
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": [{"type": "video", "url": "v.mp4"}, {"type": "image", "url": "i.png"}]},
         {"role": "assistant", "content": "Yes."},
     ]
-    assert as_request(messages) == {
+    assert messages_to_request(messages) == {
         "prompt": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "video"}, {"type": "image"}]},
@@ -116,5 +116,5 @@ def test_messages_become_a_request():
         "images": ["i.png"],
         "videos": ["v.mp4"],
     }
-    with pytest.raises(UserError, match="messages may hold text, images and videos: got 'audio'"):
-        as_request([{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}])
+    with pytest.raises(UserError, match="messages may contain text, images and videos: got 'audio'"):
+        messages_to_request([{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}])

@@ -1,11 +1,11 @@
-"""Trees verified path by path: the same logits and the same commits as the tree scan gives."""
+"""Unrolled verification: the same logits and commits as the tree scan."""
 
 import pytest
 import torch
 
 from eval.decoding.oracle import Oracle
 from eval.decoding.tiny_models import text_inputs
-from eval.decoding.unrolled import Unrolled, unroll
+from eval.decoding.unrolled import UnrolledTarget, unroll
 from mmspec import TokenTree, verify_greedy
 from mmspec.pipeline import Pipeline
 from mmspec.target import Prompt
@@ -17,7 +17,7 @@ CLOSE = dict(atol=2e-4, rtol=2e-4)
 
 @pytest.mark.parametrize("shape", ["random", "chain", "star"])
 @pytest.mark.parametrize("nodes", [1, 2, 9])
-def test_every_leaf_has_a_chain_of_its_own(shape, nodes):
+def test_every_leaf_has_its_own_chain(shape, nodes):
     tree = random_tree(torch.Generator().manual_seed(nodes), 3, nodes, 90, shape=shape)
     chains, copy = unroll(tree)
     for row in range(3):
@@ -26,17 +26,17 @@ def test_every_leaf_has_a_chain_of_its_own(shape, nodes):
         paths = [root_path(tree, row, leaf) for leaf in leaves]
         used = 1 + sum(len(path) - 1 for path in paths)
         unrolled = chains.parents[row, :used].tolist()
-        # Behind the root every entry follows the one before it, or begins a chain.
+        # After the root, every entry follows the previous one or starts a chain.
         assert all(above in (0, place - 1) for place, above in enumerate(unrolled[1:], start=1))
         ends = [place for place in range(1, used) if place not in unrolled]
         found = [chains.tokens[row, root_path(chains, row, end)].tolist() for end in ends]
         assert found == [tree.tokens[row, path].tolist() for path in paths]
         for node in range(nodes):
-            way = chains.tokens[row, root_path(chains, row, int(copy[row, node]))]
-            assert torch.equal(way, tree.tokens[row, root_path(tree, row, node)])
+            path = chains.tokens[row, root_path(chains, row, int(copy[row, node]))]
+            assert torch.equal(path, tree.tokens[row, root_path(tree, row, node)])
 
 
-def test_nodes_on_several_paths_are_computed_again():
+def test_shared_nodes_are_computed_once_per_path():
     fork = TokenTree(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, 0, 1, 1]]))
     chains, copy = unroll(fork)
     assert chains.tokens.tolist() == [[5, 6, 7, 6, 8]]
@@ -48,7 +48,7 @@ def test_nodes_on_several_paths_are_computed_again():
 @pytest.mark.parametrize("batch", [1, 3])
 def test_logits_and_commits_equal_those_of_trees(name, batch):
     targets = [TransformersTarget(shared_model(name)) for _ in range(2)]
-    targets[1] = Unrolled(targets[1])
+    targets[1] = UnrolledTarget(targets[1])
     inputs, g = text_inputs(batch, 7), torch.Generator().manual_seed(1)
     for target in targets:
         target.prefill(Prompt(inputs["input_ids"], inputs["attention_mask"] if batch > 1 else None), 64)
@@ -58,7 +58,7 @@ def test_logits_and_commits_equal_those_of_trees(name, batch):
         steps = [target.forward_tree(tree) for target in targets]
         torch.testing.assert_close(steps[1].logits, steps[0].logits, **CLOSE)
         torch.testing.assert_close(steps[1].hidden, steps[0].hidden, **CLOSE)
-        # As if the target chose what the deepest node of each row needs.
+        # Choices that accept the deepest node of each row.
         choices = torch.full_like(tree.tokens, 95)
         for row in range(batch):
             path = root_path(tree, row, int(torch.where(tree.valid[row], tree.depth[row], -1).argmax()))
@@ -71,12 +71,12 @@ def test_logits_and_commits_equal_those_of_trees(name, batch):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_stay_the_models_own(batch):
+def test_output_equals_generate(batch):
     model = shared_model("bamba")
     inputs = text_inputs(batch, 9)
     reference = model.generate(**inputs, max_new_tokens=20, do_sample=False)[:, 9:].tolist()
     requests = [" ".join(map(str, inputs["input_ids"][row, row:].tolist())) for row in range(batch)]
-    target = Unrolled(TransformersTarget(model))
+    target = UnrolledTarget(TransformersTarget(model))
     target._token_ids = lambda prompt: [int(token) for token in prompt.split()]
     target.processor = type("Reader", (), {"decode": staticmethod(lambda ids, **options: "")})
     pipe = Pipeline(target, Oracle(reference, vocab=90, spoil=0.1))

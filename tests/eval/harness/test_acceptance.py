@@ -1,4 +1,4 @@
-"""Sums over requests, and the interval of a difference, against known answers."""
+"""Acceptance statistics and the interval of a paired difference, against known values."""
 
 import itertools
 import math
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from eval.harness.acceptance import Tally, difference
-from eval.harness.drafters import Watched
+from eval.harness.acceptance import AcceptanceStats, acceptance_difference
+from eval.harness.drafters import ProfiledDrafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.stats import Stats
 
@@ -19,19 +19,19 @@ def stats_of(*accepted, drafted=4):
     return stats
 
 
-def tally_of(*requests):
-    tally = Tally()
+def acceptance_of(*requests):
+    acceptance = AcceptanceStats()
     for number, accepted in enumerate(requests):
-        tally.add(number, stats_of(*accepted), True)
-    return tally
+        acceptance.add(number, stats_of(*accepted), True)
+    return acceptance
 
 
-def test_figures_of_steps_counted_by_hand():
-    tally = Tally()
-    tally.add("a", stats_of(3, 0, 1), True)
-    tally.add("b", stats_of(1), False)
-    tally.add("c", stats_of(), True)  # an answer of one token: the prefill's
-    row = tally.row()
+def test_figures_match_counts_by_hand():
+    acceptance = AcceptanceStats()
+    acceptance.add("a", stats_of(3, 0, 1), True)
+    acceptance.add("b", stats_of(1), False)
+    acceptance.add("c", stats_of(), True)  # one token, from the prefill
+    row = acceptance.to_dict()
     assert row["mean_acceptance_length"] == (4 + 1 + 2 + 2) / 4
     assert row["draft_acceptance_rate"] == 5 / 16
     assert row["acceptance_by_position"] == [0.75, 0.25, 0.25]
@@ -39,43 +39,43 @@ def test_figures_of_steps_counted_by_hand():
     assert row["mean_acceptance_length"] == pytest.approx(1 + sum(row["acceptance_by_position"]))
 
 
-def test_no_steps_at_all():
-    row = tally_of(()).row()
+def test_no_steps():
+    row = acceptance_of(()).to_dict()
     assert (row["mean_acceptance_length"], row["draft_acceptance_rate"], row["acceptance_by_position"]) == (0, 0, [])
 
 
-def test_sums_of_suites():
-    first, second = tally_of((3, 0), (1,)), tally_of((5,))
+def test_sum_of_two_statistics():
+    first, second = acceptance_of((3, 0), (1,)), acceptance_of((5,))
     both = first + second
-    assert both.row()["mean_acceptance_length"] == (4 + 1 + 2 + 6) / 4
+    assert both.to_dict()["mean_acceptance_length"] == (4 + 1 + 2 + 6) / 4
     assert both.histogram == [1, 1, 0, 1, 0, 1]
     assert (first.histogram, second.histogram) == ([1, 1, 0, 1], [0, 0, 0, 0, 0, 1])
-    assert both.row()["requests"] == both.equal == 3
+    assert both.to_dict()["requests"] == both.equal == 3
 
 
-def test_passes_are_only_told_by_those_who_know():
+def test_forward_passes_are_none_if_any_drafter_has_no_network():
     class Passes:
         proposals, forwards = 4, 22
 
-    tally = Tally()
-    tally.watch(Passes)
-    assert tally.row()["forwards_per_tree"] == 5.5
-    assert (tally + tally).row()["forwards_per_tree"] == 5.5
-    tally.watch(Watched(Ngram()))
-    assert tally.row()["forwards_per_tree"] is None
-    assert (tally + Tally()).row()["forwards_per_tree"] is None
+    acceptance = AcceptanceStats()
+    acceptance.add_profile(Passes)
+    assert acceptance.to_dict()["forwards_per_tree"] == 5.5
+    assert (acceptance + acceptance).to_dict()["forwards_per_tree"] == 5.5
+    acceptance.add_profile(ProfiledDrafter(Ngram()))
+    assert acceptance.to_dict()["forwards_per_tree"] is None
+    assert (acceptance + AcceptanceStats()).to_dict()["forwards_per_tree"] is None
 
 
-def test_a_difference_that_is_the_same_everywhere_is_certain():
+def test_a_constant_difference_has_an_interval_of_zero_width():
     rng = random.Random(0)
     steps = [[rng.randrange(4) for _ in range(6)] for _ in range(30)]
-    low = tally_of(*steps)
-    high = tally_of(*[[count + 1 for count in row] for row in steps])
-    found = difference(high, low)
+    low = acceptance_of(*steps)
+    high = acceptance_of(*[[count + 1 for count in row] for row in steps])
+    found = acceptance_difference(high, low)
     assert found == {"difference": pytest.approx(1), "low": pytest.approx(1), "high": pytest.approx(1)}
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says():
+def test_the_interval_has_its_nominal_coverage():
     """Two drafters whose acceptance differs by 0.29 on average, on prompts that vary: 40 per study, 200 studies."""
     rng = random.Random(1)
     covered, widths = 0, []
@@ -85,7 +85,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
             ease = rng.random()
             ours.append([int(rng.random() < 0.2 + 0.6 * ease) for _ in range(10)])
             theirs.append([int(rng.random() < -0.1 + 0.6 * ease) for _ in range(10)])
-        found = difference(tally_of(*ours), tally_of(*theirs), 400, study)
+        found = acceptance_difference(acceptance_of(*ours), acceptance_of(*theirs), 400, study)
         # P(theirs) is cut off at 0 for the hardest sixth: the mean of max(-0.1 + 0.6 u, 0) is 0.25 / 1.2.
         truth = 0.5 - 0.25 / 1.2
         covered += found["low"] <= truth <= found["high"]
@@ -94,7 +94,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert 0.05 < sum(widths) / 200 < 0.3
 
 
-def test_the_ends_of_an_interval_are_those_of_95_percent():
+def test_the_interval_ends_are_the_exact_percentiles():
     """With one step per request, of which half accept a draft, a resample's mean is 1 + Binomial(n, 1/2) / n."""
     count = 400
     probabilities = [math.comb(count, k) / 2**count for k in range(count + 1)]
@@ -103,29 +103,31 @@ def test_the_ends_of_an_interval_are_those_of_95_percent():
     def end(probability):
         return next(k for k, sum_ in enumerate(below) if sum_ >= probability) / count
 
-    found = difference(tally_of(*[(k % 2,) for k in range(count)]), tally_of(*[(0,)] * count), 20000)
+    found = acceptance_difference(
+        acceptance_of(*[(k % 2,) for k in range(count)]), acceptance_of(*[(0,)] * count), 20000
+    )
     assert found["difference"] == 0.5
-    # Of resampling noise, a 20,000th part: half a request. A 90 % interval would be 4 requests narrower at each end.
+    # Tolerance for resampling noise. A 90 % interval would be 4 requests narrower at each end.
     assert [found["low"], found["high"]] == pytest.approx([end(0.025), end(0.975)], abs=1 / count)
     assert end(0.05) - end(0.025) == pytest.approx(4 / count)
 
 
-def test_requests_of_a_group_are_drawn_together():
-    """Ten requests that are one request ten times say no more than it alone, so their interval is as wide."""
+def test_groups_are_resampled_together():
+    """Ten copies of each request in its group leave the interval as it is."""
     rng = random.Random(2)
     pairs = [(stats_of(rng.randrange(5), rng.randrange(5)), stats_of(rng.randrange(5))) for _ in range(12)]
 
     def study(times):
-        ours, theirs = Tally(), Tally()
+        ours, theirs = AcceptanceStats(), AcceptanceStats()
         for group, (first, second) in enumerate(pairs):
             for _ in range(times):
                 ours.add(group, first, True)
                 theirs.add(group, second, True)
-        return difference(ours, theirs)
+        return acceptance_difference(ours, theirs)
 
     assert study(10) == pytest.approx(study(1))
 
 
-def test_different_requests_are_not_compared():
+def test_different_requests_are_refused():
     with pytest.raises(ValueError, match="the same requests: got 2 and 1"):
-        difference(tally_of((1,), (2,)), tally_of((1,)))
+        acceptance_difference(acceptance_of((1,), (2,)), acceptance_of((1,)))

@@ -1,11 +1,11 @@
-"""Naming, copying and watching drafters."""
+"""Parsing, copying and profiling drafters."""
 
 import pytest
 import torch
 
 import mmspec
 from eval.decoding.tiny_models import msd_network, vision_model
-from eval.harness.drafters import USUAL_NODES, Watched, named_drafters, tree_sizes
+from eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec import UserError
 from mmspec.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
@@ -22,16 +22,16 @@ def pipe(tmp_path_factory):
     return mmspec.load(str(save_llava(tmp_path_factory.mktemp("standin"))), drafter=None)
 
 
-def test_drafters_have_the_label_asked_for(tmp_path, pipe):
+def test_drafters_are_labelled(tmp_path, pipe):
     folder = tmp_path / "run-7"
     MSD(msd_network(pipe.model), total_tokens=7).save(folder, pipe.target)
-    found = named_drafters(f"ngram, ours={folder},{folder},new:recycle", str(tiny_llava()))
+    found = parse_drafters(f"ngram, ours={folder},{folder},new:recycle", str(tiny_llava()))
     assert list(found) == ["ngram", "ours", "run-7", "new:recycle"]
     assert [type(drafter) for drafter in found.values()] == [Ngram, MSD, MSD, Recycle]
     assert found["new:recycle"].entries == 0
-    assert named_drafters("old=recycle", str(tiny_llava()))["old"].entries > 0
+    assert parse_drafters("old=recycle", str(tiny_llava()))["old"].entries > 0
     assert tree_sizes(found["ours"], "default,16") == {"default": 7, "16": 16}
-    assert tree_sizes(found["ngram"], "default") == {"default": USUAL_NODES}
+    assert tree_sizes(found["ngram"], "default") == {"default": DEFAULT_NODES}
     assert [learns(drafter) for drafter in found.values()] == [False, False, False, True]
     assert learns(Ngram(memory=9))
 
@@ -39,25 +39,25 @@ def test_drafters_have_the_label_asked_for(tmp_path, pipe):
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ("ngram,ngram", "'ngram' stands twice"),
-        ("x=ngram,x=recycle", "'x' stands twice"),
+        ("ngram,ngram", "'ngram' is given twice"),
+        ("x=ngram,x=recycle", "'x' is given twice"),
         ("none", "expected a drafter"),
         (" ,", "at least one drafter"),
         ("nobody", "nobody"),
     ],
 )
-def test_mistakes_in_names_are_told(specs, message):
+def test_invalid_specs_are_refused(specs, message):
     with pytest.raises(UserError, match=message):
-        named_drafters(specs)
+        parse_drafters(specs)
 
 
 @pytest.mark.parametrize("nodes", ["", "0", "-3", "many", "3.5"])
-def test_tree_sizes_are_whole_and_positive(nodes):
+def test_tree_sizes_must_be_positive_integers(nodes):
     with pytest.raises(UserError, match=r"nodes must be|at least one tree size"):
         tree_sizes(Ngram(), nodes)
 
 
-def test_a_copy_learns_alone_and_shares_the_weights(pipe, tmp_path):
+def test_a_fork_learns_separately_and_shares_weights(pipe, tmp_path):
     asked = {"prompt": "Describe the image.", "max_new_tokens": 8, "nodes": 5}
     table = Recycle()
     copied = fork(table, pipe.target)
@@ -77,8 +77,8 @@ def test_a_copy_learns_alone_and_shares_the_weights(pipe, tmp_path):
     assert fork(None, pipe.target) is lend(None, pipe.target) is None
 
 
-def test_a_drafter_that_meets_its_target_again_stays_as_it_is(pipe):
-    """What was captured reads its weights where they were."""
+def test_attaching_the_same_target_again_changes_nothing(pipe):
+    """Captured CUDA graphs hold the addresses of weights and cache."""
     drafter = MSD(msd_network(pipe.model), torch.arange(90))
     drafter.attach(pipe.target)
     held = drafter.fuse, drafter._scores, drafter._captured, drafter.cache
@@ -88,20 +88,20 @@ def test_a_drafter_that_meets_its_target_again_stays_as_it_is(pipe):
     assert not set(map(id, held)) & {*map(id, (drafter.fuse, drafter._scores, drafter._captured, drafter.cache))}
 
 
-def test_watching_counts_trees_and_passes(pipe):
+def test_profiling_counts_trees_and_forward_passes(pipe):
     drafter = MSD(msd_network(pipe.model), depth=3, total_tokens=6)
-    watched, unwatched = Watched(drafter, count_forwards=True), Watched(drafter)
-    for observer in (watched, unwatched):
+    counting, timing = ProfiledDrafter(drafter, count_forwards=True), ProfiledDrafter(drafter)
+    for observer in (counting, timing):
         stats = Pipeline(pipe.target, observer).generate("A star", max_new_tokens=9, nodes=6).stats
         drafted = [k for k in range(stats.num_spec_steps) if sum(stats.accept_lengths[:k]) < 7]
         assert observer.proposals == len(drafted)
         assert 0 < observer.seconds < stats.draft_seconds
-    # Two levels behind the first tree's root; behind later ones also the pass that takes in what was accepted. The last
-    # trees are as shallow as what is left to say.
-    most = 3 * watched.proposals - 1
-    assert most - 4 <= watched.forwards <= most
-    assert unwatched.forwards is None
-    assert Watched(Ngram(), count_forwards=True).forwards is None
+    # Two levels after the first tree's root; for later trees also the pass over the accepted tokens. The last trees are
+    # as shallow as the remaining number of tokens.
+    most = 3 * counting.proposals - 1
+    assert most - 4 <= counting.forwards <= most
+    assert timing.forwards is None
+    assert ProfiledDrafter(Ngram(), count_forwards=True).forwards is None
 
 
 def test_random_networks_fit_their_targets():

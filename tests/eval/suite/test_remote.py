@@ -1,6 +1,6 @@
-"""Benchmarks through the library ``datasets``, from folders laid out as the hub's releases are, with their columns.
+"""Benchmarks read through ``datasets``, from local folders with the files and columns of the hub's releases.
 
-Columns, splits and configurations are those of the data sets' cards.
+Columns, splits and configurations are those of the dataset cards.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ RELEASES = {
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Folders as the hub has them: Parquet files, and a card that names them."""
+    """Dataset folders as on the hub: Parquet files, and a card that lists them."""
     root = tmp_path_factory.mktemp("hub")
     for name, configs in RELEASES.items():
         card = ["---", "configs:"]
@@ -97,7 +97,7 @@ def hub(tmp_path_factory):
 
 @pytest.fixture
 def samples(hub, tmp_path, monkeypatch):
-    """Reads a task as from the hub; the name of the repository alone is another one."""
+    """Reads a task as from the hub, with the path of its repository replaced."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
 
     def read(name, limit, **changes):
@@ -108,18 +108,18 @@ def samples(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [2, None])
-def test_a_benchmark_is_read_whole_or_streamed_in_part(samples, limit):
+def test_a_benchmark_is_read_whole_or_streamed(samples, limit):
     found = samples("pope", limit)
     assert [(one.id, one.category) for one in found] == [(str(k), "popular") for k in range(limit or 3)]
     assert all(one.references == (("yes",),) for one in found)
     for k, one in enumerate(found):
         (stored,) = one.conversation.images
-        assert isinstance(stored, bytes)  # a benchmark's decoded images would fill the memory
+        assert isinstance(stored, bytes)  # decoded images of a benchmark would not fit into memory
         assert load_image(stored).getpixel((0, 0)) == (40 * k, 0, 0)
 
 
 @pytest.mark.parametrize("limit", [1, None])
-def test_answers_of_humans_and_images_of_another_table(samples, limit):
+def test_several_references_and_images_of_another_table(samples, limit):
     (one,) = samples("vqav2", limit)
     assert (one.id, one.category) == ("262148002", "what is this")
     assert one.references == (("nets", *["net"] * 9),)
@@ -131,15 +131,16 @@ def test_answers_of_humans_and_images_of_another_table(samples, limit):
 def test_several_images_and_options(samples):
     choice, free = samples("mmmu", None)
     assert [load_image(image).getpixel((0, 0))[0] for image in choice.conversation.images] == [1, 2]
-    assert (choice.references, choice.about, choice.category) == ((("B",),), ["sun", "moon"], "Drawing")
-    assert (free.references, free.about) == ((("4", "four"),), [])
+    assert (choice.references, choice.metadata, choice.category) == ((("B",),), ["sun", "moon"], "Drawing")
+    assert (free.references, free.metadata) == ((("4", "four"),), [])
     (one,) = samples("gsm8k", 1)
     assert one.references == (("2",),)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"), [({"split": "testing"}, "testing"), ({"config": "Half"}, "Half"), ({"path": "/x/y"}, "/x/y")]
+    ("changes", "message"),
+    [({"split": "testing"}, "testing"), ({"config": "Half"}, "Half"), ({"path": "/x/y"}, "/x/y")],
 )
-def test_what_the_hub_lacks_is_told(samples, changes, told):
-    with pytest.raises(UserError, match=rf"pope: expected to read .* through datasets, or --data FOLDER \(.*{told}"):
+def test_missing_splits_configs_and_repositories_are_reported(samples, changes, message):
+    with pytest.raises(UserError, match=rf"pope: expected to read .* through datasets, or --data FOLDER \(.*{message}"):
         samples("pope", 1, **changes)

@@ -1,4 +1,4 @@
-"""Scores against values worked out by hand."""
+"""Scorers, against values computed by hand."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ from vision.scenes.clips import describe_clip
 from vision.scenes.scene import seeded
 
 
-def sample(*accepted, category="", about=None):
-    return Sample("1", Conversation(("?",)), category, (accepted,), about)
+def sample(*accepted, category="", metadata=None):
+    return Sample("1", Conversation(("?",)), category, (accepted,), metadata)
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def sample(*accepted, category="", about=None):
         ("3.14 is pi. So.", "3.14 is pi so"),
     ],
 )
-def test_words_are_made_alike(text, normal):
-    assert words.plain(text) == normal
+def test_normalisation(text, normal):
+    assert words.normalise(text) == normal
 
 
 @pytest.mark.parametrize(("agreeing", "score"), [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)])
-def test_vqa_accuracy_counts_humans(agreeing, score):
+def test_vqa_accuracy_by_agreeing_annotators(agreeing, score):
     humans = ["cat"] * agreeing + [f"dog {k}" for k in range(10 - agreeing)]
     assert words.vqa_accuracy([(sample(*humans), ["A cat."])]) == {"VQA accuracy": pytest.approx(score)}
 
@@ -51,15 +51,15 @@ def test_relaxed_accuracy(answer, wanted, score):
     assert words.relaxed([(sample(wanted), [answer])]) == {"relaxed accuracy": score}
 
 
-def test_anls_is_one_minus_the_edits_up_to_one_half():
+def test_anls_is_zero_below_one_half():
     assert words.anls([(sample("hello"), ["hallo"])])["ANLS"] == pytest.approx(0.8)
     assert words.anls([(sample("hello"), ["hxxxx"])])["ANLS"] == 0
-    assert words._edits("kitten", "sitting") == 3
+    assert words._edit_distance("kitten", "sitting") == 3
     assert words.anls([(sample("a b"), ["A  B"]), (sample("x"), ["y"])])["ANLS"] == 0.5
 
 
-def test_overlap_and_numbers():
-    assert words.overlap([(sample("red big dog runs"), ["a red dog runs fast"])])["ROUGE-L"] == pytest.approx(2 * 3 / 8)
+def test_rouge_l_numbers_and_containment():
+    assert words.rouge_l([(sample("red big dog runs"), ["a red dog runs fast"])])["ROUGE-L"] == pytest.approx(2 * 3 / 8)
     assert (
         words.last_number([(sample("1,234"), ["First 5, then 1234."]), (sample("3"), ["3 of 4"])])["exact match"] == 0.5
     )
@@ -73,25 +73,25 @@ def test_overlap_and_numbers():
     [("B", "B"), ("(b) no", None), ("(B)", "B"), ("B. moon", "B"), ("The answer is A", "A"), ("the moon", "B"),
      ("sun and moon", None), ("E", None)],
 )  # fmt: skip
-def test_choices_are_read(answer, letter):
-    assert choice.chosen(answer, ["sun", "moon"]) == letter
+def test_chosen_letter(answer, letter):
+    assert choice.chosen_letter(answer, ["sun", "moon"]) == letter
 
 
-def test_pope_scores_yes():
+def test_pope_counts_yes_as_positive():
     truth = ["yes", "yes", "no", "no"]
     said = ["Yes.", "no", "yes", "perhaps"]
     figures = yes_no.pope([(sample(t), [s]) for t, s in zip(truth, said, strict=True)])
     assert figures == {"F1": 0.5, "accuracy": 0.5, "precision": 0.5, "recall": 0.5, "yes": 0.5}
 
 
-def test_mme_counts_questions_and_whole_images():
+def test_mme_counts_questions_and_images():
     pairs = [("a", "yes", "yes"), ("a", "no", "yes"), ("b", "yes", "yes"), ("b", "no", "no")]
-    answered = [(sample(truth, category="count", about=image), [said]) for image, truth, said in pairs]
+    answered = [(sample(truth, category="count", metadata=image), [said]) for image, truth, said in pairs]
     assert yes_no.mme(answered) == {"score": pytest.approx(75 + 50), "accuracy": 0.75}
 
 
-class PlainCider:
-    """CIDEr-D by its formulas (arXiv 1411.5726, sections 3 and 5), with the interface of pycocoevalcap's class."""
+class ReferenceCider:
+    """CIDEr-D from its formulas (arXiv 1411.5726, sections 3 and 5), with the interface of pycocoevalcap's class."""
 
     def compute_score(self, wanted, said):
         images = [[self.grams(reference) for reference in references] for references in wanted.values()]
@@ -132,19 +132,19 @@ CAPTIONS = {
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_cider_is_a_mean_over_all_references(own, monkeypatch):
+def test_cider_averages_over_all_references(own, monkeypatch):
     answered = [(sample(*references), [answer]) for answer, references in CAPTIONS.items()]
 
     def words(text):
         return "".join(c for c in text.lower() if c.isalnum() or c == " ")
 
     wanted = {k: list(map(words, references)) for k, references in enumerate(CAPTIONS.values())}
-    expected, _ = PlainCider().compute_score(wanted, {k: [words(answer)] for k, answer in enumerate(CAPTIONS)})
-    first, _ = PlainCider().compute_score({k: v[:1] for k, v in wanted.items()}, {k: [words(a)] for k, a in
+    expected, _ = ReferenceCider().compute_score(wanted, {k: [words(answer)] for k, answer in enumerate(CAPTIONS)})
+    first, _ = ReferenceCider().compute_score({k: v[:1] for k, v in wanted.items()}, {k: [words(a)] for k, a in
                                           enumerate(CAPTIONS)})  # fmt: skip
     assert abs(first - expected) > 0.5
-    if own:  # whether pycocoevalcap is installed or not
-        module = types.SimpleNamespace(Cider=PlainCider)
+    if own:  # works without pycocoevalcap
+        module = types.SimpleNamespace(Cider=ReferenceCider)
         monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", module)
         for name in ("pycocoevalcap", "pycocoevalcap.cider"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -167,22 +167,22 @@ def test_cider_names_the_package_it_needs(monkeypatch):
         captions.cider([(sample("a"), ["a"])])
 
 
-def test_drawn_answers_are_judged_by_what_was_drawn():
+def test_generated_tasks_are_scored_by_their_scenes():
     scenes = TASKS["scenes-captions"].samples(None, 12)
-    told = [(one, [caption(one.about, seeded("train", k))]) for k, one in enumerate(scenes)]
-    assert set(drawn.objects(told).values()) == {1.0}
-    shifted = [(one, other[1]) for one, other in zip(scenes, told[1:] + told[:1], strict=True)]
+    correct = [(one, [caption(one.metadata, seeded("train", k))]) for k, one in enumerate(scenes)]
+    assert set(drawn.objects(correct).values()) == {1.0}
+    shifted = [(one, other[1]) for one, other in zip(scenes, correct[1:] + correct[:1], strict=True)]
     assert drawn.objects(shifted)["objects right"] < 0.3
     clips = TASKS["scenes-video"].samples(None, 6, frames=2)
-    assert drawn.events([(one, [describe_clip(one.about, seeded("train", 1))]) for one in clips]) == {
+    assert drawn.events([(one, [describe_clip(one.metadata, seeded("train", 1))]) for one in clips]) == {
         "events right": 1.0
     }
     turns = TASKS["scenes-turns"].samples(None, 4)
-    right = [(one, ["", *(question.answer for question in one.about[1:])]) for one in turns]
+    right = [(one, ["", *(question.answer for question in one.metadata[1:])]) for one in turns]
     assert drawn.questions(right) == {"accuracy": 1.0}
     assert drawn.questions([(one, ["", "Perhaps.", "Perhaps."]) for one in turns]) == {"accuracy": 0.0}
     texts = TASKS["texts"].samples(None, 5)
-    assert drawn.generated([(one, [one.about.answer]) for one in texts]) == {"accuracy": 1.0}
+    assert drawn.generated([(one, [one.metadata.answer]) for one in texts]) == {"accuracy": 1.0}
     charts = TASKS["scenes-charts"].samples(None, 5)
     assert drawn.colour([(one, [f"It is {one.references[0][0]}."]) for one in charts]) == {"accuracy": 1.0}
     assert drawn.colour([(one, ["It is red, blue, green, cyan and yellow."]) for one in charts]) == {"accuracy": 0.0}

@@ -1,19 +1,17 @@
-"""Figures of an evaluation from records with known times and token counts, in closed form."""
-
-import math
+"""Summaries of records with known times and token counts, against closed forms."""
 
 import pytest
 
 from eval.harness.prompts import Conversation
 from eval.suite.sample import Sample
-from eval.suite.summary import interval, summarise
+from eval.suite.summary import summarise
 from mmspec.errors import UserError
 
 TASK = "scenes-captions"
 
 
 def method(total, tokens=(11,), decoding=None, stats=(), equal=(True,), memory=5, **parts):
-    """What a method made of a turn: of three rounds, the one of median time takes ``total`` seconds."""
+    """A method's results of a turn, in three rounds with a median time of ``total`` seconds."""
     spent = {"total": total, "decoding": total / 2 if decoding is None else decoding, **parts}
     rounds = [{name: factor * value for name, value in spent.items()} for factor in (1, 9, 0.5)]
     answers = [[1] * count for count in tokens]
@@ -23,11 +21,11 @@ def method(total, tokens=(11,), decoding=None, stats=(), equal=(True,), memory=5
 
 
 def record(group, *turns, task=TASK, ids=None, rows=None):
-    """A batch of conversations; each turn gives what its methods made of it, beside the two that every run has."""
-    usual = {"generate": method(1.0), "none": method(1.0)}
-    told = [{"rows": rows or list(range(len(ids or "x"))), "methods": usual | turn} for turn in turns]
+    """A record of a batch of conversations; each turn gives results by method, in addition to both baselines'."""
+    baselines = {"generate": method(1.0), "none": method(1.0)}
+    results = [{"rows": rows or list(range(len(ids or "x"))), "methods": baselines | turn} for turn in turns]
     head = {"task": task, "temperature": 0.0, "batch": len(ids or "x"), "group": group, "ids": ids or [str(group)]}
-    return {**head, "categories": [""], "turns": told, "refused": {}}
+    return {**head, "categories": [""], "turns": results, "refused": {}}
 
 
 def rows_of(*records, samples=(), scorer=None, tasks=(TASK,)):
@@ -36,15 +34,15 @@ def rows_of(*records, samples=(), scorer=None, tasks=(TASK,)):
 
 
 def steps(*accepted, drafted=4):
-    """Stats of verify steps that accepted so many of the drafted tokens each."""
+    """Statistics of verify steps, given the accepted draft tokens of each."""
     histogram = [accepted.count(count) for count in range(max(accepted) + 1)]
     figures = {"num_spec_steps": len(accepted), "num_draft_tokens": drafted * len(accepted)}
     figures |= {"num_accepted_draft_tokens": sum(accepted), "accept_lengths": [count + 1 for count in accepted]}
     return {**figures, "acceptance_histogram": histogram}
 
 
-def test_ratios_are_of_pairs():
-    # The slow conversation is slow with both methods: ratios by conversation are 2, 2 and 4, not one of sums.
+def test_ratios_are_paired_by_conversation():
+    # Ratios by conversation are 2, 2 and 4; a ratio of sums would be dominated by the slow conversation.
     seconds = [(2.0, 1.0), (200.0, 100.0), (4.0, 1.0)]
     made = [record(k, {"generate": method(slow), "none": method(fast)}) for k, (slow, fast) in enumerate(seconds)]
     none = rows_of(*made)["none"]
@@ -75,7 +73,7 @@ def test_ratios_are_of_seconds_per_token():
         }
     assert [row["tokens"] for row in rows.values()] == [12, 20, 6]
     assert [row["tokens_per_second"] for row in rows.values()] == pytest.approx([12 / 6, 20 / 4, 6 / 4])
-    # The mean over the turns of what precedes decoding.
+    # The mean time to first token over the turns.
     assert rows["msd"]["time_to_first_token"] == pytest.approx((1.0 + 0.5) / 2)
     assert rows["none"]["time_to_first_token"] == pytest.approx((2.0 + 0.2) / 2)
 
@@ -89,7 +87,7 @@ def test_answers_of_one_token_have_no_decoding_ratio():
     assert rows["none"]["decoding_plain"]["median"] == 1.0
 
 
-def test_a_batch_has_the_tokens_of_all_its_rows():
+def test_tokens_of_all_rows_are_counted():
     turn = {"generate": method(6.0, (3, 5, 4), 3.0), "none": method(2.0, (3, 5, 4), 1.0)}
     (generate, none) = rows_of(record(0, turn, ids=["a", "b", "c"])).values()
     assert (none["conversations"], none["tokens"]) == (3, 12)
@@ -98,7 +96,7 @@ def test_a_batch_has_the_tokens_of_all_its_rows():
     assert generate["batch"] == 3
 
 
-def test_shares_of_the_time():
+def test_shares_of_time():
     parts = [{"prefill": 1.0, "draft": 2.0, "verify": 4.0, "commit": 1.0}, {"prefill": 2.0, "draft": 0.0, "verify": 8.0,
              "commit": 0.0}]  # fmt: skip
     made = [
@@ -137,14 +135,14 @@ def test_differences_name_their_conversation_and_turn():
     ]
 
 
-def test_tasks_are_summarised_apart_and_together():
+def test_tasks_are_summarised_separately_and_together():
     first = record(0, {"none": method(1.0, (4,)), "msd": method(2.0, (4,))})
     second = record(0, {"none": method(3.0, (8,))}, task="other")
     rows = rows_of(first, second, tasks=(TASK, "other"))
     methods = {"all": ("generate", "none", "msd"), TASK: ("generate", "none", "msd"), "other": ("generate", "none")}
     assert list(rows) == [(task, name) for task, names in methods.items() for name in names]
     assert rows["all", "none"]["tokens"] == 12
-    # A method takes part in the records that have it.
+    # A method is summarised over the records that contain it.
     assert rows["all", "msd"]["tokens"] == 4
     assert "score" not in rows["all", "none"]
     assert rows["other", "none"]["score"] == {}
@@ -152,8 +150,8 @@ def test_tasks_are_summarised_apart_and_together():
     assert [(row["task"], row["temperature"]) for row in warm] == [(TASK, 0.0)] * 3 + [(TASK, 1.0)] * 3
 
 
-def test_scores_are_of_each_conversations_own_answers():
-    """Conversation b has one turn only: the second turn's rows are a and c."""
+def test_scorers_get_the_answers_of_each_conversation():
+    """Conversation b has one turn: the rows of the second turn are a and c."""
     turns = [{name: method(1.0, tokens) for name in ("generate", "none")} for tokens in ((1, 2, 3), (4, 5))]
     made = record(0, *turns, ids=["a", "b", "c"])
     made["turns"][1]["rows"] = [0, 2]
@@ -173,27 +171,3 @@ def test_scores_are_of_each_conversations_own_answers():
 
     rows = rows_of(made, samples=samples, scorer=missing)
     assert (rows["none"]["score"], rows["none"]["not_scored"]) == ({}, "no such package")
-
-
-@pytest.mark.parametrize("count", [29, 43, 111])
-def test_an_interval_is_the_percentile_bootstraps(count):
-    """The k-th of n values is at or above the median of a resample with the probability that at least (n + 1) / 2 of n
-    draws are among the k smallest: the ends of a 95 % interval are where this passes 2.5 % and 97.5 %."""
-
-    def below(k):
-        half, share = (count + 1) // 2, k / count
-        return sum(math.comb(count, j) * share**j * (1 - share) ** (count - j) for j in range(half, count + 1))
-
-    def end(probability):
-        return next(k for k in range(1, count + 1) if below(k) >= probability)
-
-    exact = {"median": (count + 1) / 2, "low": end(0.025), "high": end(0.975)}
-    # Of another level, the interval would have other ends.
-    assert end(0.05) > exact["low"]
-    assert end(0.01) < exact["low"]
-    assert interval(range(1, count + 1), 20000) == exact
-
-
-def test_an_interval_narrows_with_the_root_of_the_count():
-    few, many = (interval([k / n for k in range(n)]) for n in (101, 10001))
-    assert (few["high"] - few["low"]) / (many["high"] - many["low"]) == pytest.approx(10, rel=0.2)

@@ -1,4 +1,4 @@
-"""Benchmarks read from files in their own fields; tasks that are drawn; mistakes told in one line."""
+"""Local benchmark files in their own fields, generated tasks, and one-line errors."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from eval.harness import prompts
-from eval.suite.tasks import GROUPS, TASKS, drawn, pick
+from eval.suite.tasks import GROUPS, TASKS, drawn, select_tasks
 from mmspec.errors import UserError
 
 ROWS = {
@@ -50,12 +50,12 @@ def data(tmp_path_factory):
     return folder
 
 
-def test_every_benchmark_that_is_read_has_a_row_here():
+def test_every_benchmark_has_a_row_here():
     assert set(ROWS) == {task.name for task in TASKS.values() if task.draw is None}
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_benchmark_is_read_in_its_own_fields(data, name):
+def test_a_benchmark_is_read_from_its_own_fields(data, name):
     task = TASKS[name]
     samples = task.samples(data, None)
     assert len(samples) == 2
@@ -82,7 +82,7 @@ def test_a_benchmark_is_read_in_its_own_fields(data, name):
         assert next(iter(task.score(wrong).values())) == 0
 
 
-def test_what_is_asked(data):
+def test_prompts_and_references(data):
     (first, _) = TASKS["ai2d"].samples(data, None)
     assert first.conversation.questions[0].startswith("Which?\nA. sun\nB. moon\n")
     assert first.references == (("B",),)
@@ -92,7 +92,7 @@ def test_what_is_asked(data):
     assert "Please" not in TASKS["mme"].samples(data, 1)[0].conversation.questions[0]
 
 
-def test_a_single_file_will_do(tmp_path):
+def test_a_single_file(tmp_path):
     (tmp_path / "spec-bench.jsonl").write_text(json.dumps(ROWS["spec-bench"]))
     (sample,) = TASKS["spec-bench"].samples(tmp_path, None)
     assert (sample.id, sample.category, sample.conversation.questions) == ("81", "writing", ("One?", "Two?"))
@@ -111,23 +111,23 @@ def test_a_single_file_will_do(tmp_path):
         ("", r"pope: expected at least one sample, received none"),
     ],
 )
-def test_broken_data_is_told_in_one_line(tmp_path, line, message):
+def test_broken_data_is_reported_in_one_line(tmp_path, line, message):
     (tmp_path / "pope.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match=message):
         TASKS["pope"].samples(tmp_path, None)
 
 
-def test_missing_data_is_told(tmp_path, monkeypatch):
+def test_missing_data_is_reported(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"pope: expected .*pope.jsonl or .jsonl files in .*pope/, there are none"):
         TASKS["pope"].samples(tmp_path, None)
-    with pytest.raises(UserError, match=r"expected --data FOLDER that holds mmspec-benchmark.jsonl"):
+    with pytest.raises(UserError, match=r"expected --data FOLDER with mmspec-benchmark.jsonl"):
         TASKS["mmspec-benchmark"].samples(None, None)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"gqa: expected --data FOLDER with local files, or the package datasets"):
         TASKS["gqa"].samples(None, 1)
 
 
-def test_a_hub_out_of_reach_is_told(monkeypatch):
+def test_an_unreachable_hub_is_reported(monkeypatch):
     def load_dataset(*given, **options):
         raise ConnectionError("no route to host\nmore")
 
@@ -139,7 +139,7 @@ def test_a_hub_out_of_reach_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("name", GROUPS["embedded"])
-def test_drawn_tasks_need_nothing_and_stay_the_same(name, monkeypatch):
+def test_generated_tasks_are_deterministic(name, monkeypatch):
     taken = []
     seeded = drawn.seeded
     monkeypatch.setattr(drawn, "seeded", lambda split, index: taken.append((split, index)) or seeded(split, index))
@@ -147,17 +147,20 @@ def test_drawn_tasks_need_nothing_and_stay_the_same(name, monkeypatch):
     again = TASKS[name].samples(None, 2, frames=2)
     assert [s.conversation.questions for s in first[:2]] == [s.conversation.questions for s in again]
     assert len({s.id for s in first}) == 3
-    assert all(split == "heldout" and index >= drawn.FIRST > prompts.FIRST + 5 * prompts.ROOM for split, index in taken)
+    assert all(
+        split == "heldout" and index >= drawn.FIRST_INDEX > prompts.FIRST_INDEX + 5 * prompts.INDICES_PER_SUITE
+        for split, index in taken
+    )
     assert TASKS[name].visual == bool([*first[0].conversation.images, *first[0].conversation.videos])
 
 
-def test_tasks_are_picked_by_name_group_and_sight():
-    assert [task.name for task in pick("embedded", visual=False)] == ["texts"]
-    assert "texts" not in [task.name for task in pick("embedded", visual=True)]
-    assert [task.name for task in pick("pope, texts,pope", visual=True)] == ["pope", "texts"]
+def test_tasks_are_selected_by_name_and_group():
+    assert [task.name for task in select_tasks("embedded", visual=False)] == ["texts"]
+    assert "texts" not in [task.name for task in select_tasks("embedded", visual=True)]
+    assert [task.name for task in select_tasks("pope, texts,pope", visual=True)] == ["pope", "texts"]
     with pytest.raises(UserError, match=r"unknown task: expected some of embedded, .*, got 'nope'"):
-        pick("pope,nope", visual=True)
-    with pytest.raises(UserError, match=r"pope has images or videos: expected a model that sees"):
-        pick("pope", visual=False)
+        select_tasks("pope,nope", visual=True)
+    with pytest.raises(UserError, match=r"pope has images or videos: expected a vision-language model"):
+        select_tasks("pope", visual=False)
     with pytest.raises(UserError, match=r"expected at least one task"):
-        pick(" ,", visual=True)
+        select_tasks(" ,", visual=True)

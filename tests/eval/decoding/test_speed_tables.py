@@ -1,4 +1,4 @@
-"""The speed measurement: fair to every way, and true about equality."""
+"""The speed benchmark: timing, equality counts, learning state of drafters, and the command."""
 
 import json
 
@@ -9,10 +9,10 @@ from PIL import Image
 
 import mmspec
 from eval import speed
+from eval.decoding.speed_tables import time_breakdown
 from eval.decoding.tiny_models import msd_network
 from eval.harness.prompts import held_out_requests
-from eval.harness.timing import PARTS, PLAIN, TRANSFORMERS, Way, measure
-from eval.speed import split
+from eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.drafters.recycle import Recycle
 from mmspec.tree import TokenTree
 from tests.standin import save_llava
@@ -28,62 +28,67 @@ def requests(count):
     return [{"prompt": f"Picture {k}", "images": [Image.new("RGB", (9, 9), (40 * k, 9, 9))]} for k in range(count)]
 
 
-def test_every_way_is_timed_and_compared(folder):
+def test_every_method_is_timed_and_compared(folder):
     pipe = mmspec.load(folder, drafter=None)
-    ways = [Way(TRANSFORMERS), Way(PLAIN), Way("recycle", Recycle(), 6), Way("msd", MSD(msd_network(pipe.model)), 6)]
-    measure(pipe, requests(2), ways, rounds=3, max_new_tokens=10)
-    for way in ways:
-        assert len(way.seconds) == len(way.lengths) == way.equal == 2
-        assert all(0 < seconds["decoding"] < seconds["total"] for seconds in way.seconds)
+    methods = [
+        Method(TRANSFORMERS),
+        Method(PLAIN),
+        Method("recycle", Recycle(), 6),
+        Method("msd", MSD(msd_network(pipe.model)), 6),
+    ]
+    compare_methods(pipe, requests(2), methods, rounds=3, max_new_tokens=10)
+    for method in methods:
+        assert len(method.seconds) == len(method.lengths) == method.equal == 2
+        assert all(0 < seconds["decoding"] < seconds["total"] for seconds in method.seconds)
 
 
-def test_the_parts_of_a_request_add_up(folder):
+def test_the_phases_of_a_request_add_up(folder):
     pipe = mmspec.load(folder, drafter=None)
-    ways = [Way(PLAIN), Way("msd", MSD(msd_network(pipe.model)), 6), Way("never", Recycle(), 0)]
-    measure(pipe, requests(1), ways, rounds=1, max_new_tokens=30)
-    plain, msd, never = (split(way, ways[0]) for way in ways)
-    for way, figures in zip(ways, (plain, msd, never), strict=True):
+    methods = [Method(PLAIN), Method("msd", MSD(msd_network(pipe.model)), 6), Method("never", Recycle(), 0)]
+    compare_methods(pipe, requests(1), methods, rounds=1, max_new_tokens=30)
+    plain, msd, never = (time_breakdown(method, methods[0]) for method in methods)
+    for method, figures in zip(methods, (plain, msd, never), strict=True):
         assert sum(figures["shares"].values()) == pytest.approx(1)
         assert all(share > 0 for part, share in figures["shares"].items() if part != "draft")
-        spent = way.seconds[0]
+        spent = method.seconds[0]
         assert spent["prefill"] < spent["total"] - spent["decoding"]
-        # A drafter reads the prompt behind the first token, so that this belongs to decoding.
-        assert sum(spent[part] for part in PARTS[1:]) == pytest.approx(spent["decoding"], rel=0.05)
+        # The drafter's prefill comes after the first token, so it belongs to decoding.
+        assert sum(spent[part] for part in PHASES[1:]) == pytest.approx(spent["decoding"], rel=0.05)
     assert plain["pass_passes"] == 1
-    assert plain["pass_seconds"] == pytest.approx(ways[0].seconds[0]["verify"] / 29)
+    assert plain["pass_seconds"] == pytest.approx(methods[0].seconds[0]["verify"] / 29)
     assert plain["tree_seconds"] == never["tree_seconds"] == 0
-    steps = 29 / ways[1].lengths[0]
-    assert 0 < msd["tree_seconds"] * (steps - 1) < ways[1].seconds[0]["draft"]
+    steps = 29 / methods[1].lengths[0]
+    assert 0 < msd["tree_seconds"] * (steps - 1) < methods[1].seconds[0]["draft"]
     assert msd["tree_passes"] == msd["tree_seconds"] / plain["pass_seconds"]
 
 
 def test_drafters_are_copied_without_their_target(folder, monkeypatch):
     pipe = mmspec.load(folder, drafter=None)
-    way = Way("msd", MSD(msd_network(pipe.model), torch.arange(40)), 6)
+    method = Method("msd", MSD(msd_network(pipe.model), torch.arange(40)), 6)
     monkeypatch.setattr(type(pipe.model), "__deepcopy__", lambda self, memo: pytest.fail("copied"), raising=False)
-    measure(pipe, requests(2), [way], rounds=2, max_new_tokens=5)
-    assert way.equal == 2
+    compare_methods(pipe, requests(2), [method], rounds=2, max_new_tokens=5)
+    assert method.equal == 2
 
 
 def test_a_wrong_answer_is_counted(folder, monkeypatch):
     pipe = mmspec.load(folder, drafter=None)
-    ways = [Way(TRANSFORMERS), Way(PLAIN)]
+    methods = [Method(TRANSFORMERS), Method(PLAIN)]
     monkeypatch.setattr(pipe.target, "head", lambda hidden: -type(pipe.target).head(pipe.target, hidden))
     pipe.target._head_checked = True
-    measure(pipe, requests(1), ways, rounds=1, max_new_tokens=5)
-    assert [way.equal for way in ways] == [1, 0]
+    compare_methods(pipe, requests(1), methods, rounds=1, max_new_tokens=5)
+    assert [method.equal for method in methods] == [1, 0]
 
 
 def test_no_prompt_is_drafted_from_its_own_answer(folder):
     pipe = mmspec.load(folder, drafter=None)
-    once, often = Way("once", Recycle(), 6), Way("often", Recycle(), 6)
-    measure(pipe, requests(2), [once], rounds=1, max_new_tokens=20)
-    measure(pipe, requests(2), [often], rounds=4, max_new_tokens=20)
+    once, often = Method("once", Recycle(), 6), Method("often", Recycle(), 6)
+    compare_methods(pipe, requests(2), [once], rounds=1, max_new_tokens=20)
+    compare_methods(pipe, requests(2), [often], rounds=4, max_new_tokens=20)
     assert often.drafter._table == once.drafter._table
 
 
-class Silent:
-    """Drafts nothing, so that every step emits one token whatever the budget decides."""
+class RootDrafter:
+    """Drafts no tokens, so every step emits one token whatever the budget."""
 
     def attach(self, target): ...
 
@@ -95,14 +100,14 @@ class Silent:
     def observe(self, tree, verdict, step): ...
 
 
-def test_a_budget_learns_from_one_round_of_each_prompt(folder):
+def test_a_budget_learns_from_one_round_per_prompt(folder):
     pipe = mmspec.load(folder, drafter=None)
-    way = Way("adaptive", Silent(), None)
-    measure(pipe, requests(2), [way], rounds=3, max_new_tokens=11)
-    assert way.budgets[1]._steps == 2 * 10
+    method = Method("adaptive", RootDrafter(), None)
+    compare_methods(pipe, requests(2), [method], rounds=3, max_new_tokens=11)
+    assert method.budgets[1]._steps == 2 * 10
 
 
-def test_prompts_are_held_out():
+def test_warm_up_and_measured_prompts_differ():
     images = [request["images"][0].tobytes() for request in held_out_requests(3, 0)]
     others = [request["images"][0].tobytes() for request in held_out_requests(3, 0, first=4000)]
     assert len(set(images + others)) == 6
@@ -123,7 +128,7 @@ def test_the_command_ends_with_one_json_line(folder, monkeypatch, tmp_path):
     content = json.loads(result.stdout.splitlines()[-1])
     assert content == json.loads((tmp_path / "out.json").read_text())
     names = [TRANSFORMERS, PLAIN, "ours, 9 nodes", "ours, adaptive", "ngram, 16 nodes", "ngram, adaptive"]
-    assert [way["way"] for way in content["ways"]] == names
-    assert [way["equal"] for way in content["ways"]] == [2] * 6
+    assert [method["method"] for method in content["methods"]] == names
+    assert [method["equal"] for method in content["methods"]] == [2] * 6
     assert content["dtype"] == "float32"
     assert content["calibrated_pass_seconds"] > 0

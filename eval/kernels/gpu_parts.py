@@ -1,13 +1,14 @@
-"""Running the parts of a measurement on a GPU so that no failure, and no end of time, loses more than it must; for
-`eval.gpu`."""
+"""Runs the parts of the GPU benchmark: results are saved after every row, failures recorded, finished parts skipped."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import platform
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
@@ -17,23 +18,23 @@ import torch
 import transformers
 from rich.table import Table
 
-from eval.harness.command import commit, console, write_result
+from eval.harness.output import Column, git_commit, make_table, wide_console, write_result
 from mmspec import kernels
 
 Rows = Iterator[dict[str, Any]]
 _SAME = ("device", "torch", "transformers", "commit", "quick")
-"""What rows must have in common to be of one result."""
+"""Facts that must agree for a run to be resumed."""
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What results depend on."""
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Device, software versions and commit."""
     facts: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
         "kernels": kernels.in_use(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": commit(),
+        "commit": git_commit(),
     }
     if device.type == "cuda":
         import triton
@@ -49,9 +50,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def earlier(out: Path | None, content: Mapping[str, Any], skip: Collection[str]) -> dict[str, Any]:
-    """Parts that an earlier run of the same on the same machine has finished, and those to skip, whatever became of
-    them."""
+def finished_parts(out: Path | None, content: Mapping[str, Any], skip: Collection[str]) -> dict[str, Any]:
+    """Parts of an earlier run on the same machine and commit: the finished ones, and failed ones named in ``skip``."""
     try:
         found = json.loads(out.read_text()) if out is not None else {}
     except (OSError, ValueError):
@@ -65,23 +65,23 @@ def earlier(out: Path | None, content: Mapping[str, Any], skip: Collection[str])
     }
 
 
-def run(
+def run_parts(
     parts: Mapping[str, Callable[[], Rows]],
     content: dict[str, Any],
     out: Path | None,
     device: torch.device,
     skip: Collection[str] = (),
 ) -> list[str]:
-    """Run every part into ``content`` that is not there, and write it after each row.
+    """Run all parts that ``content`` lacks, add their rows to it, and write it to ``out`` after every row.
 
     Returns:
-        Parts that were not begun, as the one before has left the device unusable.
+        Parts that were not started because an earlier one left the device unusable.
     """
-    wide = console()
+    console = wide_console()
     names = [name for name in parts if name not in content["parts"] and name not in skip]
     for number, name in enumerate(names):
         start = clock()
-        rows: list[dict[str, Any]] = []  # those before a failure are kept
+        rows: list[dict[str, Any]] = []  # rows before a failure are kept
         found: dict[str, Any] = {"rows": rows}
         content["parts"][name] = found
         try:
@@ -89,35 +89,35 @@ def run(
                 rows.append(row)
                 if out is not None:
                     write_result(content, out)
-        except Exception as error:  # whatever it is, the other parts are worth having
-            found["error"], found["where"] = described(error), traceback.format_exc()[-2000:]
+        except Exception as error:  # the other parts still run
+            found["error"], found["where"] = _message(error), traceback.format_exc()[-2000:]
         if failed := [row["error"] for row in rows if "error" in row]:
             found.setdefault("error", "; ".join(map(str, failed)))
         found["seconds"] = clock() - start
-        for table in tables(name, rows):
-            wide.print(table)
+        for table in part_tables(name, rows):
+            console.print(table)
         click.echo(f"{name}: {found.get('error', 'done')}, {found['seconds']:.0f} s", err=True)
         if out is not None:
             write_result(content, out)
-        if "error" in found and lost(device):
+        if "error" in found and device_is_lost(device):
             return names[number + 1 :]
-        give_back(device)
+        free_memory(device)
     return []
 
 
-def attempt(step: Callable[[], Rows], device: torch.device) -> Rows:
-    """The rows of a step; if it fails, a row that says so, unless the device is unusable then."""
+def rows_or_error(step: Callable[[], Rows], device: torch.device) -> Rows:
+    """The rows of a step, followed by an error row if it fails; raises if the failure left the device unusable."""
     try:
         yield from step()
-    except Exception as error:  # whatever it is, the other steps are worth having
-        if lost(device):
+    except Exception as error:  # the other steps still run
+        if device_is_lost(device):
             raise
-        yield {"error": described(error), "where": traceback.format_exc()[-2000:]}
-    give_back(device)
+        yield {"error": _message(error), "where": traceback.format_exc()[-2000:]}
+    free_memory(device)
 
 
-def lost(device: torch.device) -> bool:
-    """Whether nothing can be run on a device any more in this process, as after a kernel that has left its memory."""
+def device_is_lost(device: torch.device) -> bool:
+    """Whether this process can no longer use the device, e.g. after an illegal memory access."""
     if device.type != "cuda":
         return False
     try:
@@ -127,33 +127,29 @@ def lost(device: torch.device) -> bool:
     return False
 
 
-def give_back(device: torch.device) -> None:
-    """Models that are not used any more, and what was kept for more of their kind."""
-    gc.collect()  # what is captured of a model refers to it
+def free_memory(device: torch.device) -> None:
+    """Free unused models and torch's cached memory."""
+    gc.collect()  # captured CUDA graphs and their model form reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def described(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def tables(name: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
-    """A table for each run of rows with the same columns."""
-    table: Table | None = None
-    columns: list[str] = []
-    for row in rows:
-        if table is None or list(row) != columns:
-            if table is not None:
-                yield table
-            columns = list(row)
-            table = Table(*columns, title=name)
-        table.add_row(*map(_shown, row.values()))
-    if table is not None:
-        yield table
+def part_tables(name: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
+    """A table for each group of consecutive rows with the same columns."""
+    for columns, group in itertools.groupby(rows, key=tuple):
+        cells: list[Column] = [(column, partial(_cell, column)) for column in columns]
+        yield make_table(cells, list(group), title=name)
 
 
-def _shown(value: Any) -> str:
+def _cell(column: str, row: Mapping[str, Any]) -> str:
+    return _format(row[column])
+
+
+def _format(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
+        return ", ".join(f"{key}: {_format(part)}" for key, part in value.items())
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)

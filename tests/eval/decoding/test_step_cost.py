@@ -1,4 +1,4 @@
-"""The cost of a step: what is timed is checked first, and every figure has its place."""
+"""The cost of a step: checks before timing, and the figures of every row."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 
 from eval import hybrid_cost
-from eval.hybrid_cost import Bench, binary_tree, measure, shape_model
+from eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, shape_model
 from mmspec.transformers_target import TransformersTarget
 
 
@@ -22,8 +22,8 @@ def test_a_binary_tree():
     assert tree.tokens[0, 0] == 5
 
 
-def test_figures(model):
-    rows = measure(model, prefixes=[9, 20], threads=[1], nodes=[4, 9], rounds=2)
+def test_figures_of_every_row(model):
+    rows = measure_steps(model, prefixes=[9, 20], threads=[1], nodes=[4, 9], rounds=2)
     assert [(row["prefix"], row["nodes"]) for row in rows] == [(9, 4), (9, 9), (20, 4), (20, 9)]
     assert [row["copies"] for row in rows] == [4, 13] * 2
     for row in rows:
@@ -35,9 +35,9 @@ def test_figures(model):
 
 
 def test_a_step_includes_its_commit(model, monkeypatch):
-    bench = Bench(model, 9, [9])
-    monkeypatch.setattr(bench, "_commits", lambda rounds: (10_000.0, 20_000.0))
-    seconds = bench.time(1)
+    benchmark = StepBenchmark(model, 9, [9])
+    monkeypatch.setattr(benchmark, "_commit_seconds", lambda rounds: (10_000.0, 20_000.0))
+    seconds = benchmark.time(1)
     assert {name: round(spent, -4) for name, spent in seconds.items()} == {
         "transformers": 0,
         "plain": 10_000,
@@ -46,34 +46,34 @@ def test_a_step_includes_its_commit(model, monkeypatch):
     }
 
 
-def test_committed_paths_branch(model, monkeypatch):
-    bench, kept = Bench(model, 9, [4, 16]), []
+def test_committed_paths_leave_the_first_branch(model, monkeypatch):
+    benchmark, committed = StepBenchmark(model, 9, [4, 16]), []
     commit = TransformersTarget.commit_nodes
     monkeypatch.setattr(
-        TransformersTarget, "commit_nodes", lambda self, path, rows: kept.append(rows) or commit(self, path, rows)
+        TransformersTarget, "commit_nodes", lambda self, path, rows: committed.append(rows) or commit(self, path, rows)
     )
-    bench._commits(1)
-    assert kept == [[[0]], [[0, 2, 6, 14]]]
+    benchmark._commit_seconds(1)
+    assert committed == [[[0]], [[0, 2, 6, 14]]]
 
 
 @pytest.mark.parametrize("wrong", ["tree", "root"])
-def test_nothing_wrong_is_timed(model, monkeypatch, wrong):
+def test_wrong_logits_are_refused(model, monkeypatch, wrong):
     head = TransformersTarget.head
 
-    def spoilt(self, hidden):
+    def corrupted(self, hidden):
         logits = head(self, hidden)
         if (type(self) is TransformersTarget and hidden.shape[1] > 1) if wrong == "tree" else hidden.shape[1] == 1:
             logits = logits + torch.randn(logits.shape) * logits.std() * 0.01
         return logits
 
-    bench = Bench(model, 9, [9])
-    bench.check()
-    monkeypatch.setattr(TransformersTarget, "head", spoilt)
+    benchmark = StepBenchmark(model, 9, [9])
+    benchmark.check()
+    monkeypatch.setattr(TransformersTarget, "head", corrupted)
     with pytest.raises(AssertionError, match="logits differ"):
-        bench.check()
+        benchmark.check()
 
 
-def test_the_command_adds_to_its_file(tmp_path):
+def test_the_command_merges_into_its_file(tmp_path):
     out = tmp_path / "out.json"
     options = [
         "--shape",

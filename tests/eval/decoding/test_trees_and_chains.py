@@ -1,4 +1,4 @@
-"""Trees against chains on a hybrid: every way gives the model's tokens, and the best are told apart."""
+"""Trees against chains on a hybrid: all methods give the model's tokens, and the fastest ones are compared."""
 
 import itertools
 import json
@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 import mmspec
 from eval import hybrid
 from eval.decoding.tiny_models import mamba_network, msd_network
-from eval.decoding.unrolled import Unrolled
-from eval.harness.drafters import Watched
+from eval.decoding.trees_and_chains import compare_trees_with_chains, fastest, methods_by_kind
+from eval.decoding.unrolled import UnrolledTarget
+from eval.harness.drafters import ProfiledDrafter, as_chain
 from eval.harness.prompts import held_out_texts
-from eval.harness.timing import PLAIN, TRANSFORMERS, Way, measure
-from eval.hybrid import against_chains, best, chain, ways_of
+from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec import TokenTree, UserError
 from mmspec.budget import Budget
 from mmspec.drafter import fork
@@ -54,8 +54,8 @@ def drafters(pipe):
     return {"mamba": Mamba(mamba_network(320)), "msd": MSD(msd_network(pipe.model)), "recycle": Recycle()}
 
 
-class Noting(Watched):
-    """Keeps what was proposed."""
+class RecordingDrafter(ProfiledDrafter):
+    """Keeps all drafted trees."""
 
     def __init__(self, drafter):
         super().__init__(drafter)
@@ -70,77 +70,80 @@ class Noting(Watched):
 def test_a_chain_has_one_child_per_node(folder, name):
     pipe = mmspec.load(folder, drafter=None)
     seen: dict[str, list[TokenTree]] = {}
-    for kind, drafter in (("tree", drafters(pipe)[name]), ("chain", chain(drafters(pipe)[name], 5, pipe.target))):
-        noting = Noting(drafter)
-        Pipeline(pipe.target, noting).generate("Picture", max_new_tokens=40, nodes=5)
-        seen[kind] = noting.trees
+    for kind, drafter in (("tree", drafters(pipe)[name]), ("chain", as_chain(drafters(pipe)[name], 5, pipe.target))):
+        recorder = RecordingDrafter(drafter)
+        Pipeline(pipe.target, recorder).generate("Picture", max_new_tokens=40, nodes=5)
+        seen[kind] = recorder.trees
     assert any((tree.parents[:, 1:] == 0).sum() > 1 for tree in seen["tree"])
     for tree in seen["chain"]:
         assert tree.parents.tolist() == [list(range(-1, tree.nodes - 1))]
-    # Successors that a table has not seen yet end a chain.
+    # Recycle's chains end at tokens without a known successor.
     longest = max(tree.nodes for tree in seen["chain"])
     assert longest == 6 or (name == "recycle" and longest > 2)
 
 
-def test_a_chain_takes_the_likeliest_successor_and_learns_them_all(folder):
+def test_a_recycle_chain_drafts_the_likeliest_successor_and_learns_all(folder):
     drafter = Recycle()
     drafter._vocab, drafter._last = 320, [(4, 5)]
     drafter._table = {(4, 5): {7: 0.2, 8: 0.7}, (5, 8): {9: 0.3, 6: 0.1}}
-    chained = chain(drafter, 3, mmspec.load(folder, drafter=None).target)
+    chained = as_chain(drafter, 3, mmspec.load(folder, drafter=None).target)
     tree = chained.propose(torch.tensor([5]), Budget(3))
     assert tree.tokens.tolist() == [[5, 8, 9]]
     assert chained.top_k == drafter.top_k
     assert drafter.width is None
 
 
-def test_what_cannot_draft_chains_is_refused(folder):
+def test_drafters_without_a_width_cannot_draft_chains(folder):
     target = mmspec.load(folder, drafter=None).target
-    assert chain(Ngram(), 3, target).width == 1
-    with pytest.raises(UserError, match="chains need a drafter with a width or top_k: Watched has neither"):
-        chain(Watched(Ngram()), 3, target)
+    assert as_chain(Ngram(), 3, target).width == 1
+    with pytest.raises(UserError, match="chains need a drafter with a width or top_k: ProfiledDrafter has neither"):
+        as_chain(ProfiledDrafter(Ngram()), 3, target)
 
 
-def test_all_ways_give_the_same_tokens(folder):
+def test_all_methods_give_the_same_tokens(folder):
     pipe = mmspec.load(folder, drafter=None)
-    found = {name: ways_of(name, drafter, pipe.target, [2, 3], [4, 8], [8]) for name, drafter in drafters(pipe).items()}
-    ways = [
-        Way(TRANSFORMERS),
-        Way(PLAIN),
-        *itertools.chain(*(ways for kinds in found.values() for ways in kinds.values())),
+    found = {
+        name: methods_by_kind(name, drafter, pipe.target, [2, 3], [4, 8], [8])
+        for name, drafter in drafters(pipe).items()
+    }
+    methods = [
+        Method(TRANSFORMERS),
+        Method(PLAIN),
+        *itertools.chain(*(methods for kinds in found.values() for methods in kinds.values())),
     ]
-    assert len(ways) == 2 + 3 * (3 + 3 + 1)
-    measure(pipe, requests(1), ways, rounds=1, max_new_tokens=12)
-    assert [way.equal for way in ways] == [1] * len(ways)
-    assert all(isinstance(way.target, Unrolled) == way.name.endswith("unrolled") for way in ways)
+    assert len(methods) == 2 + 3 * (3 + 3 + 1)
+    compare_methods(pipe, requests(1), methods, rounds=1, max_new_tokens=12)
+    assert [method.equal for method in methods] == [1] * len(methods)
+    assert all(isinstance(method.target, UnrolledTarget) == method.name.endswith("unrolled") for method in methods)
     for kinds in found.values():
-        (apart,) = kinds["unrolled"]
-        same = next(way for way in kinds["tree"] if way.nodes == 8)
-        assert apart.lengths == same.lengths
+        (unrolled,) = kinds["unrolled"]
+        same = next(method for method in kinds["tree"] if method.nodes == 8)
+        assert unrolled.lengths == same.lengths
 
 
-def test_an_unrolled_way_is_copied_without_its_model(folder, monkeypatch):
+def test_forking_does_not_copy_the_model(folder, monkeypatch):
     pipe = mmspec.load(folder, drafter=None)
-    apart = Unrolled(pipe.target)
+    unrolled = UnrolledTarget(pipe.target)
     drafter = MSD(msd_network(pipe.model))
-    drafter.attach(apart)
+    drafter.attach(unrolled)
     monkeypatch.setattr(type(pipe.model), "__deepcopy__", lambda self, memo: pytest.fail("copied"), raising=False)
-    assert fork(drafter, apart).target is apart
+    assert fork(drafter, unrolled).target is unrolled
 
 
 def timed(name, *seconds):
-    way = Way(name, tokens=[11] * len(seconds))
-    way.seconds = [{"decoding": s} for s in seconds]
-    return way
+    method = Method(name, tokens=[11] * len(seconds))
+    method.seconds = [{"decoding": s} for s in seconds]
+    return method
 
 
-def test_the_best_chain_is_what_trees_are_held_against():
+def test_trees_are_compared_with_the_fastest_chain():
     plain = timed("plain", 4.0, 4.0, 4.0)
     slow, good = timed("chain of 2", 3.0, 3.0, 3.0), timed("chain of 4", 2.0, 2.0, 8.0)
-    tree, apart = timed("tree", 1.0, 1.6, 1.0), timed("unrolled", 3.0, 3.2, 3.0)
-    tree.nodes = apart.nodes = 8
-    kinds = {"chain": [slow, good], "tree": [tree], "unrolled": [apart]}
-    assert best([slow, good], plain) is good
-    first, everything = against_chains({"mamba": kinds}, plain)
+    tree, unrolled = timed("tree", 1.0, 1.6, 1.0), timed("unrolled", 3.0, 3.2, 3.0)
+    tree.nodes = unrolled.nodes = 8
+    kinds = {"chain": [slow, good], "tree": [tree], "unrolled": [unrolled]}
+    assert fastest([slow, good], plain) is good
+    first, everything = compare_trees_with_chains({"mamba": kinds}, plain)
     assert first["chain"] == everything["chain"] == "chain of 4"
     assert first["tree_over_chain"] == 2.0
     assert first["tree_ratio_plain"] == 4.0
@@ -148,7 +151,7 @@ def test_the_best_chain_is_what_trees_are_held_against():
     assert first["tree_over_unrolled"] == {"8": 3.0}
 
 
-def test_texts_are_held_out_and_differ():
+def test_texts_differ():
     prompts = [request["prompt"] for request in held_out_texts(3) + held_out_texts(3, 4_000_000)]
     assert len(set(prompts)) == 6
 
@@ -161,15 +164,15 @@ def test_the_command_ends_with_one_json_line(folder, monkeypatch, tmp_path):
     assert result.exception is None, result.output
     figures = json.loads(result.output.splitlines()[-1])
     assert figures == json.loads((tmp_path / "out.json").read_text())
-    names = [way["way"] for way in figures["ways"]]
+    names = [method["method"] for method in figures["methods"]]
     kinds = ["chain of 2", "chain, adaptive", "4 nodes unrolled", "4 nodes", "adaptive"]
     assert names[2:] == [f"mamba, {kind}" for kind in kinds]
-    assert all(way["equal"] == 1 for way in figures["ways"])
+    assert all(method["equal"] == 1 for method in figures["methods"])
     assert {row["drafter"] for row in figures["trees_and_chains"]} == {"mamba", "all"}
 
 
 @pytest.mark.parametrize("option", ["--chains", "--nodes", "--unrolled"])
-def test_sizes_that_are_none_are_refused(option):
+def test_invalid_sizes_are_refused(option):
     result = CliRunner().invoke(hybrid.main, [option, "0,x"])
     assert result.exit_code == 2
     assert f"{option} must be whole numbers above 0" in result.output

@@ -1,5 +1,5 @@
-"""The whole measurement of a GPU in its real shapes, on a device that is not there: sizes fit, devices are not mixed,
-and every pass can be captured."""
+"""The GPU benchmark in its real shapes on a fake CUDA device: shapes fit, devices are not mixed, all passes can be
+captured."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import mmspec
-from eval import gpu
-from eval.kernels import gpu_kernels, gpu_models
-from eval.kernels.gpu_run import run
+from eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
+from eval.kernels.gpu_parts import run_parts
 from eval.scale_up.axes import Weights
 from mmspec.budget import CostTable
 from mmspec.target import Prompt
@@ -20,8 +19,8 @@ from vision.targets import VisionTarget
 pytest.importorskip("triton")
 from tests.pretended import pretended, pretended_cuda
 
-PLAN = replace(gpu.FULL, batches=(1, 2), prefixes=(1000,), nodes=(16,), new=4, rounds=1)
-MODELS = {False: "tiny-llava", True: "tiny-hybrid"}  # by whether the shape is a hybrid's
+PLAN = replace(gpu_benchmark.FULL, batches=(1, 2), prefixes=(1000,), nodes=(16,), new=4, rounds=1)
+MODELS = {False: "tiny-llava", True: "tiny-hybrid"}  # by whether they are hybrids
 
 
 def _once(call, device):
@@ -30,7 +29,7 @@ def _once(call, device):
 
 
 def _empty(tensor, memo):
-    """A copy of a tensor, without its contents."""
+    """A tensor like another one, without copying its contents."""
     memo[id(tensor)] = new = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
@@ -39,7 +38,7 @@ def _empty(tensor, memo):
 
 @pytest.fixture
 def without_contents(monkeypatch):
-    """What looks at numbers looks away, and what is read from files is read before."""
+    """Skips all checks of values, and reads all files before the fake device is in use."""
     small = {
         name: mmspec.load(name, drafter=None, dtype="float32", device="cpu") for name in ("tiny-llava", "tiny-hybrid")
     }
@@ -49,9 +48,11 @@ def without_contents(monkeypatch):
         for name, specs in PLAN.shapes.values()
         for spec in specs.values()
     }
-    asked = {(hybrid, batch): gpu_models.requests(hybrid, batch) for hybrid in (False, True) for batch in PLAN.batches}
+    requests = {
+        (hybrid, batch): gpu_models.gpu_requests(hybrid, batch) for hybrid in (False, True) for batch in PLAN.batches
+    }
     prompts = {
-        (MODELS[hybrid], batch): small[MODELS[hybrid]].target.encode(rows) for (hybrid, batch), rows in asked.items()
+        (MODELS[hybrid], batch): small[MODELS[hybrid]].target.encode(rows) for (hybrid, batch), rows in requests.items()
     }
 
     def encode(target, requests, **options):
@@ -61,15 +62,15 @@ def without_contents(monkeypatch):
     patch = monkeypatch.setattr
     patch(gpu_models.mmspec, "load", lambda name, **_: small[name])
     patch(gpu_models, "make_drafter", lambda spec, folder: drafters[folders[folder], spec])
-    patch(gpu_models, "requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
+    patch(gpu_models, "gpu_requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
     for target in (TransformersTarget, VisionTarget):
         patch(target, "encode", encode)
     patch(gpu_models, "cost_table", lambda *_, **__: CostTable((1, 64), (1e-3, 1.1e-3)))
     for module in (gpu_kernels, gpu_models):
-        patch(module, "seconds", _once)
-    patch(gpu_kernels, "agree", lambda call, *_: call())
-    patch(gpu_kernels, "compared", lambda place, call, least, *_, **facts: place.row(call, least, **facts))
-    patch(gpu_kernels.Layer, "check", lambda layer: None)
+        patch(module, "median_seconds", _once)
+    patch(gpu_kernels, "check_against_reference", lambda call, *_: call())
+    patch(gpu_kernels, "compared_row", lambda timer, call, size, *_, **facts: timer.row(call, size, **facts))
+    patch(gpu_kernels.Mamba2Layer, "check", lambda layer: None)
     patch(torch.testing, "assert_close", lambda *_, **__: None)
     patch(torch, "equal", lambda *_: True)
     patch(Weights, "matrix", lambda weights, small, out, into, *_: weights.random(out.size, into.size))
@@ -85,16 +86,16 @@ def without_contents(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_measurement_in_real_shapes(without_contents, monkeypatch):
+def test_the_benchmark_runs_in_real_shapes(without_contents, monkeypatch):
     with torch.inference_mode(), pretended_cuda(monkeypatch, strict=False) as device:
-        bench = gpu.Bench(PLAN, torch.device("cuda"), 3600, False)
-        parts = {name: part for name, part in bench.parts().items() if name not in ("tests", "flex")}
+        benchmark = gpu_benchmark.GpuBenchmark(PLAN, torch.device("cuda"), 3600, False)
+        parts = {name: part for name, part in benchmark.parts().items() if name not in ("tests", "flex")}
         content = {"parts": {}}
-        assert run(parts, content, None, bench.device) == []
+        assert run_parts(parts, content, None, benchmark.device) == []
     failed = [row["where"] for part in content["parts"].values() for row in (part, *part["rows"]) if "where" in row]
     assert not failed, failed[0]
     assert content["parts"].keys() == parts.keys()
     for preset, (_, drafters) in PLAN.shapes.items():
-        ways = {row["way"] for row in content["parts"][f"model {preset}"]["rows"] if "way" in row}
-        assert {"plain", "transformers generate", *(f"{name}, adaptive" for name in drafters)} <= ways
+        methods = {row["method"] for row in content["parts"][f"model {preset}"]["rows"] if "method" in row}
+        assert {"plain", "transformers generate", *(f"{name}, adaptive" for name in drafters)} <= methods
     assert device.captured > 20
