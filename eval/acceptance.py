@@ -29,10 +29,11 @@ from eval.decoding.acceptance_study import (
     with_totals,
 )
 from eval.harness.drafters import parse_drafters
+from eval.harness.options import TEMPERATURES
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from eval.harness.prompts import FIRST_INDEX, SUITES, suite_conversations
 from mmspec.calibrate import describe
-from mmspec.cli.options import OUT_FILE, Number
+from mmspec.cli.options import OUT_FILE
 from mmspec.drafter import Drafter, learns
 from mmspec.errors import UserError
 from mmspec.sampling import SamplingParams
@@ -53,10 +54,6 @@ def _count_options(function: Callable[..., Any]) -> Callable[..., Any]:
             function
         )
     return function
-
-
-def _parse_temperatures(ctx: click.Context, param: click.Parameter, value: str) -> list[float]:
-    return list(dict.fromkeys(Number(0).convert(part, param, ctx) for part in value.split(",")))
 
 
 def _parse_pairs(ctx: click.Context, param: click.Parameter, value: Sequence[str]) -> list[tuple[str, str]]:
@@ -87,9 +84,7 @@ def _run_study(study: AcceptanceStudy, counts: Mapping[str, int], frames: int) -
 @click.option("--nodes", default="default", show_default=True, help="Draft tokens per step: sizes, or 'default'.")
 @_count_options
 @click.option("--frames", type=click.IntRange(1), default=8, show_default=True, help="Per video.")
-@click.option(
-    "--temperatures", default="0,1", show_default=True, callback=_parse_temperatures, help="0 is greedy decoding."
-)
+@click.option("--temperatures", type=TEMPERATURES, default="0,1", show_default=True, help="0 is greedy decoding.")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True, help="Per request, above temperature 0.")
 @click.option("--max-new-tokens", type=click.IntRange(2), default=160, show_default=True)
 @click.option("--paired", multiple=True, metavar="A,B", callback=_parse_pairs, help="Compare two drafters by label.")

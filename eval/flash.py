@@ -13,7 +13,7 @@ the adaptive tree, the drafter's prefill included. Ratios to MSD are by request,
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,16 @@ from eval.decoding.flash_ablation import (
     train_variant,
     variant_grid,
 )
+from eval.harness.options import SIZES, CommaList
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from mmspec.calibrate import cost_table, describe
-from mmspec.cli.options import OUT_FILE, OUT_FOLDER
+from mmspec.cli.options import OUT_FILE, OUT_FOLDER, Number
 from mmspec.errors import UserError
 
 
-def _numbers(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
-    def callback(ctx: click.Context, param: click.Parameter, value: str) -> list[Any]:
-        try:
-            numbers = [parse(part.strip()) for part in value.split(",")]
-        except ValueError as error:
-            raise click.BadParameter(f"expected numbers, separated by commas: got {value!r}", ctx, param) from error
-        if any(number < 0 for number in numbers):
-            raise click.BadParameter(f"expected no negative number: got {value!r}", ctx, param)
-        return numbers
-
-    return callback
-
-
-def _parse_latents(part: str) -> int:
-    return 0 if part == "all" else int(part)
+class _Latents(click.IntRange):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return 0 if value == "all" else super().convert(value, param, ctx)
 
 
 @click.command(cls=BenchmarkCommand)
@@ -64,18 +53,18 @@ def _parse_latents(part: str) -> int:
 @click.option("--minutes", type=float, help="Training time of each drafter.")
 @click.option("--steps", type=click.IntRange(1), help="Or its training steps.")
 @click.option("--levels", default=LEVELS, show_default=True, help="Tree depth that drafters are trained for.")
-@click.option("--slots", default="1,2,3,5,12", show_default=True, callback=_numbers(int), help="Tokens per pass.")
-@click.option("--latents", default="4,16,all", show_default=True, callback=_numbers(_parse_latents), help="Per image.")
+@click.option("--slots", default="1,2,3,5,12", show_default=True, type=SIZES, help="Tokens per pass.")
+@click.option("--latents", default="4,16,all", show_default=True, type=CommaList(_Latents(0)), help="Per image.")
 @click.option(
     "--glancing",
     default="0,0.4",
     show_default=True,
-    callback=_numbers(float),
+    type=CommaList(Number(0)),
     help="Shares of glancing; the first is the default one.",
 )
 @click.option("--images", default=12, show_default=True, help="Requests of each suite of images.")
 @click.option("--videos", default=8, show_default=True, help="Requests of each suite of videos.")
-@click.option("--frames", default="4,8,16", show_default=True, callback=_numbers(int), help="Per video.")
+@click.option("--frames", default="4,8,16", show_default=True, type=SIZES, help="Per video.")
 @click.option("--nodes", default=24, show_default=True, help="Draft tokens of a tree of fixed size.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--max-new-tokens", default=120, show_default=True)

@@ -22,7 +22,8 @@ from eval.decoding.trees_and_chains import (
     trees_and_chains_table,
 )
 from eval.harness.drafters import parse_drafters
-from eval.harness.output import BenchmarkCommand, parse_positive_ints, print_result, wide_console
+from eval.harness.options import SIZES
+from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from eval.harness.prompts import held_out_texts
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, warm_up_methods
 from mmspec.calibrate import cost_table, describe
@@ -32,9 +33,15 @@ from mmspec.cli.options import OUT_FILE
 @click.command(cls=BenchmarkCommand)
 @click.option("--model", default="tiny-hybrid", show_default=True)
 @click.option("--drafters", default="flash,mamba,recycle", show_default=True, help="Names or folders, see eval.speed.")
-@click.option("--chains", default="2,4,6,8,12,16", show_default=True, help="Lengths, in addition to the adaptive one.")
-@click.option("--nodes", default="8,16,32", show_default=True, help="Tree sizes, in addition to the adaptive one.")
-@click.option("--unrolled", default="16", show_default=True, help="Sizes of trees also verified by unrolling.")
+@click.option(
+    "--chains", type=SIZES, default="2,4,6,8,12,16", show_default=True, help="Lengths, in addition to the adaptive one."
+)
+@click.option(
+    "--nodes", type=SIZES, default="8,16,32", show_default=True, help="Tree sizes, in addition to the adaptive one."
+)
+@click.option(
+    "--unrolled", type=SIZES, default="16", show_default=True, help="Sizes of trees also verified by unrolling."
+)
 @click.option("--prompts", default=16, show_default=True, help="Held-out texts.")
 @click.option("--warm-up", default=4, show_default=True, help="Other held-out texts that all methods decode first.")
 @click.option("--rounds", default=3, show_default=True)
@@ -44,7 +51,7 @@ from mmspec.cli.options import OUT_FILE
 @click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
 def main(model: str, drafters: str, dtype: str, out: Path | None, **options: Any) -> None:
     """Compare trees with chains on held-out texts: three tables, then one JSON line."""
-    sizes = [parse_positive_ints(options[name], name) for name in ("chains", "nodes", "unrolled")]
+    sizes = [options[name] for name in ("chains", "nodes", "unrolled")]
     rounds, max_new_tokens, temperature = (options[name] for name in ("rounds", "max_new_tokens", "temperature"))
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
     cost = cost_table(pipe.target, refresh=True)

@@ -13,7 +13,8 @@ import click
 import torch
 
 from eval.decoding.step_cost import PATH, SHAPES, measure_steps, shape_model, step_table
-from eval.harness.output import BenchmarkCommand, parse_positive_ints, print_result, wide_console
+from eval.harness.options import SIZES
+from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from mmspec.calibrate import describe
 from mmspec.cli.options import OUT_FILE
 from mmspec.transformers_target import TransformersTarget
@@ -39,21 +40,19 @@ def _row_key(row: dict[str, Any]) -> tuple[int, ...]:
 @click.command(cls=BenchmarkCommand)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="120M", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
-@click.option("--threads", default="1,2", show_default=True)
-@click.option("--prefixes", default="128,512,1024,4096", show_default=True)
-@click.option("--nodes", default="4,8,16,32,64", show_default=True)
+@click.option("--threads", type=SIZES, default="1,2", show_default=True)
+@click.option("--prefixes", type=SIZES, default="128,512,1024,4096", show_default=True)
+@click.option("--nodes", type=SIZES, default="4,8,16,32,64", show_default=True)
 @click.option("--rounds", default=9, show_default=True)
 @click.option(
     "--out",
     type=OUT_FILE,
     help="Also write the JSON result to this file, merged with its rows of other shapes, dtypes, prefixes and threads.",
 )
-def main(shape: str, dtype: str, threads: str, prefixes: str, nodes: str, rounds: int, out: Path | None) -> None:
+def main(shape: str, dtype: str, rounds: int, out: Path | None, **sizes: tuple[int, ...]) -> None:
     """Time steps over trees on a hybrid model with random weights: a table, then one JSON line."""
-    lists = (("prefixes", prefixes), ("threads", threads), ("nodes", nodes))
-    lengths, counts, sizes = (parse_positive_ints(value, name) for name, value in lists)
     model = shape_model(shape, getattr(torch, dtype))
-    rows = measure_steps(model, lengths, counts, sizes, rounds)
+    rows = measure_steps(model, rounds, **sizes)
     wide_console().print(step_table(shape, dtype, rows))
     about = {key: value for key, value in describe(TransformersTarget(model)).items() if key != "threads"}
     run = {**about, "shape": shape, "parameters": model.num_parameters(), "path": PATH, "rounds": rounds, "rows": rows}

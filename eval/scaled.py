@@ -25,13 +25,7 @@ from eval.harness.output import BenchmarkCommand, git_commit, print_result, wide
 from eval.harness.prompts import held_out_requests
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
 from eval.scale_up.axes import SHAPES
-from eval.scale_up.pipeline import (
-    drafter_sizes,
-    methods_from_records,
-    prompt_record,
-    recorded_prompts,
-    scaled_pipeline,
-)
+from eval.scale_up.pipeline import drafter_sizes, methods_from_records, prompt_record, recorded_prompts, scaled_pipeline
 from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE
 from mmspec.pipeline import Pipeline

@@ -10,30 +10,35 @@ from pathlib import Path
 import click
 import torch
 
-from eval.harness.output import BenchmarkCommand, parse_positive_ints, print_result, wide_console
+from eval.harness.options import SIZES, CommaList
+from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from eval.kernels.mamba2 import SHAPES, Mamba2Layer, layer_table, measure_layers
 from mmspec import kernels
 from mmspec.cli.options import OUT_FILE
-from mmspec.errors import UserError
 
 
 @click.command(cls=BenchmarkCommand)
-@click.option("--shapes", default=",".join(SHAPES), show_default=True)
-@click.option("--nodes", default="4,16,64", show_default=True, help="Tree sizes, in addition to 1.")
+@click.option("--shapes", type=CommaList(click.Choice(list(SHAPES))), default=",".join(SHAPES), show_default=True)
+@click.option("--nodes", type=SIZES, default="4,16,64", show_default=True, help="Tree sizes, in addition to 1.")
 @click.option("--batch", default=1, show_default=True)
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--rounds", default=50, show_default=True)
 @click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
 @torch.inference_mode()
-def main(shapes: str, nodes: str, batch: int, dtype: str, device: str, rounds: int, out: Path | None) -> None:
+def main(
+    shapes: tuple[str, ...],
+    nodes: tuple[int, ...],
+    batch: int,
+    dtype: str,
+    device: str,
+    rounds: int,
+    out: Path | None,
+) -> None:
     """Time the operations of a Mamba-2 layer over trees: a table, then one JSON line."""
-    names = shapes.split(",")
-    if unknown := [name for name in names if name not in SHAPES]:
-        raise UserError(f"shapes must be among {', '.join(SHAPES)}: got {unknown[0]!r}")
-    sizes = list(dict.fromkeys([1, *parse_positive_ints(nodes, "nodes")]))
+    sizes = dict.fromkeys((1, *nodes))
     rows = []
-    for name in names:
+    for name in shapes:
         layers = [Mamba2Layer(batch, size, getattr(torch, dtype), device, SHAPES[name]) for size in sizes]
         rows += [{"shape": name, **row} for row in measure_layers(layers, rounds, device)]
     wide_console().print(layer_table(rows))

@@ -12,7 +12,7 @@ Before timing, the tree's logits are compared with those of the unrolled paths, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -37,11 +37,7 @@ _SMALL = Architecture(width=64, layers=3, attention=(1,), heads=2, mamba_heads=2
 _LARGE = Architecture(width=768, layers=12, attention=(3, 9), heads=12, kv_heads=4, mamba_heads=24, state=128, mlp=2048)
 _LARGER = replace(_LARGE, width=1280, layers=18, attention=(5, 14), heads=20, mamba_heads=40, mlp=3584)
 
-SHAPES = {
-    "tiny": _SMALL,
-    "120M": replace(_LARGE, vocabulary=32000),
-    "460M": replace(_LARGER, vocabulary=32000),
-}
+SHAPES = {"tiny": _SMALL, "120M": replace(_LARGE, vocabulary=32000), "460M": replace(_LARGER, vocabulary=32000)}
 """Bamba-type architectures, named by their approximate number of parameters."""
 
 PATH = 4
@@ -60,7 +56,7 @@ class StepBenchmark:
         nodes: tree sizes.
     """
 
-    def __init__(self, model: BambaForCausalLM, prefix: int, nodes: list[int]) -> None:
+    def __init__(self, model: BambaForCausalLM, prefix: int, nodes: Sequence[int]) -> None:
         self.model = model
         self.target = TransformersTarget(model)
         random = torch.Generator().manual_seed(0)
@@ -154,7 +150,7 @@ def shape_model(shape: str, dtype: torch.dtype) -> BambaForCausalLM:
 
 
 def measure_steps(
-    model: BambaForCausalLM, prefixes: list[int], threads: list[int], nodes: list[int], rounds: int
+    model: BambaForCausalLM, rounds: int, *, prefixes: Sequence[int], threads: Sequence[int], nodes: Sequence[int]
 ) -> list[dict[str, Any]]:
     """One row of figures per prefix, number of threads and tree size.
 

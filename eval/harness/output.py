@@ -1,4 +1,4 @@
-"""Command class, option parsing, tables and JSON results of the benchmarks."""
+"""Command class, tables and JSON results of the benchmarks."""
 
 from __future__ import annotations
 
@@ -80,16 +80,9 @@ def percent(field: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: f"{100 * row[field]:.0f} %"
 
 
-def parse_positive_ints(value: str, option: str) -> list[int]:
-    """The whole numbers of a list option, in order.
-
-    Raises:
-        UserError: anything but whole numbers above 0, separated by commas.
-    """
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"--{option} must be whole numbers above 0, separated by commas: got {value!r}")
-    return list(map(int, parts))
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def git_commit() -> str:

@@ -173,11 +173,7 @@ def compare_methods(
 
 
 def run_interleaved(
-    pipe: Pipeline,
-    requests: Sequence[dict[str, Any]],
-    methods: Sequence[Method],
-    rounds: int,
-    options: DecodingOptions,
+    pipe: Pipeline, requests: Sequence[dict[str, Any]], methods: Sequence[Method], rounds: int, options: DecodingOptions
 ) -> dict[str, list[TimedBatch]]:
     """Decode a batch of requests with every method, interleaved, for several rounds.
 

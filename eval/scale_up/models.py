@@ -12,17 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
-from eval.scale_up.axes import (
-    Axis,
-    HeadAxes,
-    MambaShape,
-    Shape,
-    Weights,
-    concat_axes,
-    grow_axis,
-    grow_heads,
-    make_axis,
-)
+from eval.scale_up.axes import Axis, HeadAxes, MambaShape, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.errors import UserError
 
 _CONTEXT = 32768  # positions; rotary embeddings have no weights

@@ -8,22 +8,10 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, Number, model_options
+from eval.harness.options import SIZES, TEMPERATURES
+from mmspec.cli.options import OUT_FOLDER, model_options
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
-
-
-def _parse_temperatures(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(Number(0).convert(part, param, ctx) for part in value.split(",")))
-
-
-def _parse_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    return tuple(
-        dict.fromkeys(
-            int(click.IntRange(1).convert(part, param, ctx))  # type: ignore[arg-type]
-            for part in value.split(",")
-        )
-    )
 
 
 @click.command(name="eval")
@@ -41,8 +29,8 @@ def _parse_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tupl
 )
 @click.option("--limit", type=click.IntRange(1), help="Samples per task; by default all, or 64 of drawn tasks.")
 @click.option("--frames", type=click.IntRange(1, 512), default=8, show_default=True, help="Per drawn video.")
-@click.option("--temperatures", default="0", show_default=True, callback=_parse_temperatures, help="0 is greedy.")
-@click.option("--batch-sizes", default="1", show_default=True, callback=_parse_sizes, help="Conversations per batch.")
+@click.option("--temperatures", default="0", show_default=True, type=TEMPERATURES, help="0 is greedy.")
+@click.option("--batch-sizes", default="1", show_default=True, type=SIZES, help="Conversations per batch.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--warm-up", type=click.IntRange(0), default=2, show_default=True, help="Unmeasured batches.")
 @click.option("--max-new-tokens", type=click.IntRange(1), help="Per answer; by default as each task sets it.")

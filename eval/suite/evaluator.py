@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import mmspec
+from eval.harness.output import first_line
 from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from eval.suite.methods import BASELINE, PLAIN, parse_methods
@@ -154,7 +155,7 @@ class Evaluator:
                 try:
                     run_interleaved(self.pipe, requests, [method], 1, DecodingOptions(8, temperature))
                 except Exception as error:  # unsupported cases raise many kinds of errors
-                    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+                    reason = f"{type(error).__name__}: {first_line(error)}"
                     self.refused[method.name, temperature, size] = reason[:200]
 
 

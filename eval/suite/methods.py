@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from eval.harness.drafters import as_chain, parse_drafters
+from eval.harness.output import first_line
 from eval.harness.timing import Method
 from mmspec import checkpoint
 from mmspec.drafter import fork
@@ -86,12 +88,23 @@ def _parse_method(spec: str, home: str, target: TransformersTarget) -> Method:
 def _load_assistant(name: str, target: TransformersTarget) -> object:
     from transformers import AutoModelForCausalLM
 
+    model = load_pretrained(AutoModelForCausalLM, name, "the assistant", dtype=target.model.dtype)
+    return model.to(target.device).eval()
+
+
+def load_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> Any:
+    """Load by a transformers auto class, from the cache if the hub is unreachable.
+
+    Args:
+        what: names it in the error message.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
     try:
         with cache_if_offline("model", name) as found:
-            model = from_pretrained(AutoModelForCausalLM, name, dtype=target.model.dtype, **found)
-        return model.to(target.device).eval()
+            return from_pretrained(auto_class, name, **options, **found)
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load the assistant {name!r}: {first_line}") from error
+        raise UserError(f"cannot load {what} {name!r}: {first_line(error)}") from error

@@ -13,16 +13,14 @@ from transformers import AutoConfig
 
 from eval.harness.output import write_text
 from eval.suite.evaluator import Evaluator, SuiteSettings
+from eval.suite.methods import load_pretrained
 from eval.suite.records import RunRecords, suite_jobs
 from eval.suite.report import write_report
 from eval.suite.spec_bench import write_answers
 from eval.suite.summary import summarise
 from eval.suite.tasks import TASKS
 from mmspec import plugins
-from mmspec.errors import UserError
-from mmspec.hub import cache_if_offline
 from mmspec.jobs import run_jobs
-from mmspec.support import from_pretrained
 from vision.targets import VisionTarget
 
 
@@ -33,14 +31,7 @@ def is_visual(model: str) -> bool:
         UserError: the model cannot be loaded.
     """
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    try:
-        with cache_if_offline("model", folder) as found:
-            config = from_pretrained(AutoConfig, folder, **found)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load model {model!r}: {first_line}") from error
+    config = load_pretrained(AutoConfig, folder, "model")
     return issubclass(plugins.target_class(config), VisionTarget)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from eval.suite.sample import Sample
 from eval.suite.scoring.captions import cider
 from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.remote import HubDataset, lmms_lab
 from eval.suite.tasks.task import EvalTask, single_turn
 
 _PROMPT = "Provide a one-sentence caption for the provided image."  # the prompt of LLaVA-1.5 and lmms-eval
@@ -22,7 +22,7 @@ def _task(name: str, description: str, field: str, hub: HubDataset) -> EvalTask:
 
 
 TASKS = (
-    _task("coco", "COCO captions 2017", "answer", HubDataset("lmms-lab-encoder/COCO-Caption2017", "val")),
-    _task("flickr30k", "Flickr30k captions", "caption", HubDataset("lmms-lab-encoder/flickr30k", "test")),
-    _task("nocaps", "NoCaps", "annotations_captions", HubDataset("lmms-lab-encoder/NoCaps", "validation")),
+    _task("coco", "COCO captions 2017", "answer", lmms_lab("COCO-Caption2017", "val")),
+    _task("flickr30k", "Flickr30k captions", "caption", lmms_lab("flickr30k", "test")),
+    _task("nocaps", "NoCaps", "annotations_captions", lmms_lab("NoCaps", "validation")),
 )

@@ -9,7 +9,7 @@ from eval.harness.prompts import Conversation
 from eval.suite.sample import Sample
 from eval.suite.scoring.choice import choice_accuracy
 from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.remote import lmms_lab
 from eval.suite.tasks.task import EvalTask, single_turn
 
 _LETTER_PROMPT = "\nAnswer with the option's letter from the given choices directly."  # the prompt of LLaVA-1.5
@@ -56,7 +56,7 @@ TASKS = (
         choice_accuracy,
         16,
         _ai2d,
-        HubDataset("lmms-lab-encoder/ai2d", "test"),
+        lmms_lab("ai2d", "test"),
     ),
     EvalTask(
         "scienceqa",
@@ -65,7 +65,7 @@ TASKS = (
         choice_accuracy,
         16,
         _scienceqa,
-        HubDataset("lmms-lab-encoder/ScienceQA", "test", "ScienceQA-IMG"),
+        lmms_lab("ScienceQA", "test", "ScienceQA-IMG"),
     ),
     EvalTask(
         "mmmu",
@@ -74,6 +74,6 @@ TASKS = (
         choice_accuracy,
         32,
         _mmmu,
-        HubDataset("lmms-lab-encoder/MMMU", "validation"),
+        lmms_lab("MMMU", "validation"),
     ),
 )

@@ -10,7 +10,7 @@ from eval.harness.prompts import Conversation
 from eval.suite.sample import Sample
 from eval.suite.scoring.words import rouge_l
 from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.remote import lmms_lab
 from eval.suite.tasks.task import EvalTask, single_turn
 
 
@@ -35,13 +35,7 @@ def _benchmark(row: DatasetRow) -> Sample:
 
 TASKS = (
     EvalTask(
-        "mm-vet",
-        "MM-Vet; image, question, answer, capability",
-        True,
-        rouge_l,
-        256,
-        _mmvet,
-        HubDataset("lmms-lab-encoder/MMVet", "test"),
+        "mm-vet", "MM-Vet; image, question, answer, capability", True, rouge_l, 256, _mmvet, lmms_lab("MMVet", "test")
     ),
     EvalTask(
         "llava-bench",
@@ -50,16 +44,9 @@ TASKS = (
         rouge_l,
         512,
         _llava_bench,
-        HubDataset("lmms-lab-encoder/llava-bench-in-the-wild", "train"),
+        lmms_lab("llava-bench-in-the-wild", "train"),
     ),
-    EvalTask(
-        "video-detail",
-        "VideoDetailCaption; video_name, question, answer",
-        True,
-        rouge_l,
-        512,
-        _video_detail,
-    ),
+    EvalTask("video-detail", "VideoDetailCaption; video_name, question, answer", True, rouge_l, 512, _video_detail),
     EvalTask(
         "mmspec-benchmark",
         "The MMSpec benchmark (arXiv 2603.14989), unrelated to this package; id, image, turns, category, topic",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from eval.harness.output import first_line
 from eval.suite.tasks.local import DatasetRow
 from mmspec.errors import UserError
 from mmspec.extras import install
@@ -13,7 +14,7 @@ from mmspec.extras import install
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A benchmark's dataset on the hub: the repository that lmms-eval 0.7.3 reads, or the authors' own.
+    """A benchmark's dataset on the hub.
 
     Attributes:
         path, split, config: as for ``datasets.load_dataset``.
@@ -24,6 +25,11 @@ class HubDataset:
     split: str
     config: str | None = None
     images: tuple[str, str] | None = None
+
+
+def lmms_lab(name: str, *options: Any) -> HubDataset:
+    """A dataset of the organisation that lmms-eval 0.7.3 reads from; options as for ``HubDataset``."""
+    return HubDataset(f"lmms-lab-encoder/{name}", *options)
 
 
 def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetRow]:
@@ -51,9 +57,8 @@ def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetR
     except UserError:
         raise
     except Exception as error:  # network, server and dataset problems raise many kinds of errors
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{name}: expected to read {hub.path} through datasets, or --data FOLDER ({first_line})"
+            f"{name}: expected to read {hub.path} through datasets, or --data FOLDER ({first_line(error)})"
         ) from error
 
 

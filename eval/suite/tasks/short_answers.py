@@ -7,7 +7,7 @@ from collections.abc import Callable
 from eval.suite.sample import Sample, Scorer
 from eval.suite.scoring.words import anls, contained, exact, relaxed, vqa_accuracy
 from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.remote import HubDataset, lmms_lab
 from eval.suite.tasks.task import EvalTask, single_turn
 
 SHORT_ANSWER = "\nAnswer the question using a single word or phrase."  # LLaVA-1.5 (arXiv 2310.03744, 3.2)
@@ -50,26 +50,17 @@ def _video_task(name: str, description: str) -> EvalTask:
 
 
 TASKS = (
-    _task(
-        "vqav2", "VQAv2", vqa_accuracy, HubDataset("lmms-lab-encoder/VQAv2", "validation"), "answers", "question_type"
-    ),
+    _task("vqav2", "VQAv2", vqa_accuracy, lmms_lab("VQAv2", "validation"), "answers", "question_type"),
     _task(
         "gqa",
         "GQA, test-dev balanced",
         exact,
-        HubDataset(
-            "lmms-lab-encoder/GQA",
-            "testdev",
-            "testdev_balanced_instructions",
-            ("testdev_balanced_images", "imageId"),
-        ),
+        lmms_lab("GQA", "testdev", "testdev_balanced_instructions", ("testdev_balanced_images", "imageId")),
     ),
-    _task("textvqa", "TextVQA", vqa_accuracy, HubDataset("lmms-lab-encoder/textvqa", "validation"), "answers"),
-    _task(
-        "vizwiz", "VizWiz-VQA", vqa_accuracy, HubDataset("lmms-lab-encoder/VizWiz-VQA", "val"), "answers", "category"
-    ),
-    _task("chartqa", "ChartQA", relaxed, HubDataset("lmms-lab-encoder/ChartQA", "test"), "answer", "type"),
-    _task("docvqa", "DocVQA", anls, HubDataset("lmms-lab-encoder/DocVQA", "validation", "DocVQA"), "answers"),
+    _task("textvqa", "TextVQA", vqa_accuracy, lmms_lab("textvqa", "validation"), "answers"),
+    _task("vizwiz", "VizWiz-VQA", vqa_accuracy, lmms_lab("VizWiz-VQA", "val"), "answers", "category"),
+    _task("chartqa", "ChartQA", relaxed, lmms_lab("ChartQA", "test"), "answer", "type"),
+    _task("docvqa", "DocVQA", anls, lmms_lab("DocVQA", "validation", "DocVQA"), "answers"),
     _video_task("activitynet-qa", "ActivityNet-QA"),
     _video_task("msvd-qa", "MSVD-QA"),
 )

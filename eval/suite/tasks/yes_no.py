@@ -5,7 +5,7 @@ from __future__ import annotations
 from eval.suite.sample import Sample
 from eval.suite.scoring.yes_no import mme, pope
 from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset
+from eval.suite.tasks.remote import lmms_lab
 from eval.suite.tasks.short_answers import SHORT_ANSWER
 from eval.suite.tasks.task import EvalTask, single_turn
 
@@ -22,6 +22,6 @@ def _mme(row: DatasetRow) -> Sample:
 
 _FIELDS = "image, question, answer (yes or no), category"
 TASKS = (
-    EvalTask("pope", f"POPE; {_FIELDS}", True, pope, 16, _pope, HubDataset("lmms-lab-encoder/POPE", "test")),
-    EvalTask("mme", f"MME; {_FIELDS}", True, mme, 16, _mme, HubDataset("lmms-lab-encoder/MME", "test")),
+    EvalTask("pope", f"POPE; {_FIELDS}", True, pope, 16, _pope, lmms_lab("POPE", "test")),
+    EvalTask("mme", f"MME; {_FIELDS}", True, mme, 16, _mme, lmms_lab("MME", "test")),
 )

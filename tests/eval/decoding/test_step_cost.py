@@ -23,7 +23,7 @@ def test_a_binary_tree():
 
 
 def test_figures_of_every_row(model):
-    rows = measure_steps(model, prefixes=[9, 20], threads=[1], nodes=[4, 9], rounds=2)
+    rows = measure_steps(model, 2, prefixes=[9, 20], threads=[1], nodes=[4, 9])
     assert [(row["prefix"], row["nodes"]) for row in rows] == [(9, 4), (9, 9), (20, 4), (20, 9)]
     assert [row["copies"] for row in rows] == [4, 13] * 2
     for row in rows:
