@@ -81,8 +81,8 @@ def test_calls_are_interleaved_in_rotating_order_after_a_warm_up(monkeypatch):
 
     def call(name, seconds):
         order.append(name)
-        now[0] += 100.0 if len(order) <= 2 else seconds  # the first round is slow
+        now[0] += seconds if len(order) > 8 else 100.0  # two slow rounds of two calls, each followed by a wait
 
     calls = {name: lambda name=name, seconds=seconds: call(name, seconds) for name, seconds in (("a", 1), ("b", 3))}
-    assert interleaved_medians(calls, 2, 1, lambda: call("wait", 0.5)) == {"a": 1.5, "b": 3.5}
-    assert [name for name in order if name != "wait"] == ["a", "b", "b", "a", "a", "b"]
+    assert interleaved_medians(calls, 2, 2, lambda: call("wait", 0.5)) == {"a": 1.5, "b": 3.5}
+    assert [name for name in order if name != "wait"] == ["a", "b", "b", "a"] * 2
