@@ -74,14 +74,8 @@ class AcceptanceStudy:
         requests, groups, greedy = self._greedy_answers(conversations)
         for temperature in self.temperatures:
             for turn in range(self.seeds if temperature > 0 else 1):
-                options = [
-                    {
-                        "temperature": temperature,
-                        "seed": 1_000_000 * turn + index,
-                        "max_new_tokens": self.max_new_tokens,
-                    }
-                    for index in range(len(requests))
-                ]
+                settings = {"temperature": temperature, "max_new_tokens": self.max_new_tokens}
+                options = [{**settings, "seed": 1_000_000 * turn + index} for index in range(len(requests))]
                 expected = greedy if temperature == 0 else self._plain_answers(requests, options)
                 for label, drafter in self.drafters.items():
                     for size, nodes in tree_sizes(drafter, self.nodes).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from eval.harness.prompts import Conversation
 from eval.suite.sample import Sample, Scorer
 from eval.suite.scoring.words import anls, contained, exact, relaxed, vqa_accuracy
 from eval.suite.tasks.local import DatasetRow
@@ -39,9 +40,9 @@ def _task(
 
 def _video_sample(row: DatasetRow) -> Sample:
     question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + SHORT_ANSWER
-    sample = single_turn(row, question, _references(row, "answer"), str(row.get("type", "")))
     clip = row.videos("video") or row.videos("video_name")
-    return Sample(sample.id, type(sample.conversation)((question,), videos=clip), sample.category, sample.references)
+    references = (tuple(_references(row, "answer")),)
+    return Sample(row.id, Conversation((question,), videos=clip), str(row.get("type", "")), references)
 
 
 def _video_task(name: str, description: str) -> EvalTask:
