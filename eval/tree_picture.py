@@ -1,17 +1,18 @@
-"""A picture of one real step: ``python -m eval.tree_picture --out docs/tree.svg``.
+"""A picture of one real decode step: ``python -m eval.tree_picture --out docs/tree.svg``.
 
-Captions held-out scenes and draws the step that shows most: many drafts accepted, many rejected, narrow enough to read.
+Captions held-out scenes and draws the most instructive step: many accepted and many rejected draft tokens, and narrow
+enough to read.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
 import mmspec
-from eval.prompts import held_out_requests
+from eval.harness.output import write_text
+from eval.harness.prompts import held_out_requests
 from mmspec import plugins
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
@@ -19,7 +20,7 @@ from mmspec.loading import make_drafter
 from mmspec.picture import draw_tree
 from mmspec.trace import JudgedTree, Traced
 
-_DEEPEST = 6  # drafts in a row; more would make a page's width unreadable
+_MAX_DEPTH = 6  # deeper trees are too wide to read
 
 
 @click.command()
@@ -28,31 +29,30 @@ _DEEPEST = 6  # drafts in a row; more would make a page's width unreadable
 @click.option("--out", type=OUT_FILE, required=True)
 @click.option("--nodes", default=12, show_default=True)
 def main(model: str, drafter: str, out: Path, nodes: int) -> None:
-    """Draw the most telling step of held-out captions as SVG."""
-    home = plugins.find("models", model)() if model in plugins.names("models") else model
-    made = make_drafter(drafter, str(home))
-    if made is None:
-        raise UserError("a picture needs drafts: expected a drafter, received none")
-    traced = Traced(made)
+    """Draw the most instructive step of held-out captions as SVG."""
+    folder = plugins.find("models", model)() if model in plugins.names("models") else model
+    loaded = make_drafter(drafter, str(folder))
+    if loaded is None:
+        raise UserError("expected a drafter, received none")
+    traced = Traced(loaded)
     pipe = mmspec.load(model, drafter=traced)
     seen: list[JudgedTree] = []
     for request in held_out_requests(images=8, videos=0):
         pipe.generate(**request, nodes=nodes)
         ends = set(pipe.target.tokenizer.all_special_ids)
         seen += [tree for tree in traced.rows[0] if ends.isdisjoint([*tree.tokens, tree.bonus])]
-    step = max(seen, key=_telling)
+    step = max(seen, key=_instructiveness)
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f"{out.name}.part")
-    part.write_text(draw_tree(step, pipe.target.tokenizer.decode))
-    os.replace(part, out)
+    write_text(out, draw_tree(step, pipe.target.tokenizer.decode))
 
 
-def _telling(tree: JudgedTree) -> tuple[bool, int, int]:
+def _instructiveness(tree: JudgedTree) -> tuple[bool, int, int]:
+    """Sort key: readable trees first, then by the smaller of accepted and rejected draft tokens."""
     depth = [0]
     for parent in tree.parents[1:]:
         depth.append(depth[parent] + 1)
     accepted, rejected = len(tree.path) - 1, len(tree.tokens) - len(tree.path)
-    return max(depth) <= _DEEPEST, min(accepted, rejected), accepted
+    return max(depth) <= _MAX_DEPTH, min(accepted, rejected), accepted
 
 
 if __name__ == "__main__":

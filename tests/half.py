@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.oracle import Oracle
-from eval.tiny_models import VISION_CONFIGS, text_inputs, text_model, vision_inputs, vision_model
+from eval.decoding.oracle import Oracle
+from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, text_model, vision_inputs, vision_model
 from mmspec import plugins
 from mmspec.budget import Budget
 from mmspec.sampling import Sampler

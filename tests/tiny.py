@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.tiny_models import VISION_CONFIGS, text_model, vision_model
+from eval.decoding.tiny_models import VISION_CONFIGS, text_model, vision_model
 from mmspec.tree import TokenTree
 
 

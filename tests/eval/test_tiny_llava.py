@@ -1,4 +1,4 @@
-"""The accuracy table: figures are computed right, from an oracle that always answers truly and one that never does."""
+"""Accuracy of the vision-language model: an oracle scores full marks, nonsense nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vision.training import accuracy
 
 
 def oracle(prompts: list[str], images: list[list[Any]]) -> list[str]:
-    """True answers, found again by the seeds that measuring starts from."""
+    """True answers, reconstructed from the seeds that the measurement uses."""
     if prompts[0] == "Describe the image.":
         scenes = [sample_scene(seeded("heldout", accuracy.FIRST_SCENE + k)) for k in range(len(prompts))]
         return [caption(scene, random.Random(1)) for scene in scenes]
@@ -38,13 +38,13 @@ def oracle(prompts: list[str], images: list[list[Any]]) -> list[str]:
             question = ask(sample_scene(rng), rng, kind)
             if question is not None:
                 asked.setdefault(question.question, []).append(question.answer)
-    # A wording that is asked again is answered for the next scene that gave rise to it.
+    # Questions that occur several times are answered in the order of their scenes.
     replies = {question: iter(answers) for question, answers in asked.items()}
     return [next(replies[prompt]) for prompt in prompts]
 
 
 class Words:
-    """Stands in for a processor: counts words as tokens."""
+    """A stand-in processor that counts words as tokens."""
 
     class _Ids:
         def __init__(self, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from eval.tiny_models import text_inputs, vision_inputs
+from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import plugins
 from mmspec.budget import Budget
 from mmspec.drafters.ngram import Ngram

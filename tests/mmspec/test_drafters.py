@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
-from eval.tiny_models import _TEXT, text_inputs
+from eval.decoding.tiny_models import TINY_SIZES, text_inputs
 from mmspec import TokenTree, UserError, plugins
 from mmspec.budget import Budget
 from mmspec.drafter import build_tree
@@ -356,7 +356,7 @@ def test_smalls_path_probabilities_are_its_own_models(top_k):
 
 def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
     torch.manual_seed(0)
-    fewer, more = (LlamaForCausalLM(LlamaConfig(**{**_TEXT, "vocab_size": size})).eval() for size in (50, 120))
+    fewer, more = (LlamaForCausalLM(LlamaConfig(**{**TINY_SIZES, "vocab_size": size})).eval() for size in (50, 120))
     model, inputs = shared_model("llama"), text_inputs(3, 9)
     options = dict(max_new_tokens=20, do_sample=False)
     reference = model.generate(**inputs, **options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
-from eval.oracle import Oracle
+from eval.decoding.oracle import Oracle
 from mmspec import TokenTree
 from mmspec.budget import AdaptiveBudget, Budget, CostTable
 from mmspec.drafter import build_tree

@@ -5,7 +5,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import mmspec
-from eval.oracle import Oracle
+from eval.decoding.oracle import Oracle
 from mmspec import UserError
 from tests.cutting import cut, random_model
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eval.tiny_models import mamba_network, msd_network, text_inputs
+from eval.decoding.tiny_models import mamba_network, msd_network, text_inputs
 from mmspec import UserError
 from mmspec.drafters.recycle import Recycle
 from mmspec.loading import make_drafter

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.tiny_models import mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, kernels, plugins, verify_greedy
 from mmspec.budget import Budget
 from mmspec.cache import TreeCache

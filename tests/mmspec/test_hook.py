@@ -16,9 +16,9 @@ from transformers import (
 )
 
 import mmspec
-from eval.losslessness import Case, cases, compare
-from eval.oracle import Oracle
-from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from eval.decoding.losslessness import Case, compare_case, select_cases
+from eval.decoding.oracle import Oracle
+from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import UserError
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 
@@ -55,22 +55,22 @@ def both(model, inputs, **options):
 )
 def test_greedy_tokens_equal_generate(name, batch, length, setting, drafter):
     case = Case(name, batch, 0, length, seed=7, setting=setting, drafter=drafter)
-    reference, difference = compare(shared_model(name), case, new_tokens=20)
+    reference, difference = compare_case(shared_model(name), case, new_tokens=20)
     assert difference is None
     answer = reference[0, length:].tolist()
     assert len(set(answer)) >= min(4, len(answer))  # one token over and over would hide mistakes
 
 
 def test_the_evaluation_covers_every_model_and_reports_margins():
-    every = cases()
+    every = select_cases()
     assert len(every) > 500
-    assert {case.model for case in cases(60)} == {case.model for case in every}
+    assert {case.model for case in select_cases(60)} == {case.model for case in every}
     case = Case("llama", 3, 0, 9, 7, "greedy", "oracle")
-    reference, none = compare(shared_model("llama"), case, 8)
+    reference, none = compare_case(shared_model("llama"), case, 8)
     assert none is None
     wrong = reference.clone()
     wrong[1, 9 + 4] += 1
-    _, difference = compare(shared_model("llama"), case, 8, wrong)
+    _, difference = compare_case(shared_model("llama"), case, 8, wrong)
     assert (difference.row, difference.position) == (1, 4)
     assert difference.margin > 0
 

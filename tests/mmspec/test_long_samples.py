@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.oracle import Oracle
+from eval.decoding.oracle import Oracle
 from mmspec.budget import Budget
 from mmspec.sampling import Sampler
 from mmspec.stopping import Stopper

@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, OPTConfig, OPTForCausalLM
 
 import mmspec
-from eval.oracle import Oracle
+from eval.decoding.oracle import Oracle
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle

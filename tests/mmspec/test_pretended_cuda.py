@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.budget import Budget
 from mmspec.graphs import Graphed

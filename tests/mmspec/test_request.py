@@ -99,7 +99,10 @@ def test_prompts_that_are_none(pipe, prompt, message):
     ("requests", "message"),
     [
         ([{"prompt": "a", "image": "a.png"}], "^a request's keys are prompt, images, videos, params: got image$"),
-        ([{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 5}], "prompt, images, videos, params: got max_new_tokens$"),
+        (
+            [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 5}],
+            "prompt, images, videos, params: got max_new_tokens$",
+        ),
         ([{"prompt": "a", "params": {"seed": 1}}], "^params must be mmspec.SamplingParams: got {'seed': 1}$"),
         ([{"images": None}], "^a request must have a prompt: got images$"),
         ([{}], "^a request must have a prompt: got nothing$"),

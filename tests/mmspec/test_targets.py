@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import mmspec
-from eval.oracle import Oracle
-from eval.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from eval.decoding.oracle import Oracle
+from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.budget import CostTable
 from mmspec.loading import make_drafter

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mmspec
-from eval.tiny_models import text_inputs
+from eval.decoding.tiny_models import text_inputs
 from mmspec import UserError
 from mmspec.budget import Budget
 from mmspec.drafter import learns, lend, members

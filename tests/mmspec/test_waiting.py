@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from eval.tiny_models import text_inputs, vision_inputs
+from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, kernels, plugins
 from mmspec.budget import Budget, CostTable, SteadyBudget
 from mmspec.sampling import Sampler

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.tiny_models import VOCAB, mamba_network
+from eval.decoding.tiny_models import VOCAB, mamba_network
 from mmspec import plugins
 from mmspec.tree import TokenTree
 from ssm.cache import StateCache

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.tiny_models import VOCAB, mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import VOCAB, mamba_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError
 from mmspec.budget import Budget
 from mmspec.loading import make_drafter

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 
 import mmspec
-from eval.losslessness import Case, compare
-from eval.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
+from eval.decoding.losslessness import Case, compare_case
+from eval.decoding.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.support import cache_argument
 from mmspec.target import Prompt
@@ -119,7 +119,7 @@ def test_a_long_chain_behind_one_token():
 )
 def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
     case = Case(name, batch, 0, length, seed=3, setting=setting, drafter=drafter)
-    reference, difference = compare(shared_model(name), case, new_tokens=14)
+    reference, difference = compare_case(shared_model(name), case, new_tokens=14)
     assert difference is None
     assert len(set(reference[0, length:].tolist())) > 5
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmspec
-from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.budget import Budget
 from mmspec.drafter import fork

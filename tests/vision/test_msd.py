@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.budget import Budget
 from mmspec.loading import make_drafter

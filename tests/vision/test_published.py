@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 import mmspec
-from eval.tiny_models import vision_inputs
+from eval.decoding.tiny_models import vision_inputs
 from mmspec import UserError, plugins
 from mmspec.budget import Budget
 from mmspec.loading import make_drafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.tiny_models import vision_inputs
+from eval.decoding.tiny_models import vision_inputs
 from mmspec import kernels, plugins
 from mmspec.budget import Budget
 from mmspec.sampling import Sampler

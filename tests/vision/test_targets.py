@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eval.losslessness import Case, compare
-from eval.tiny_models import IMAGE, VIDEO, VISION_CONFIGS, vision_inputs, vision_model
+from eval.decoding.losslessness import Case, compare_case
+from eval.decoding.tiny_models import IMAGE, VIDEO, VISION_CONFIGS, vision_inputs, vision_model
 from mmspec import plugins
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model
@@ -35,7 +35,7 @@ def test_eager_attention(name):
 )
 def test_greedy_tokens_equal_generate(name, batch, images, setting, drafter):
     case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=drafter)
-    reference, difference = compare(shared_model(name), case, new_tokens=20)
+    reference, difference = compare_case(shared_model(name), case, new_tokens=20)
     assert difference is None
     assert reference.shape[1] > 20
 

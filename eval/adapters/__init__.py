@@ -1,0 +1,1 @@
+"""Model classes for lmms-eval and lm-evaluation-harness."""

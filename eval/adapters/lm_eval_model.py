@@ -1,0 +1,106 @@
+"""mmspec as a model of EleutherAI's lm-evaluation-harness, registered by an entry point.
+
+    lm-eval run --model mmspec --model_args pretrained=tiny-hybrid,drafter=auto --tasks gsm8k --batch_size 4
+
+Harness releases up to 0.4.13 do not load entry points; use ``python -m eval.lm_eval_model`` instead of ``lm-eval``.
+
+``model_args``: ``pretrained`` (as ``model`` of ``mmspec.load``), ``drafter`` (``none`` for plain decoding), ``nodes``
+(draft tokens per step; adaptive by default), ``device``, ``dtype``, and the options of the harness's ``hf`` model that
+do not load the model.
+
+Only decoding is replaced: the harness prepares prompts, batches and transformers' ``generate``, whose decoding method
+is ours, and it computes likelihoods by plain passes of the same model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+
+import mmspec
+from eval.harness.acceptance import AcceptanceStats
+from mmspec.stopping import Stopper
+
+_log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger
+
+
+class MmspecLM(HFLM):
+    """Runs generation tasks by speculative decoding, and likelihood tasks as ``hf`` does.
+
+    Args:
+        pretrained, drafter, device, dtype: as for ``mmspec.load``.
+        nodes: draft tokens per step; None is adaptive.
+        **options: of the harness's ``HFLM``.
+
+    Attributes:
+        pipe: the model and its drafter.
+        acceptance: statistics over all requests so far.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "tiny-hybrid",
+        drafter: str | None = "auto",
+        device: str | None = None,
+        dtype: str = "auto",
+        nodes: int | None = None,
+        **options: Any,
+    ) -> None:
+        # The harness passes the first GPU if the user gives no device.
+        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
+            device = "auto"
+        self.pipe = mmspec.load(pretrained, drafter, device, dtype)
+        self.acceptance = AcceptanceStats()
+        self._nodes = None if nodes is None else int(nodes)
+        # The model's own limit would take precedence over the harness's.
+        self.pipe.model.generation_config.max_new_tokens = None
+        super().__init__(pretrained=self.pipe.model, tokenizer=self.pipe.target.tokenizer, **options)
+
+    def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> list[str]:
+        """Answers in the order of the requests."""
+        answers = super().generate_until(requests, *args, **options)
+        _log.info(self.acceptance.log_line())
+        return answers
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
+        # The harness's stopping criterion needs all rows of a batch in every call; ours are evaluated row by row.
+        stop_texts = _StopTexts(self.tokenizer, stop, context.shape[1])
+        return super()._model_generate(
+            context, max_length, [], custom_generate=partial(self._decode, stop_texts), **options
+        )
+
+    def _decode(
+        self,
+        stop_texts: _StopTexts,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> Tensor:
+        generation_config.return_dict_in_generate = True
+        criteria = [*stopping_criteria, stop_texts]
+        inputs |= {"drafter": self.pipe, "nodes": self._nodes}
+        out: Any = mmspec.decode(model, input_ids, logits_processor, criteria, generation_config, **inputs)
+        for stats in out.stats:
+            self.acceptance.add(len(self.acceptance.groups), stats, equal=True)
+        return out.sequences
+
+
+class _StopTexts(StoppingCriteria):
+    """Stops a row once its generated text contains one of some texts; the prompt is ignored."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._stopper = Stopper(1, stop=[text for text in texts if text], tokenizer=tokenizer)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> bool:
+        return self._stopper.at_stop_string(input_ids[0].tolist(), self._prompt_length)

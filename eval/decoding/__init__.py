@@ -1,0 +1,1 @@
+"""Libraries of the decoding benchmarks: acceptance, speed, losslessness, step cost, trees against chains, ablations."""

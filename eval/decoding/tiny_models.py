@@ -1,0 +1,380 @@
+"""Tiny randomly initialised models of every supported architecture, with inputs and random drafters.
+
+For tests and ``eval.losslessness``. Weights have a large variance, so that greedy outputs vary instead of repeating one
+token, and top logits lie far apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BambaConfig,
+    CLIPVisionConfig,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaNextVideoConfig,
+    LlavaOnevisionConfig,
+    Mamba2Config,
+    MistralConfig,
+    NemotronHConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLTextConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLTextConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLTextConfig,
+    SiglipVisionConfig,
+    Zamba2Config,
+)
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+
+from ssm.drafters.network import MambaConfig, MambaNetwork
+from vision.drafters.network import MSDConfig, MSDNetwork
+
+VOCAB = 101
+IMAGE, VIDEO, VISION_START, VISION_END = 96, 97, 98, 99
+TINY_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    max_position_embeddings=512,
+    initializer_range=0.25,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+
+
+def _shrink(config_class: Any, **changes: Any) -> Any:
+    """A class's default configuration with tiny sizes.
+
+    Args:
+        changes: values of other fields.
+
+    Raises:
+        TypeError: the class has no such field.
+    """
+    known = vars(config_class()).keys() | config_class.attribute_map.keys()
+    if unknown := sorted(changes.keys() - known):
+        raise TypeError(f"{config_class.__name__} must have all changed fields: it lacks {', '.join(unknown)}")
+    return config_class(**{name: value for name, value in (TINY_SIZES | changes).items() if name in known})
+
+
+TEXT_CONFIGS: dict[str, Any] = {
+    "llama": lambda: _shrink(LlamaConfig),
+    "mistral": lambda: _shrink(MistralConfig, sliding_window=None),
+    "mistral-window": lambda: _shrink(MistralConfig, sliding_window=5),
+    "qwen2": lambda: _shrink(Qwen2Config),
+    "qwen2-window": lambda: _shrink(Qwen2Config, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": lambda: _shrink(Qwen3Config),
+    "gemma": lambda: _shrink(GemmaConfig),
+    "gemma2": lambda: _shrink(Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
+    "gemma3": lambda: _shrink(Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
+}
+
+_RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"
+_MIXER: dict[str, Any] = dict(
+    mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8
+)
+
+
+def _bamba(**changes: Any) -> BambaConfig:
+    return _shrink(BambaConfig, **{**_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes})
+
+
+HYBRID_CONFIGS: dict[str, Any] = {
+    "mamba2": lambda: _shrink(
+        Mamba2Config, num_hidden_layers=3, head_dim=16, num_heads=6, n_groups=2, state_size=8, chunk_size=8
+    ),
+    "bamba": _bamba,
+    # transformers clamps step sizes to these limits in prefill only, not in token-by-token decoding.
+    "bamba-limits": lambda: _bamba(time_step_limit=(0.4, 1.0)),
+    "zamba2": lambda: _shrink(
+        Zamba2Config,
+        num_hidden_layers=5,
+        # Attention reads states and embeddings concatenated; its adapters are as wide for keys as for queries.
+        head_dim=24,
+        num_key_value_heads=4,
+        # With larger weights, transformers' prefill and token-by-token decoding were measured to differ by 1e-3.
+        initializer_range=0.1,
+        layers_block_type=[_RECURRENT, _BOTH, _BOTH, _RECURRENT, _BOTH],
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        adapter_rank=4,
+        use_mem_rope=True,
+        n_mamba_heads=6,
+        mamba_ngroups=2,
+        mamba_d_state=8,
+        chunk_size=8,
+        time_step_min=1e-9,
+    ),
+    "nemotron_h": lambda: _shrink(
+        NemotronHConfig,
+        layers_block_type=[_RECURRENT, _ATTENDING, "mlp", _RECURRENT, "moe", _ATTENDING],
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=8,
+        time_step_min=1e-9,
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
+    "falcon_h1": lambda: _shrink(
+        FalconH1Config,
+        num_hidden_layers=3,
+        **{**_MIXER, "mamba_n_groups": 1, "mamba_n_heads": 4},
+        mamba_d_ssm=64,
+        lm_head_multiplier=0.7,
+        embedding_multiplier=1.3,
+        key_multiplier=0.8,
+        ssm_in_multiplier=1.2,
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+    ),
+    "falcon_h1-norm": lambda: _shrink(
+        FalconH1Config,
+        **{**_MIXER, "mamba_n_heads": 4},
+        mamba_d_ssm=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+    ),
+    "granitemoehybrid": lambda: _shrink(
+        GraniteMoeHybridConfig,
+        num_hidden_layers=4,
+        **{**_MIXER, "mamba_n_groups": 1},
+        layer_types=[_RECURRENT, _ATTENDING, _RECURRENT, _ATTENDING],
+        num_local_experts=4,
+        shared_intermediate_size=32,
+        position_embedding_type="rope",
+        logits_scaling=1.5,
+        residual_multiplier=0.8,
+        attention_multiplier=0.3,
+        embedding_multiplier=1.2,
+    ),
+}
+"""Models with Mamba-2 layers: alone, alternating with attention layers, before shared attention (Zamba2), and in one
+layer with attention (Falcon-H1); with one and two groups."""
+if FalconH1RMSNormGated(4)(torch.zeros(2, 1, 4)).ndim < 3:
+    del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.17 loses an axis there, and decodes no batches
+
+
+def text_model(name: str) -> PreTrainedModel:
+    """A random model of ``TEXT_CONFIGS`` or ``HYBRID_CONFIGS``."""
+    torch.manual_seed(0)
+    return _spread(AutoModelForCausalLM.from_config((TEXT_CONFIGS | HYBRID_CONFIGS)[name]())).eval()
+
+
+def _spread(model: PreTrainedModel) -> PreTrainedModel:
+    """Enlarge the head's weights so that logits vary, and slow the decay of recurrent states."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "A_log"):
+            module.A_log.data.uniform_(-4, 1)
+            module.dt_bias.data.normal_()
+            module.D.data.normal_()
+            module.conv1d.weight.data.normal_(std=0.5)
+            module.conv1d.bias.data.normal_(std=0.2)
+    head = model.get_output_embeddings()
+    head.weight.data.normal_(std=0.5)
+    return model
+
+
+def _clip() -> CLIPVisionConfig:
+    return CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+    )
+
+
+def _siglip() -> SiglipVisionConfig:
+    return SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
+    )
+
+
+def _qwen_text(config_class: Any) -> Any:
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
+    return _shrink(config_class, rope_parameters=rope)
+
+
+def _qwen_token_ids() -> dict[str, Any]:
+    return dict(
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END
+    )
+
+
+VISION_CONFIGS: dict[str, Any] = {
+    "llava": lambda: LlavaConfig(
+        vision_config=_clip(), text_config=_shrink(LlamaConfig), image_token_index=IMAGE, image_seq_length=16
+    ),
+    "llava_bamba": lambda: LlavaConfig(
+        vision_config=_clip(), text_config=_bamba(), image_token_index=IMAGE, image_seq_length=16
+    ),
+    "llava_next": lambda: LlavaNextConfig(
+        vision_config=_clip(),
+        text_config=_shrink(MistralConfig, sliding_window=None),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+    ),
+    "llava_next_video": lambda: LlavaNextVideoConfig(
+        vision_config=_clip(),
+        text_config=_shrink(LlamaConfig),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+    ),
+    "llava_onevision": lambda: LlavaOnevisionConfig(
+        vision_config=_siglip(),
+        text_config=_shrink(Qwen2Config),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+        vision_feature_layer=-1,
+    ),
+    "qwen2_vl": lambda: Qwen2VLConfig(
+        text_config=_qwen_text(Qwen2VLTextConfig),
+        vision_config=dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, patch_size=4, mlp_ratio=2),
+        **_qwen_token_ids(),
+    ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config=_qwen_text(Qwen2_5_VLTextConfig),
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            out_hidden_size=48,
+            num_heads=2,
+            patch_size=4,
+            intermediate_size=32,
+            window_size=16,
+            fullatt_block_indexes=[1],
+        ),
+        **_qwen_token_ids(),
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config=_qwen_text(Qwen3VLTextConfig),
+        vision_config=dict(
+            depth=3,
+            hidden_size=32,
+            out_hidden_size=48,
+            num_heads=2,
+            patch_size=4,
+            intermediate_size=32,
+            deepstack_visual_indexes=[0, 1],
+            num_position_embeddings=16,
+        ),
+        **_qwen_token_ids(),
+    ),
+}
+
+
+def vision_model(name: str) -> PreTrainedModel:
+    """A random model of ``VISION_CONFIGS``."""
+    torch.manual_seed(0)
+    model = _spread(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
+    head: Any = model.get_output_embeddings()
+    head.weight.data[[IMAGE, VIDEO]] = 0  # never emit image tokens: the top logits are above 0
+    return model
+
+
+def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNetwork:
+    """A random MSD network for a model, with the norm and biases of the published drafters for Qwen-VL.
+
+    Args:
+        changes: fields of ``MSDConfig`` to set.
+    """
+    torch.manual_seed(seed)
+    qwen = "qwen" in model.config.model_type
+    shape = MSDConfig.like(model.config.get_text_config(), **{"input_norm": qwen, "qkv_bias": qwen, **changes})
+    network = MSDNetwork(shape)
+    for parameter in network.parameters():
+        parameter.data.normal_(std=0.2)
+    return network
+
+
+def mamba_network(vocab: int = VOCAB, seed: int = 0, **changes: Any) -> MambaNetwork:
+    """A random network of the mamba drafter.
+
+    Args:
+        changes: fields of ``MambaConfig`` to set.
+    """
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 24, "layers": 2, "heads": 3, "head_dim": 4, "state": 5, **changes}
+    network = MambaNetwork(MambaConfig(vocab, **shape))
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.4)
+        else:  # norms, step sizes and decays stay near their defaults
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return network
+
+
+def text_inputs(batch: int = 1, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts; row i is left-padded by i tokens."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 90, (batch, length), generator=g)
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        ids[row, :row], mask[row, :row] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts with ``images`` random images each, and one video for models that take videos."""
+    g = torch.Generator().manual_seed(seed)
+    inputs = text_inputs(batch, 8, seed)
+    rows, masks = [], []
+    extras: dict[str, list[torch.Tensor]] = {}
+
+    def add(key: str, value: torch.Tensor) -> None:
+        extras.setdefault(key, []).append(value)
+
+    for row in range(batch):
+        media: list[int] = []
+        for _ in range(images):
+            if name.startswith("qwen"):
+                patch = 3 * 2 * 16
+                # Taller than wide, so that the position ids of the last visual token differ by axis.
+                add("pixel_values", torch.randn(8 * 4, patch, generator=g))
+                add("image_grid_thw", torch.tensor([[1, 8, 4]]))
+                media += [VISION_START, *[IMAGE] * 8, VISION_END]
+            elif name in ("llava", "llava_bamba"):
+                add("pixel_values", torch.randn(1, 3, 16, 16, generator=g))
+                media += [IMAGE] * 16
+            else:
+                add("pixel_values", torch.randn(1, 3, 3, 16, 16, generator=g))
+                add("image_sizes", torch.tensor([[16, 32]]))
+                media += [IMAGE] * _next_tokens(name)
+        if name in ("llava_next_video", "llava_onevision") and images:
+            add("pixel_values_videos", torch.randn(1, 2, 3, 16, 16, generator=g))
+            media += [VIDEO] * (2 * 4 if name == "llava_next_video" else 2 * 4 + 1)
+        ids, mask = inputs["input_ids"][row], inputs["attention_mask"][row]
+        rows.append(torch.cat([ids[:row], torch.tensor(media, dtype=torch.long), ids[row:]]))
+        masks.append(torch.cat([mask[:row], torch.ones(len(media), dtype=torch.long), mask[row:]]))
+    ids = torch.stack(rows)
+    result = {"input_ids": ids, "attention_mask": torch.stack(masks)}
+    if name.startswith("qwen"):
+        result["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    return {**result, **{key: torch.cat(values) for key, values in extras.items()}}
+
+
+def _next_tokens(name: str) -> int:
+    """Visual tokens of a 16x32 image: 16 base tokens, and 4 rows of 8 unpadded tokens with a newline each."""
+    return 16 + 4 * (8 + 1)

@@ -1,0 +1,1 @@
+"""Shared by all benchmarks: interleaved timing, bootstrap intervals, acceptance counts, held-out prompts, output."""

@@ -1,0 +1,134 @@
+"""Acceptance statistics summed over requests, and the paired difference between two drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eval.harness.drafters import ProfiledDrafter
+from eval.harness.intervals import percentile_interval
+from mmspec.stats import Stats
+
+
+@dataclass
+class AcceptanceStats:
+    """Acceptance of one drafter over many requests.
+
+    Attributes:
+        groups: the resampling group of each request. Requests of one group (the turns of a conversation, one prompt
+            with several seeds) are not independent.
+        tokens, steps: by request, tokens emitted by verify steps and the number of these steps.
+        histogram: number of steps by number of accepted draft tokens.
+        drafted, accepted: draft tokens over all requests.
+        trees, forwards: drafted trees and the drafter's forward passes for them; None for drafters without a network.
+        equal: number of requests whose output equals plain decoding's.
+    """
+
+    groups: list[Hashable] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    histogram: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    trees: int = 0
+    forwards: int | None = 0
+    equal: int = 0
+
+    def add(self, group: Hashable, stats: Stats, equal: bool) -> None:
+        """Add a request."""
+        self.groups.append(group)
+        self.tokens.append(sum(stats.accept_lengths))
+        self.steps.append(stats.num_spec_steps)
+        self._add_histogram(stats.acceptance_histogram)
+        self.drafted += stats.num_draft_tokens
+        self.accepted += stats.num_accepted_draft_tokens
+        self.equal += equal
+
+    def add_profile(self, drafter: ProfiledDrafter) -> None:
+        """Add a drafter's trees and forward passes, once after its requests."""
+        self.trees += drafter.proposals
+        self.forwards = _sum_or_none(self.forwards, drafter.forwards)
+
+    def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
+        both = AcceptanceStats(
+            self.groups + other.groups,
+            self.tokens + other.tokens,
+            self.steps + other.steps,
+            list(self.histogram),
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.trees + other.trees,
+            _sum_or_none(self.forwards, other.forwards),
+            self.equal + other.equal,
+        )
+        both._add_histogram(other.histogram)
+        return both
+
+    def _add_histogram(self, histogram: list[int]) -> None:
+        self.histogram += [0] * (len(histogram) - len(self.histogram))
+        for accepted, count in enumerate(histogram):
+            self.histogram[accepted] += count
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verify step, bonus token included; the prefill's token belongs to no step."""
+        return sum(self.tokens) / max(sum(self.steps), 1)
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of steps that accepted at least 1, 2, ... draft tokens."""
+        at_least = np.cumsum(self.histogram[::-1])[::-1]
+        return [float(count) / sum(self.histogram) for count in at_least[1:]]
+
+    def log_line(self) -> str:
+        """Mean acceptance length as one line for a log."""
+        length, requests = self.mean_acceptance_length, len(self.tokens)
+        return f"mmspec: {length:.2f} tokens per verify step over {requests} requests"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain JSON values."""
+        return {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.accepted / max(self.drafted, 1),
+            "acceptance_by_position": [round(share, 4) for share in self.by_position],
+            "forwards_per_tree": None if self.forwards is None else self.forwards / max(self.trees, 1),
+            "num_spec_steps": sum(self.steps),
+            "num_generated_tokens": sum(self.tokens) + len(self.tokens),
+            "requests": len(self.tokens),
+            "equal": self.equal,
+        }
+
+
+def _sum_or_none(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
+
+
+def acceptance_difference(
+    first: AcceptanceStats, second: AcceptanceStats, resamples: int = 4000, seed: int = 0
+) -> dict[str, float]:
+    """Paired difference of mean acceptance length, ``first`` minus ``second``, on the same requests.
+
+    Returns:
+        The ``difference`` and its 95 % interval, ``low`` and ``high``, by a bootstrap over groups of requests.
+
+    Raises:
+        ValueError: the statistics are of different requests.
+    """
+    if first.groups != second.groups:
+        raise ValueError(
+            f"both must have decoded the same requests: got {len(first.groups)} and {len(second.groups)} of them"
+        )
+    indices = {group: index for index, group in enumerate(dict.fromkeys(first.groups))}
+    of_request = [indices[group] for group in first.groups]
+    columns = (first.tokens, first.steps, second.tokens, second.steps)
+    sums = np.stack([np.bincount(of_request, column, len(indices)) for column in columns], axis=1)  # (groups, 4)
+    weights = np.full(len(indices), 1 / len(indices))
+    drawn = np.random.default_rng(seed).multinomial(len(indices), weights, resamples)  # (resamples, groups)
+    a_tokens, a_steps, b_tokens, b_steps = (drawn @ sums).T
+    return {
+        "difference": first.mean_acceptance_length - second.mean_acceptance_length,
+        **percentile_interval(a_tokens / np.maximum(a_steps, 1) - b_tokens / np.maximum(b_steps, 1)),
+    }

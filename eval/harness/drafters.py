@@ -1,0 +1,140 @@
+"""Drafters given on the command line, chain variants of them, and a profiling wrapper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter as clock
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmspec.budget import Budget
+from mmspec.drafter import Drafter, features, fork
+from mmspec.errors import UserError
+from mmspec.loading import make_drafter
+from mmspec.target import Feature, Prompt, Step, Target
+from mmspec.tree import TokenTree
+from mmspec.verify import Verdict
+
+DEFAULT_NODES = 16
+"""Draft tokens per step of drafters without a tree size of their own."""
+
+
+def parse_drafters(specs: str, home: str = "") -> dict[str, Drafter]:
+    """Load the drafters of a ``--drafters`` option, by label.
+
+    Args:
+        specs: ``SPEC`` or ``LABEL=SPEC``, separated by commas. A spec is a name or a folder, as for ``mmspec.load``, or
+            ``new:NAME``, which ignores the checkpoint in the target's folder.
+        home: the target's folder or name.
+
+    Raises:
+        UserError: an unknown drafter, none at all, or a duplicate label.
+    """
+    drafters: dict[str, Drafter] = {}
+    for part in filter(None, (part.strip() for part in specs.split(","))):
+        labelled = re.fullmatch(r"([^=/]+)=(.+)", part)
+        label, spec = labelled.groups() if labelled else (Path(part).name if "/" in part else part, part)
+        if label in drafters:
+            raise UserError(f"every drafter needs its own label (LABEL=SPEC): {label!r} is given twice")
+        drafter = make_drafter(spec.removeprefix("new:"), "" if spec.startswith("new:") else home)
+        if drafter is None:
+            raise UserError("plain decoding is always measured: expected a drafter, received none")
+        drafters[label] = drafter
+    if not drafters:
+        raise UserError(f"expected at least one drafter, received {specs!r}")
+    return drafters
+
+
+def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
+    """Draft tokens per step for each entry of a ``--nodes`` option.
+
+    Args:
+        nodes: sizes separated by commas; ``default`` is the drafter's ``total_tokens``, else ``DEFAULT_NODES``.
+
+    Raises:
+        UserError: anything else.
+    """
+    sizes = {}
+    for part in filter(None, (part.strip() for part in nodes.split(","))):
+        if part != "default" and not (part.isdecimal() and int(part) > 0):
+            raise UserError(f"nodes must be 'default' or a whole number above 0: got {part!r}")
+        sizes[part] = getattr(drafter, "total_tokens", DEFAULT_NODES) if part == "default" else int(part)
+    if not sizes:
+        raise UserError(f"expected at least one tree size, received {nodes!r}")
+    return sizes
+
+
+def as_chain(drafter: Drafter, length: int, target: Target) -> Drafter:
+    """A copy of a drafter that drafts chains, one child per node.
+
+    Args:
+        length: most draft tokens of drafters with a ``total_tokens`` setting; others follow the budget.
+
+    Raises:
+        UserError: the drafter has neither a width nor a top_k.
+    """
+    copied: Any = fork(drafter, target)
+    if hasattr(copied, "width"):
+        copied.width = 1
+    elif hasattr(copied, "top_k"):
+        copied.top_k = 1
+    else:
+        raise UserError(f"chains need a drafter with a width or top_k: {type(drafter).__name__} has neither")
+    if hasattr(copied, "total_tokens"):
+        copied.depth = copied.total_tokens = length
+    return copied
+
+
+class ProfiledDrafter:
+    """A drafter wrapper that counts and times ``propose``.
+
+    Args:
+        drafter: the drafter that all calls go to.
+        count_forwards: also count forward passes of its network, by a hook.
+
+    Attributes:
+        proposals, seconds: drafted trees and the time they took, ``begin`` left out.
+        forwards: forward passes of ``drafter.network`` inside ``propose``; None if there is no network or no counting.
+    """
+
+    def __init__(self, drafter: Drafter, count_forwards: bool = False) -> None:
+        self.drafter = drafter
+        self.proposals = 0
+        self.seconds = 0.0
+        network = getattr(drafter, "network", None)
+        self._network = network if count_forwards and isinstance(network, nn.Module) else None
+        self.forwards = None if self._network is None else 0
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The hidden states that the drafter reads."""
+        return features(self.drafter)
+
+    def attach(self, target: Target) -> None:
+        self.drafter.attach(target)
+
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        self.drafter.begin(prompt, step, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        handle = None if self._network is None else self._network.register_forward_hook(self._count)
+        start = clock()
+        try:
+            return self.drafter.propose(token, budget)
+        finally:
+            self.seconds += clock() - start
+            self.proposals += 1
+            if handle is not None:
+                handle.remove()
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        self.drafter.observe(tree, verdict, step)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards = (self.forwards or 0) + 1

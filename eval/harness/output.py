@@ -1,0 +1,104 @@
+"""Command class, tables and JSON results of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from mmspec.errors import UserError
+from mmspec.training.records import write as write_text
+
+WIDTH = 120
+
+Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
+"""Header and cell of a table's column: a format string over the row's fields, or a function of the row."""
+
+
+class BenchmarkCommand(click.Command):
+    """A click command that reports a ``UserError`` in one line and exits with status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        transformers.logging.disable_progress_bar()  # of loading weights
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            raise _UsageError(str(error)) from error
+
+
+class _UsageError(click.ClickException):
+    exit_code = 2
+
+
+def wide_console() -> Console:
+    """A console for tables, 120 columns wide where neither a terminal nor ``COLUMNS`` sets the width."""
+    default = Console()
+    return default if default.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
+
+
+def make_table(
+    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, sections: Sequence[str] = (), **options: Any
+) -> Table:
+    """A table with one line per row.
+
+    Args:
+        columns: header and cell of each. A cell whose format string names a field that is missing or None is empty.
+        rows: fields by name.
+        sections: fields at whose changes a rule is drawn.
+        **options: of ``rich.table.Table``, e.g. ``title`` and ``caption``.
+    """
+    table = Table(*(header for header, _ in columns), **options)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        end = following is not None and any(row[name] != following[name] for name in sections)
+        table.add_row(
+            *(_format(cell, row) if isinstance(cell, str) else cell(row) for _, cell in columns), end_section=end
+        )
+    return table
+
+
+def _format(template: str, row: Mapping[str, Any]) -> str:
+    fields = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    return "" if any(row.get(name) is None for name in fields) else template.format_map(row)
+
+
+def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:
+    """A cell with a field in seconds, shown in milliseconds."""
+    return lambda row: f"{1000 * row[field]:.{digits}f}"
+
+
+def percent(field: str) -> Callable[[Mapping[str, Any]], str]:
+    """A cell with a field that is a share, shown as a percentage."""
+    return lambda row: f"{100 * row[field]:.0f} %"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def git_commit() -> str:
+    """The short hash of the checkout's commit; empty outside a repository."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
+    return done.stdout.decode().strip()
+
+
+def print_result(content: dict[str, Any], out: Path | None = None) -> None:
+    """Print a result as one JSON line, and write it to ``out`` if given."""
+    if out is not None:
+        write_result(content, out)
+    click.echo(json.dumps(content))
+
+
+def write_result(content: dict[str, Any], out: Path) -> None:
+    """Write a result as a JSON file, atomically."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, json.dumps(content) + "\n")

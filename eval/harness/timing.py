@@ -1,0 +1,292 @@
+"""Interleaved timing: of decoding methods on the same prompts, and of plain calls.
+
+All speed figures are measured here: every round runs all methods in one process, in rotating order.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter as clock
+from typing import Any, TypeVar
+
+import torch
+
+from eval.harness.drafters import ProfiledDrafter, tree_sizes
+from eval.harness.memory import peak_memory, reset_peak_memory
+from mmspec.budget import AdaptiveBudget
+from mmspec.drafter import Drafter, fork, lend
+from mmspec.pipeline import Pipeline
+from mmspec.stats import Stats
+from mmspec.transformers_target import TransformersTarget
+
+TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
+
+PHASES = ("prefill", "draft", "verify", "commit")
+"""Timed phases of a request; the rest is preprocessing, stopping rules and detokenisation."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """Decoding options of a comparison, named as for ``Pipeline.generate``."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TimedBatch:
+    """Answers to one batch of requests, with times.
+
+    Attributes:
+        answers: new tokens of each row.
+        stats: of each row. For transformers they hold acceptance lengths only, and none for batches.
+        seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
+            mean times to draft one tree and to verify it.
+        memory: peak memory in bytes, see ``eval.harness.memory``.
+    """
+
+    answers: list[list[int]]
+    stats: list[Stats]
+    seconds: dict[str, float]
+    memory: int | None = None
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Of the first row."""
+        return self.stats[0].mean_acceptance_length if self.stats else 1.0
+
+
+@dataclass
+class Method:
+    """A decoding method and its measurements.
+
+    Attributes:
+        name: in tables and results.
+        drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
+        target: verifies; None is the pipeline's target.
+        generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
+        budgets: adaptive budgets with what they have learnt.
+        seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
+        lengths: by prompt, mean acceptance length.
+        answers: by prompt, new tokens.
+        tokens: by prompt, number of new tokens.
+        equal: number of prompts whose answer equals the reference method's.
+    """
+
+    name: str
+    drafter: Drafter | None = None
+    nodes: int | None = 0
+    target: TransformersTarget | None = None
+    generate_options: dict[str, Any] | None = None
+    budgets: dict[int, AdaptiveBudget] = field(default_factory=dict)
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    equal: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name == TRANSFORMERS and self.generate_options is None:
+            self.generate_options = {}
+
+    def fork(self, target: TransformersTarget) -> Method:
+        """An unmeasured copy that keeps what drafter and budgets have learnt, and learns separately from here on."""
+        drafter, budgets = lend(self.drafter, target), copy.deepcopy(self.budgets)
+        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, budgets)
+
+    def clear(self) -> None:
+        """Drop the measurements; drafter and budgets keep what they have learnt."""
+        self.seconds, self.lengths, self.answers, self.tokens, self.equal = [], [], [], [], 0
+
+    def column(self, name: str) -> list[float]:
+        """One of the times, by prompt."""
+        return [seconds[name] for seconds in self.seconds]
+
+
+def drafter_methods(drafters: Mapping[str, Drafter], nodes: str, target: TransformersTarget) -> list[Method]:
+    """For each drafter, a method per fixed tree size of a ``--nodes`` option and an adaptive one."""
+    methods = []
+    for label, drafter in drafters.items():
+        for size in dict.fromkeys(tree_sizes(drafter, nodes).values()):
+            methods.append(Method(f"{label}, {size} nodes", fork(drafter, target), size))
+        methods.append(Method(f"{label}, adaptive", drafter, None))
+    return methods
+
+
+def time_ratios(slow: Method, fast: Method, name: str) -> list[float]:
+    """Speedup of ``fast`` over ``slow`` in seconds per token, by prompt.
+
+    Args:
+        name: ``total``, over all new tokens, or ``decoding``, over those after the first. Prompts with an answer that
+            has no such tokens are left out.
+    """
+    first = 0 if name == "total" else 1
+    spent = [zip(method.column(name), (n - first for n in method.tokens), strict=True) for method in (slow, fast)]
+    return [a * n / (b * m) for (a, m), (b, n) in zip(*spent, strict=True) if min(m, n) > 0]
+
+
+def warm_up_methods(
+    pipe: Pipeline,
+    requests: Sequence[dict[str, Any]],
+    methods: Sequence[Method],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> None:
+    """Decode other prompts once, unmeasured, so that drafters and budgets have learnt and everything is compiled."""
+    compare_methods(pipe, requests, methods, 1, max_new_tokens, temperature)
+    for method in methods:
+        method.clear()
+
+
+def compare_methods(
+    pipe: Pipeline,
+    requests: Sequence[dict[str, Any]],
+    methods: Sequence[Method],
+    rounds: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> None:
+    """Decode every request with every method, interleaved, and append medians over the rounds to ``methods``.
+
+    Answers are compared with the first method's; sampled answers with our engine's first method, since transformers
+    draws other random numbers from the same seed.
+    """
+    options = DecodingOptions(max_new_tokens, temperature)
+    reference = methods[0] if temperature == 0 else next(m for m in methods if m.generate_options is None)
+    for request in requests:
+        batches = run_interleaved(pipe, [request], methods, rounds, options)
+        expected = batches[reference.name][0].answers[0]
+        for method in methods:
+            first = batches[method.name][0]
+            method.equal += first.answers[0] == expected
+            method.lengths.append(first.mean_acceptance_length)
+            method.answers.append(first.answers[0])
+            method.tokens.append(len(first.answers[0]))
+            each = [batch.seconds for batch in batches[method.name]]
+            method.seconds.append({name: statistics.median(s[name] for s in each) for name in each[0]})
+
+
+def run_interleaved(
+    pipe: Pipeline, requests: Sequence[dict[str, Any]], methods: Sequence[Method], rounds: int, options: DecodingOptions
+) -> dict[str, list[TimedBatch]]:
+    """Decode a batch of requests with every method, interleaved, for several rounds.
+
+    Drafters and budgets keep only what the last round taught them, so that no round profits from an earlier one.
+
+    Returns:
+        The results of each method by its name, one per round.
+    """
+    batches: dict[str, list[TimedBatch]] = {method.name: [] for method in methods}
+    for turn in range(rounds):
+        for method in _rotated(methods, turn):
+            batches[method.name].append(_decode(pipe, method, requests, options, turn == rounds - 1))
+    return batches
+
+
+def interleaved_medians(
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warm_up: int = 1,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Median seconds of each call, interleaved.
+
+    Args:
+        warm_up: additional first rounds that are not measured.
+        synchronize: waits for a device; called before each time is taken.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + warm_up):
+        for name, call in _rotated(list(calls.items()), turn):
+            start = clock()
+            call()
+            synchronize()
+            if turn >= warm_up:
+                seconds[name].append(clock() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _rotated(items: Sequence[T], turn: int) -> list[T]:
+    """The items from another one on in each turn, so that none always runs after the same one."""
+    shift = turn % max(len(items), 1)
+    return [*items[shift:], *items[:shift]]
+
+
+def _decode(
+    pipe: Pipeline, method: Method, requests: Sequence[dict[str, Any]], options: DecodingOptions, learn: bool
+) -> TimedBatch:
+    reset_peak_memory(pipe.target.device)
+    if method.generate_options is not None:
+        return _generate(pipe, method.generate_options, requests, options)
+    target = pipe.target if method.target is None else method.target
+    drafter = method.drafter if learn else lend(method.drafter, target)
+    profiled = None if drafter is None else ProfiledDrafter(drafter)
+    own = Pipeline(target, profiled)
+    own.budgets = method.budgets if learn else copy.deepcopy(method.budgets)
+    start = clock()
+    results = own.generate_batch(requests, **vars(options), nodes=method.nodes)
+    total = clock() - start
+    # Rows of a batch share their steps: the row with most steps has the times of all.
+    longest = max((result.stats for result in results), key=lambda stats: stats.num_spec_steps)
+    wall = max(result.stats.wall_seconds for result in results)
+    seconds = {
+        "total": total,
+        "decoding": wall - longest.time_to_first_token,
+        **{phase: getattr(longest, f"{phase}_seconds") for phase in PHASES},
+        "tree": 0.0 if profiled is None else profiled.seconds / max(profiled.proposals, 1),
+        "pass": longest.verify_seconds / max(longest.num_spec_steps, 1),
+    }
+    answers = [result.token_ids for result in results]
+    return TimedBatch(answers, [result.stats for result in results], seconds, peak_memory(target.device))
+
+
+def _generate(
+    pipe: Pipeline, generate_options: dict[str, Any], requests: Sequence[dict[str, Any]], options: DecodingOptions
+) -> TimedBatch:
+    """Decode a batch by transformers' ``generate``."""
+    sampling: dict[str, Any] = {"do_sample": False}
+    if options.temperature > 0:
+        torch.manual_seed(options.seed)
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+    start = clock()
+    prompt = pipe.target.encode(requests)
+    ids = prompt.input_ids
+    mask = torch.ones_like(ids) if prompt.attention_mask is None else prompt.attention_mask
+    streamer = _TimingStreamer()
+    inputs = {"input_ids": ids, "attention_mask": mask, **prompt.inputs, **sampling, **generate_options}
+    out = pipe.model.generate(**inputs, max_new_tokens=options.max_new_tokens, streamer=streamer)
+    end = clock()
+    answers = [_without_padding(row, pipe.target.eos_token_ids) for row in out[:, ids.shape[1] :].tolist()]
+    stats = [streamer.stats] if len(answers) == 1 else []
+    seconds = {"total": end - start, "decoding": end - streamer.first_token_at}
+    return TimedBatch(answers, stats, seconds, peak_memory(ids.device))
+
+
+def _without_padding(tokens: list[int], eos: Sequence[int]) -> list[int]:
+    """A row up to its first end-of-sequence token, included."""
+    return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in eos), tokens)
+
+
+class _TimingStreamer:
+    """A transformers streamer that records when the first new tokens came and how many tokens each step gave."""
+
+    def __init__(self) -> None:
+        self.first_token_at = 0.0
+        self.stats = Stats()
+        self._calls = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._calls += 1
+        if self._calls == 2:  # the first call passes the prompt
+            self.first_token_at = clock()
+        elif self._calls > 2:
+            self.stats.record_step(0, 0, value.numel() - 1, value.numel())
+
+    def end(self) -> None:
+        """Part of the streamer interface."""

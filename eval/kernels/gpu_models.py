@@ -1,0 +1,237 @@
+"""Passes and whole answers of scaled-up models on the device, for ``eval.gpu``.
+
+Models and drafters are small trained ones, scaled up without changing their function (``eval.scale_up``): acceptance is
+the small model's, time is the big shape's. A prompt is a video of 16 frames, 576 visual tokens, as many as an image has
+in LLaVA-1.5. Prefill uses the small model's vision tower, and is left out of all figures.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter as clock
+from typing import Any
+
+import torch
+
+import mmspec
+from eval.harness.prompts import held_out_requests, held_out_texts
+from eval.kernels.gpu_kernels import binary_tree, median_seconds
+from eval.scale_up.axes import Shape
+from eval.scale_up.drafters import scale_up_drafter
+from eval.scale_up.models import scale_up
+from mmspec import plugins
+from mmspec.budget import Budget
+from mmspec.calibrate import cost_table
+from mmspec.drafter import Drafter, fork
+from mmspec.drafters.ngram import Ngram
+from mmspec.loading import make_drafter
+from mmspec.pipeline import Generation, Pipeline
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
+
+FRAMES = 16
+CHUNK = 64  # chunk length of transformers' prefill scan in the embedded hybrid
+
+
+@dataclass
+class ScaledModel:
+    """A scaled-up model and its drafters.
+
+    Attributes:
+        pipe: the target.
+        drafters: by label.
+        weight_bytes: weights that a pass reads: the language model's without its embeddings.
+        build_seconds: time to build model and drafters.
+    """
+
+    pipe: Pipeline
+    drafters: dict[str, Drafter]
+    weight_bytes: int
+    build_seconds: float
+
+
+def build_scaled_model(
+    model: str, shape: Shape, drafters: dict[str, str], device: torch.device, dtype: torch.dtype
+) -> ScaledModel:
+    """Scale up an embedded model and its drafters, given by label."""
+    start = clock()
+    small = mmspec.load(model, drafter=None, dtype="float32", device="cpu")
+    big = scale_up(small.model, shape, device=device, dtype=dtype)
+    scaled: dict[str, Drafter] = {}
+    for label, spec in drafters.items():
+        drafter = make_drafter(spec, small.model.config.name_or_path)
+        assert drafter is not None
+        scaled[label] = scale_up_drafter(drafter, small.model, big)
+    target = plugins.target_class(big.config)(big, small.processor)
+    gc.collect()
+    read: Any = [*big.get_decoder().layers.parameters(), *big.get_output_embeddings().parameters()]
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in read)
+    return ScaledModel(Pipeline(target, name=model), scaled, weights, clock() - start)
+
+
+def time_passes(
+    model: ScaledModel, batch: int, prefix: int, nodes: tuple[int, ...], bandwidth: float
+) -> dict[str, Any]:
+    """Time verify passes over trees of several sizes after a prefix, a commit, and one tree of each drafter.
+
+    The prefix is of arbitrary tokens, since times do not depend on them.
+    """
+    target = model.pipe.target
+    device, vocab = target.device, target.config.vocab_size
+    ids = torch.arange(prefix, device=device).expand(batch, -1).contiguous() % min(vocab, 256)
+    prompt = Prompt(ids)
+    step = target.prefill(prompt, 256)
+    row: dict[str, Any] = {"batch": batch, "prefix": prefix, "pass_ms": {}, "draft_ms": {}}
+    for count in (1, *nodes):
+        verify = partial(target.forward_tree, binary_tree(batch, count, device))
+        row["pass_ms"][str(count)] = 1000 * _steady_seconds(verify, device)
+    plain = row["pass_ms"]["1"]
+    row["floor_ms"] = 1000 * (model.weight_bytes + _cache_bytes(target, batch, prefix)) / bandwidth
+    row["plain_of_floor"] = row["floor_ms"] / plain
+    row["over_plain"] = {count: ms / plain for count, ms in row["pass_ms"].items()}
+    padding = torch.full((batch, 4), -1, device=device)  # costs as much as committing up to four nodes
+    commit = partial(target.commit_nodes, padding, [[] for _ in range(batch)])
+    row["commit_ms"] = 1000 * _steady_seconds(commit, device)
+    for name, drafter in model.drafters.items():
+        if isinstance(drafter, Ngram):
+            continue  # it runs on the host
+        drafter.attach(target)
+        drafter.begin(prompt, step, [[*line, line[-1]] for line in ids.tolist()])
+        grow = partial(drafter.propose, ids[:, -1], Budget(max(nodes) - 1))
+        # Without accepted tokens to absorb, which would need one more narrow pass of the drafter's layer.
+        row["draft_ms"][name] = 1000 * _steady_seconds(grow, device)
+        drafter.select([])
+    target.select([])
+    return row
+
+
+def _cache_bytes(target: TransformersTarget, batch: int, prefix: int) -> int:
+    """Bytes of keys, values and recurrent states that a pass reads."""
+    config, cache = target.config, target._cache
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = len(cache.attending)  # type: ignore[union-attr]
+    total = 2 * target.model.dtype.itemsize * layers * batch * prefix * config.num_key_value_heads * head_dim
+    if (states := getattr(cache, "_state", None)) is not None:
+        total += states.data.numel() * states.data.element_size()
+    return total
+
+
+def _steady_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median time of a call after compilation and CUDA graph capture."""
+    for _ in range(3):
+        run()
+    return median_seconds(run, device)
+
+
+def calibrate(model: ScaledModel, *, refresh: bool) -> Iterator[dict[str, Any]]:
+    """Measure the cost table that adaptive tree sizes are chosen by."""
+    target = model.pipe.target
+    target.cost = cost_table(target, refresh=refresh)
+    yield {"pass_ms_by_nodes": {str(n): 1000 * s for n, s in zip(target.cost.tokens, target.cost.seconds, strict=True)}}
+
+
+def needed_bytes(shape: Shape, batch: int, prefix: int) -> int:
+    """Approximate memory of passes after a prefix, in 16 bits: weights of model and drafters, caches, and activations.
+
+    For hybrids, transformers' prefill scan materialises products over the positions of a chunk, between chunks, and of
+    inputs with states.
+    """
+    width, kv = shape.hidden, 2 * shape.kv_heads * shape.head_dim
+    weights, attending = 2 * shape.vocab * width + 3 * width * shape.mlp * shape.layers, shape.layers
+    states = scan = 0
+    if shape.mamba is not None:
+        mamba, tokens = shape.mamba, batch * prefix
+        attending, inner = len(mamba.attending), mamba.heads * mamba.head_dim
+        weights += (shape.layers - attending) * width * (3 * inner + 2 * mamba.groups * mamba.state + mamba.heads)
+        states = 4 * (shape.layers - attending) * batch * inner * mamba.state
+        chunks = -(-prefix // CHUNK)
+        kinds = tokens * CHUNK * mamba.heads * mamba.state, tokens * inner * mamba.state
+        between = batch * (chunks + 1) ** 2 * inner * mamba.state
+        scan = 4 * (max(kinds) + between)  # not alive at once, but of sizes that the allocator cannot reuse
+    weights += attending * width * (2 * shape.heads * shape.head_dim + kv)
+    cache = 2 * attending * kv * batch * (prefix + 512)
+    hidden = 2 * batch * prefix * (4 * width + 3 * shape.mlp)  # of one layer in prefill
+    return int(1.15 * 2 * weights) + cache + 2 * states + max(scan, hidden)
+
+
+def gpu_requests(hybrid: bool, batch: int) -> list[dict[str, Any]]:
+    """Held-out texts for hybrids, else held-out videos."""
+    return held_out_texts(batch) if hybrid else held_out_requests(0, batch, frames=FRAMES)
+
+
+def time_answers(
+    model: ScaledModel,
+    batch: int,
+    sizes: tuple[int, ...],
+    max_new_tokens: int,
+    rounds: int,
+    hybrid: bool,
+    time_is_up: Callable[[], bool],
+) -> Iterator[dict[str, Any]]:
+    """Answer a batch of held-out prompts plainly and with every drafter and tree size, interleaved: a row for each.
+
+    Ratios are of decoding after the first token; medians over the rounds. In bfloat16 another order of summation may
+    flip a near tie, so rows that differ from plain decoding are counted, not refused.
+
+    Args:
+        time_is_up: stops after one measured round.
+    """
+    requests = gpu_requests(hybrid, batch)
+    target = model.pipe.target
+    methods: dict[str, tuple[Pipeline, int | None]] = {"plain": (Pipeline(target), 0)}
+    for name, drafter in model.drafters.items():
+        own = Pipeline(target, fork(drafter, target))
+        methods |= {f"{name}, {size} nodes": (own, size) for size in sizes} | {f"{name}, adaptive": (own, None)}
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    answers: dict[str, list[Generation]] = {}
+    for turn in range(1 + rounds):  # the first one compiles and captures
+        for name, (pipe, nodes) in methods.items():
+            if turn and time_is_up() and times[name]:
+                continue
+            answers[name] = pipe.generate_batch(requests, max_new_tokens=max_new_tokens, nodes=nodes)
+            if turn:
+                stats = max((answer.stats for answer in answers[name]), key=lambda s: s.wall_seconds)
+                times[name].append(stats.wall_seconds - stats.time_to_first_token)
+    plain = statistics.median(times["plain"])
+    for name in methods:
+        if times[name]:
+            yield {
+                "method": name,
+                "batch": batch,
+                **_answer_figures(answers[name], answers["plain"], times[name], plain),
+            }
+
+
+def _answer_figures(
+    answers: Sequence[Generation], plain: Sequence[Generation], times: Sequence[float], plain_seconds: float
+) -> dict[str, Any]:
+    seconds, steps = statistics.median(times), max(answer.stats.num_spec_steps for answer in answers)
+    return {
+        "tokens_per_second": sum(len(answer.token_ids) - 1 for answer in answers) / seconds,
+        "step_ms": 1000 * seconds / max(steps, 1),
+        "mean_acceptance_length": statistics.mean(answer.stats.mean_acceptance_length for answer in answers),
+        "ratio_plain": plain_seconds / seconds,
+        "equal": sum(a.token_ids == b.token_ids for a, b in zip(answers, plain, strict=True)),
+        "rounds": len(times),
+    }
+
+
+def transformers_generate(model: ScaledModel, max_new_tokens: int, hybrid: bool) -> Iterator[dict[str, Any]]:
+    """Decoding speed of transformers' ``generate`` after its first token, on the first prompt."""
+    prompt = model.pipe.target.encode(gpu_requests(hybrid, 1))
+    inputs = {"input_ids": prompt.input_ids, "attention_mask": prompt.attention_mask, **prompt.inputs}
+
+    def seconds(tokens: int) -> float:
+        start = clock()
+        out = model.pipe.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        out.tolist()
+        return clock() - start
+
+    seconds(2)
+    decoding = seconds(max_new_tokens) - seconds(1)
+    rate = (max_new_tokens - 1) / decoding
+    yield {"method": "transformers generate", "batch": 1, "tokens_per_second": rate, "rounds": 1}

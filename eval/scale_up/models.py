@@ -1,0 +1,257 @@
+"""Scaled-up targets: Llama language models, alone or in LLaVA, and Bamba hybrids. See ``eval.scale_up.axes``."""
+
+from __future__ import annotations
+
+import copy
+from inspect import signature
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+
+from eval.scale_up.axes import Axis, HeadAxes, MambaShape, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
+from mmspec.errors import UserError
+
+_CONTEXT = 32768  # positions; rotary embeddings have no weights
+
+
+def shape_of(config: Any) -> Shape:
+    """The shape of a language model, from its text configuration.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    if config.model_type not in ("llama", "bamba"):
+        raise UserError(f"only Llama and Bamba language models can be scaled up: got {config.model_type}")
+    mamba = None
+    if config.model_type == "bamba":
+        attending = tuple(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
+        heads, groups = config.mamba_n_heads, config.mamba_n_groups
+        mamba = MambaShape(heads, config.mamba_d_head, config.mamba_d_state, groups, attending)
+    heads = config.num_attention_heads
+    return Shape(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+        heads,
+        config.num_key_value_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        config.vocab_size,
+        mamba,
+    )
+
+
+@torch.no_grad()
+def scale_up(
+    model: PreTrainedModel,
+    shape: Shape,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    filler: int | None = None,
+) -> PreTrainedModel:
+    """Build the model in a bigger shape, on the device and tensor by tensor, without additional memory.
+
+    Args:
+        model: a Llama or Bamba model, or a LLaVA of either; its vision tower keeps its size.
+        shape: of the big language model.
+        filler: a token that the model never emits, which added tokens copy; None takes the padding token.
+
+    Raises:
+        UserError: another architecture, or a shape with a smaller size or too few heads or layers.
+    """
+    small = model.config.get_text_config()
+    config = _config(model.config, shape)
+    features = FeatureMap(small, shape, small.pad_token_id if filler is None else filler)
+    with torch.device("meta"):
+        big = type(model)(config)
+    decoder: Any = big.get_decoder()
+    with torch.device(device):
+        decoder.rotary_emb = type(decoder.rotary_emb)(config.get_text_config())
+    if hasattr(big.base_model, "vision_tower"):
+        big.base_model.vision_tower = copy.deepcopy(model.base_model.vision_tower).to(device, dtype)
+    weights, parameters = Weights(device, dtype), dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in list(big.named_parameters()):
+        if parameter.is_meta:
+            _assign(
+                big, name, features.tensor(weights, name, parameters.get(features.small_name(name)), parameter.shape)
+            )
+    for module in decoder.modules():
+        if isinstance(norm := getattr(module, "norm", None), BambaRMSNormGated):
+            norm.variance_epsilon = small.rms_norm_eps * features.gated_scale**2
+    unset = [name for name, tensor in chain(big.named_parameters(), big.named_buffers()) if tensor.is_meta]
+    assert not unset, f"without values: {unset}"
+    big.generation_config = copy.deepcopy(model.generation_config)
+    return big.eval()
+
+
+def _config(config: Any, shape: Shape) -> Any:
+    """The configuration of the big model: the small one's with other sizes."""
+    big = copy.deepcopy(config)
+    text = big.get_text_config()
+    ratio = shape.hidden / text.hidden_size
+    changes: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "rms_norm_eps": text.rms_norm_eps / ratio,
+        "max_position_embeddings": max(_CONTEXT, text.max_position_embeddings),
+        "tie_word_embeddings": False,
+    }
+    if (shape.mamba is None) != (text.model_type != "bamba"):
+        raise UserError(f"the shape must be that of a {text.model_type} model: got {shape}")
+    if shape.mamba is not None:
+        changes |= {
+            "attn_layer_indices": list(shape.mamba.attending),
+            "mamba_n_heads": shape.mamba.heads,
+            "mamba_d_head": shape.mamba.head_dim,
+            "mamba_d_state": shape.mamba.state,
+            "mamba_n_groups": shape.mamba.groups,
+            "mamba_expand": shape.mamba.heads * shape.mamba.head_dim // shape.hidden,
+        }
+    if text.model_type == "bamba" and shape.head_dim * shape.heads != shape.hidden:
+        raise UserError(
+            f"heads * head_dim of a Bamba model must equal its width {shape.hidden}: "
+            f"got {shape.heads} * {shape.head_dim}"
+        )
+    for name, value in changes.items():
+        setattr(text, name, value)
+    big.tie_word_embeddings = False
+    return big
+
+
+def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    parameters = module.get_submodule(owner)._parameters
+    expected = parameters[leaf]
+    assert expected is not None
+    assert tensor.shape == expected.shape, f"{name} must be {tuple(expected.shape)}: got {tuple(tensor.shape)}"
+    parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+
+
+class FeatureMap:
+    """Axes of all weights of a scaled-up language model.
+
+    Args:
+        config: of the small model.
+        shape: of the big model.
+        filler: the token that added tokens copy.
+    """
+
+    def __init__(self, config: Any, shape: Shape, filler: int) -> None:
+        small = shape_of(config)
+        self.stream = grow_axis(small.hidden, shape.hidden, "hidden", True, stream=True)
+        self.mlp = grow_axis(small.mlp, shape.mlp, "mlp")
+        tokens = grow_axis(small.vocab, shape.vocab, "vocab").source
+        self.vocab = make_axis(torch.where(tokens < 0, filler, tokens), small.vocab)
+        rotary = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        self.heads: HeadAxes = grow_heads(small, shape, rotary)
+        self.norm_scale = (small.hidden / shape.hidden) ** 0.5
+        self.gated_scale = 1.0
+        self._layers = _match_layers(_attention_layers(small), _attention_layers(shape))
+        stream, heads = self.stream, self.heads
+        inner = grow_axis(small.hidden, shape.hidden, "hidden")
+        self._linear: dict[str, tuple[Axis, Axis | None, float]] = {
+            "q_proj": (heads.queries, stream, heads.query_scale),
+            "k_proj": (heads.keys, stream, 1.0),
+            "v_proj": (heads.values, stream, 1.0),
+            "o_proj": (stream, heads.output, 1.0),
+            "gate_proj": (self.mlp, stream, 1.0),
+            "up_proj": (self.mlp, stream, 1.0),
+            "down_proj": (stream, self.mlp, 1.0),
+            "lm_head": (self.vocab, stream, 1.0),
+            "linear_1": (inner, None, 1.0),
+            "linear_2": (stream, inner, 1.0),
+        }
+        self._vectors: dict[str, Axis] = {}
+        self._gate: Axis | None = None
+        if small.mamba is not None and shape.mamba is not None:
+            self._place_mamba(small.mamba, shape.mamba)
+
+    def _place_mamba(self, small: MambaShape, big: MambaShape) -> None:
+        """Heads stay in their group, which shares B and C. The gate silences added heads, since a norm follows it."""
+        each, wide = small.heads // small.groups, big.heads // big.groups
+        if big.groups < small.groups or wide < each or big.state < small.state or big.head_dim < small.head_dim:
+            raise UserError(f"Mamba layers can only grow, in each group: expected at least {small}, got {big}")
+        heads, groups = torch.full((big.groups, wide), -1), torch.full((big.groups,), -1)
+        heads[: small.groups, :each] = torch.arange(small.heads).view(small.groups, each)
+        groups[: small.groups] = torch.arange(small.groups)
+        within = grow_axis(small.head_dim, big.head_dim, "head_dim").source
+        state = grow_axis(small.state, big.state, "state").source
+        source = torch.where(
+            (heads.flatten() >= 0)[:, None] & (within >= 0), heads.flatten()[:, None] * small.head_dim + within, -1
+        ).flatten()
+        shared = torch.where((groups >= 0)[:, None] & (state >= 0), groups[:, None] * small.state + state, -1)
+        inner, shares = small.heads * small.head_dim, small.groups * small.state
+        self._gate = make_axis(source, inner, True)
+        x, b = make_axis(source, inner), make_axis(shared.flatten(), shares)
+        c = make_axis(shared.flatten(), shares, (groups >= 0)[:, None].expand(-1, big.state).flatten())
+        step = make_axis(heads.flatten(), small.heads)
+        ratio = inner / len(source)
+        if "group_size" in signature(BambaRMSNormGated).parameters:  # older releases normalise over all groups
+            ratio *= big.groups / small.groups
+        self.gated_scale = ratio**0.5
+        self._linear["in_proj"] = (concat_axes(self._gate, x, b, c, step), self.stream, 1.0)
+        self._linear["out_proj"] = (self.stream, self._gate, 1.0)
+        self._vectors = {"conv1d": concat_axes(x, b, c), "dt_bias": step, "A_log": step, "D": step}
+
+    def small_name(self, name: str) -> str:
+        """The name of a big model's parameter in the small model; empty in an added layer."""
+        prefix, found, rest = name.partition(".layers.")
+        if not found:
+            return name
+        number, _, rest = rest.partition(".")
+        layer = self._layers.get(int(number))
+        return "" if layer is None else f"{prefix}.layers.{layer}.{rest}"
+
+    def tensor(self, weights: Weights, name: str, small: Tensor | None, size: torch.Size) -> Tensor:
+        """A parameter of the big model, from the small model's; None in an added layer."""
+        *_, owner, leaf = name.split(".")
+        if owner == "embed_tokens":
+            table = weights.matrix(small, self.vocab, self.stream)
+            table[:, self.stream.silent.to(table.device)] = 0  # embeddings are written to the stream
+            return table
+        if owner in self._linear:
+            out, into, scale = self._linear[owner]
+            if leaf == "bias":
+                return weights.vector(small, size, out, scale)
+            into = grow_axis(size[1], size[1], owner) if into is None else into
+            return weights.matrix(small, out, into, scale)
+        if name.endswith("mamba.norm.weight"):
+            assert self._gate is not None
+            return weights.norm(small, self._gate, self.gated_scale)
+        if "norm" in owner:
+            return weights.norm(small, self.stream, self.norm_scale)
+        known = self._vectors.get(leaf if owner == "mamba" else owner)
+        if known is None:
+            raise UserError(f"a model can be scaled up if all its parameters are known: got {name}")
+        return weights.vector(small, size, known)
+
+
+def _attention_layers(shape: Shape) -> list[bool]:
+    """Whether each layer has attention."""
+    attending = range(shape.layers) if shape.mamba is None else shape.mamba.attending
+    return [layer in attending for layer in range(shape.layers)]
+
+
+def _match_layers(small: list[bool], big: list[bool]) -> dict[int, int]:
+    """The small model's layer for layers of the big one, in order and of the same kind."""
+    matches: dict[int, int] = {}
+    at = 0
+    for layer, kind in enumerate(small):
+        while at < len(big) and big[at] != kind:
+            at += 1
+        if at == len(big):
+            raise UserError(
+                f"{len(small)} layers must fit, in order and kind, into the big model's: layer {layer} does not"
+            )
+        matches[at] = layer
+        at += 1
+    return matches

@@ -1,0 +1,119 @@
+"""A scaled-up pipeline with its drafters, and the resumable record of what was measured on it prompt by prompt."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mmspec
+from eval.harness.drafters import parse_drafters
+from eval.harness.timing import Method
+from eval.scale_up.axes import SHAPES
+from eval.scale_up.drafters import scale_up_drafter
+from eval.scale_up.models import scale_up
+from mmspec.compare import first_difference
+from mmspec.drafter import Drafter
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.target import Prompt
+from mmspec.transformers_target import TransformersTarget
+from vision.drafters.msd import MSD
+from vision.targets import VisionTarget
+
+
+class PaddedImageTarget(VisionTarget):
+    """A target whose images occupy more KV slots than they have visual tokens: masked padding precedes the prompt.
+
+    Attributes:
+        image_tokens: KV slots of an image, padding included.
+    """
+
+    image_tokens = 0
+
+    def encode(self, requests: Sequence[Mapping[str, Any]], **inputs: Any) -> Prompt:
+        prompt = super().encode(requests, **inputs)
+        ids, mask = prompt.input_ids, prompt.attention_mask
+        mask = torch.ones_like(ids) if mask is None else mask
+        images = int(self._is_visual(ids).sum(1).max()) // self.model.config.image_seq_length
+        padding = max(0, images * (self.image_tokens - self.model.config.image_seq_length))
+        if padding == 0:
+            return prompt
+        blank = ids.new_zeros(len(ids), padding)
+        return Prompt(torch.cat([blank, ids], 1), torch.cat([blank, mask], 1), prompt.inputs)
+
+
+def scaled_pipeline(
+    model: str, preset: str, drafters: str, dtype: str, image_tokens: int
+) -> tuple[Pipeline, dict[str, Drafter]]:
+    """A model in a big shape, without a drafter, and its drafters by label, scaled up if they have a network.
+
+    Args:
+        preset: name of one of ``SHAPES``.
+        drafters: as for ``parse_drafters``.
+        image_tokens: KV slots of an image.
+    """
+    if preset not in SHAPES:
+        raise UserError(f"preset must be one of {', '.join(SHAPES)}: got {preset!r}")
+    small = mmspec.load(model, drafter=None, dtype="float32")
+    big = scale_up(small.model, SHAPES[preset], device=small.target.device, dtype=getattr(torch, dtype))
+    target = PaddedImageTarget(big, small.processor)
+    target.image_tokens = image_tokens
+    scaled = {
+        label: scale_up_drafter(drafter, small.model, big)
+        for label, drafter in parse_drafters(drafters, small.model.config.name_or_path).items()
+    }
+    gc.collect()  # the small model
+    return Pipeline(target, name=f"{model} as {preset}"), scaled
+
+
+def drafter_sizes(drafter: Drafter, target: TransformersTarget) -> dict[str, int]:
+    """Number of weights of a drafter's network and of the head over its draft vocabulary."""
+    if not isinstance(drafter, MSD):
+        return {}
+    vocab = target.config.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids)
+    network = sum(parameter.numel() for parameter in drafter.network.parameters())
+    return {"network": network, "head": vocab * target.config.hidden_size, "draft_vocabulary": vocab}
+
+
+def prompt_record(target: TransformersTarget, request: Mapping[str, Any], methods: Sequence[Method]) -> dict[str, Any]:
+    """Measurements of the last prompt, with the first difference of each unequal answer from transformers'."""
+    reference = methods[0].answers[-1]
+    return {
+        "new_tokens": len(reference),
+        "tokens": {method.name: method.tokens[-1] for method in methods},
+        "prompt_tokens": target.encode([request]).input_ids.shape[1],
+        "seconds": {method.name: method.seconds[-1] for method in methods},
+        "lengths": {method.name: method.lengths[-1] for method in methods},
+        "differences": {
+            method.name: asdict(first_difference(target, request, {}, method.answers[-1], reference))
+            for method in methods[1:]
+            if method.answers[-1] != reference
+        },
+    }
+
+
+def methods_from_records(names: Sequence[str], prompts: Sequence[Mapping[str, Any]]) -> list[Method]:
+    """Methods with the measurements of all recorded prompts."""
+    methods = [Method(name) for name in names]
+    for method in methods:
+        method.seconds = [prompt["seconds"][method.name] for prompt in prompts]
+        method.lengths = [prompt["lengths"][method.name] for prompt in prompts]
+        method.tokens = [prompt["tokens"][method.name] for prompt in prompts]
+        method.equal = sum(method.name not in prompt["differences"] for prompt in prompts)
+    return methods
+
+
+def recorded_prompts(out: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Prompts that earlier calls with the same options have recorded."""
+    try:
+        content = json.loads(out.read_text()) if out is not None else {}
+    except (OSError, ValueError):
+        return []
+    same = content.get("options") == options and all("tokens" in prompt for prompt in content["prompts"])
+    return content["prompts"] if same else []

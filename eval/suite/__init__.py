@@ -1,0 +1,1 @@
+"""``mmspec eval``: benchmark tasks, decoding methods, scoring, results in Spec-Bench's format, and a report."""

@@ -1,0 +1,83 @@
+"""The command ``mmspec eval``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eval.harness.options import SIZES, TEMPERATURES
+from mmspec.cli.options import OUT_FOLDER, model_options
+from mmspec.errors import UserError
+from mmspec.jobs import ENGINES
+
+
+@click.command(name="eval")
+@model_options
+@click.option("--tasks", default="embedded", show_default=True, help="Names and groups, separated by commas.")
+@click.option("--list", "listing", is_flag=True, help="List the tasks and the fields of their data.")
+@click.option(
+    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of local benchmark files."
+)
+@click.option(
+    "--methods",
+    default="auto",
+    show_default=True,
+    help="generate, lookup, assisted:FOLDER, none, or DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
+)
+@click.option("--limit", type=click.IntRange(1), help="Samples per task; by default all, or 64 of drawn tasks.")
+@click.option("--frames", type=click.IntRange(1, 512), default=8, show_default=True, help="Per drawn video.")
+@click.option("--temperatures", default="0", show_default=True, type=TEMPERATURES, help="0 is greedy.")
+@click.option("--batch-sizes", default="1", show_default=True, type=SIZES, help="Conversations per batch.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--warm-up", type=click.IntRange(0), default=2, show_default=True, help="Unmeasured batches.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Per answer; by default as each task sets it.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default if not given.")
+@click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
+@click.option("--out", type=OUT_FOLDER, help="Folder of the run; required unless --list is given.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object instead of tables.")
+def evaluate(
+    listing: bool,
+    tasks: str,
+    data: Path | None,
+    engine: str,
+    workers: int,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure speed, losslessness and quality of methods side by side.
+
+    Writes to --out: records.jsonl (all measurements), answers/ (Spec-Bench's format), summary.json and report.md. The
+    same command resumes a run that was stopped.
+    """
+    if listing:
+        from eval.suite.tasks import TASKS
+
+        for task in TASKS.values():
+            click.echo(f"{task.name:18} {task.description}")
+        return
+    if out is None:
+        raise UserError("expected --out FOLDER for the results, received none")
+
+    from eval.suite.evaluator import SuiteSettings
+    from eval.suite.run import is_visual, run_suite
+    from eval.suite.tasks import select_tasks
+
+    selected = tuple(task.name for task in select_tasks(tasks, is_visual(options["model"])))
+    settings = SuiteSettings(tasks=selected, data=None if data is None else str(data.resolve()), **options)
+    summary = run_suite(settings, out, engine, workers)
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    from eval.harness.output import wide_console
+    from eval.suite.report import brief_tables
+
+    console = wide_console()
+    for table in brief_tables(summary["rows"]):
+        console.print(table)
+    click.echo(out / "report.md", err=True)

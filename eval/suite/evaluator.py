@@ -1,0 +1,201 @@
+"""Decodes a task's conversations with every method, interleaved.
+
+Every conversation starts from what drafters and budgets have learnt in the warm-up. So no result depends on another
+conversation, a run can be resumed, and several machines can share one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import mmspec
+from eval.harness.output import first_line
+from eval.harness.prompts import held_out_requests, held_out_texts
+from eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
+from eval.suite.methods import BASELINE, PLAIN, parse_methods
+from eval.suite.sample import Sample
+from eval.suite.tasks import TASKS
+from mmspec.calibrate import cost_table, describe
+from mmspec.compare import first_difference
+from mmspec.pipeline import Pipeline
+from mmspec.stats import Stats
+from vision.targets import VisionTarget
+
+_WARM_UP_TOKENS = 64
+_STATS_FIELDS = tuple(field.name for field in dataclasses.fields(Stats))
+
+
+@dataclass(frozen=True)
+class SuiteSettings:
+    """Settings of a run, as plain JSON values; see the options of ``mmspec eval``."""
+
+    model: str
+    tasks: tuple[str, ...]
+    methods: str = "auto"
+    data: str | None = None
+    limit: int | None = None
+    frames: int = 8
+    temperatures: tuple[float, ...] = (0.0,)
+    batch_sizes: tuple[int, ...] = (1,)
+    rounds: int = 3
+    warm_up: int = 2
+    max_new_tokens: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SuiteSettings:
+        """From JSON values."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fields)
+
+    def samples(self, task: str) -> list[Sample]:
+        """The samples of one of the tasks."""
+        return TASKS[task].samples(None if self.data is None else Path(self.data), self.limit, self.frames)
+
+
+class Evaluator:
+    """A model with its methods; call it with a job to decode a batch of conversations.
+
+    Args:
+        settings: fields of ``SuiteSettings``.
+
+    Attributes:
+        methods: the decoding methods.
+        refused: the reason why a method cannot decode, by (method, temperature, batch size).
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.settings = SuiteSettings.from_json(settings)
+        if self.settings.threads:
+            torch.set_num_threads(self.settings.threads)
+        pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)
+        self.pipe = pipe
+        self.methods = parse_methods(self.settings.methods, pipe.target)
+        self.refused: dict[tuple[str, float, int], str] = {}
+        self._samples: dict[str, list[Sample]] = {}
+        self._warm_up()
+
+    @property
+    def visual(self) -> bool:
+        """Whether the model takes images."""
+        return isinstance(self.pipe.target, VisionTarget)
+
+    def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Decode a batch of conversations.
+
+        Args:
+            job: ``task``, ``temperature``, ``batch`` (size) and ``group`` (index of the batch).
+
+        Returns:
+            The job, ``ids`` and ``categories`` of its samples, ``refused`` methods, for each turn its ``rows`` and the
+            results of all ``methods`` (see ``_method_results``), and ``about`` model, machine and software.
+        """
+        task, size, temperature = TASKS[job["task"]], job["batch"], job["temperature"]
+        if task.name not in self._samples:
+            self._samples[task.name] = self.settings.samples(task.name)
+        samples = self._samples[task.name][job["group"] * size : (job["group"] + 1) * size]
+        options = DecodingOptions(
+            self.settings.max_new_tokens or task.max_new_tokens, temperature, self.settings.seed + job["group"]
+        )
+        methods = [method.fork(self.pipe.target) for method in self._usable(temperature, size)]
+        texts: list[list[str]] = [[] for _ in samples]
+        turns = []
+        for turn in range(max(len(sample.conversation.questions) for sample in samples)):
+            rows = [k for k, sample in enumerate(samples) if turn < len(sample.conversation.questions)]
+            requests = [samples[k].conversation.request(texts[k]) for k in rows]
+            batches = run_interleaved(self.pipe, requests, methods, self.settings.rounds, options)
+            results = _method_results(self.pipe, requests, options, methods, batches)
+            # All methods get the same history: the answers of plain decoding.
+            for k, text in zip(rows, results[PLAIN]["texts"], strict=True):
+                texts[k].append(text)
+            turns.append({"rows": rows, "methods": results})
+        return {
+            **job,
+            "ids": [sample.id for sample in samples],
+            "categories": [sample.category for sample in samples],
+            "refused": {name: why for (name, *key), why in self.refused.items() if key == [temperature, size]},
+            "turns": turns,
+            "about": {"model": self.settings.model, **describe(self.pipe.target)},
+            "tstamp": time.time(),
+        }
+
+    def _usable(self, temperature: float, size: int) -> list[Method]:
+        return [method for method in self.methods if (method.name, temperature, size) not in self.refused]
+
+    def _warm_up(self) -> None:
+        """Decode prompts that belong to no task with every method, and find out what transformers cannot decode."""
+        self.pipe.target.cost = cost_table(self.pipe.target, refresh=True)
+        count = self.settings.warm_up
+        for size in self.settings.batch_sizes:
+            number = max(count, 1) * size
+            prompts = held_out_requests(number, 0, first=4000) if self.visual else held_out_texts(number, 4_000_000)
+            for temperature in self.settings.temperatures:
+                options = DecodingOptions(_WARM_UP_TOKENS, temperature)
+                self._find_refused(prompts[:size], size, temperature)
+                for start in range(0, count * size, size):
+                    batch = prompts[start : start + size]
+                    run_interleaved(self.pipe, batch, self._usable(temperature, size), 1, options)
+
+    def _find_refused(self, requests: Sequence[dict[str, Any]], size: int, temperature: float) -> None:
+        for method in self.methods:
+            if method.generate_options:  # transformers' speculation does not support every model and batch
+                try:
+                    run_interleaved(self.pipe, requests, [method], 1, DecodingOptions(8, temperature))
+                except Exception as error:  # unsupported cases raise many kinds of errors
+                    reason = f"{type(error).__name__}: {first_line(error)}"
+                    self.refused[method.name, temperature, size] = reason[:200]
+
+
+def _method_results(
+    pipe: Pipeline,
+    requests: Sequence[dict[str, Any]],
+    options: DecodingOptions,
+    methods: Sequence[Method],
+    batches: dict[str, list[TimedBatch]],
+) -> dict[str, dict[str, Any]]:
+    """Results of each method on a batch, as JSON values.
+
+    Returns:
+        By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``stats`` of rows, peak ``memory``,
+        and whether each row is ``equal`` to the reference in all rounds, with the ``differences`` where it is not. The
+        reference is transformers' answer if greedy, our plain decoding's if sampled.
+    """
+    greedy = options.temperature == 0
+    reference = batches[BASELINE if greedy else PLAIN][0].answers
+    results = {}
+    for method in methods:
+        rounds = batches[method.name]
+        first = rounds[0]
+        equal: list[bool | None] = [None] * len(first.answers)
+        differences = []
+        if greedy or method.generate_options is None:  # transformers draws other random numbers
+            for row, expected in enumerate(reference):
+                other = next((batch.answers[row] for batch in rounds if batch.answers[row] != expected), None)
+                equal[row] = other is None
+                if other is not None:
+                    keywords = {"temperature": options.temperature}
+                    difference = first_difference(pipe.target, requests[row], keywords, other, expected)
+                    differences.append({"row": row, **vars(difference)})
+        results[method.name] = {
+            "answers": first.answers,
+            "texts": [pipe.target.decode(answer).strip() for answer in first.answers],
+            "seconds": [batch.seconds for batch in rounds],
+            "stats": [{name: getattr(stats, name) for name in _STATS_FIELDS} for stats in first.stats],
+            "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),
+            "equal": equal,
+            "differences": differences,
+        }
+    return results

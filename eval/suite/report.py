@@ -1,0 +1,144 @@
+"""A run's report in Markdown, with plots if matplotlib is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from eval.harness.output import write_text
+from mmspec.extras import install
+
+Figures = dict[str, Any]
+COLUMNS = (
+    "method",
+    "tokens per pass",
+    "whole request",
+    "decoding",
+    "vs none",
+    "tokens/s",
+    "first token",
+    "memory",
+    "equal",
+    "score",
+)
+
+
+def write_report(summary: dict[str, Any], folder: Path) -> Path:
+    """Write ``report.md`` and its ``plots/``.
+
+    Args:
+        summary: content of ``summary.json``.
+        folder: of the run.
+    """
+    about, settings, rows = summary["about"], summary["settings"], summary["rows"]
+    lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
+    lines += _pictures(rows, folder)
+    for title, found in _by_condition(rows):
+        lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        lines += [f"| {' | '.join(_cells(row))} |" for row in found]
+        lines += ["", *([f"Not scored: {found[0]['not_scored']}.", ""] if "not_scored" in found[0] else [])]
+    lines += _differences(rows)
+    if summary["refused"]:
+        lines += ["## Not supported by transformers", ""]
+        reasons = [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
+        lines += dict.fromkeys(reasons)  # they repeat at every temperature
+    path = folder / "report.md"
+    write_text(path, "\n".join(lines).rstrip() + "\n")
+    return path
+
+
+def _cells(row: Figures, brief: bool = False) -> list[str]:
+    """Cells of a row under ``COLUMNS``; if ``brief``, without intervals, secondary scores and names of scores."""
+    scores = [f"{value:.3g}" if brief else f"{name} {value:.3g}" for name, value in row.get("score", {}).items()]
+    return [
+        row["method"],
+        f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
+        _ratio(row["end_to_end"], brief),
+        _ratio(row["decoding"], brief),
+        _ratio(row["decoding_plain"], brief),
+        f"{row['tokens_per_second']:.1f}",
+        f"{1000 * row['time_to_first_token']:.1f} ms",
+        "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f} MiB",
+        f"{row['equal']}/{row['compared']}" if row["compared"] else "",
+        ", ".join(scores[: 1 if brief else None]),
+    ]
+
+
+def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]]:
+    """A title and the rows of each task, temperature and batch size."""
+    for key in dict.fromkeys((row["task"], row["temperature"], row["batch"]) for row in rows):
+        found = [row for row in rows if (row["task"], row["temperature"], row["batch"]) == key]
+        yield f"{key[0]}, temperature {key[1]:g}, batch {key[2]}", found
+
+
+def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
+    """Tables for the terminal, one per task, temperature and batch size."""
+    for title, found in _by_condition(rows):
+        score = next(iter(found[0].get("score", {})), COLUMNS[-1])
+        table = Table(*COLUMNS[:-1], score, title=title)
+        table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
+        for row in found:
+            table.add_row(*_cells(row, brief=True))
+        yield table
+
+
+def _ratio(found: dict[str, float] | None, brief: bool) -> str:
+    if found is None:
+        return ""
+    return f"{found['median']:.2f}x" + ("" if brief else f" ({found['low']:.2f} to {found['high']:.2f})")
+
+
+def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
+    threads = f", {_count(about['threads'], 'thread')}" if about["threads"] else ""
+    return (
+        f"{about['architecture']}, {about['dtype']}, on {about['device']}{threads}; torch {about['torch']}, "
+        f"transformers {about['transformers']}. All methods answer every conversation, interleaved in one process, "
+        f"{_count(settings['rounds'], 'round')} "
+        "after a warm-up; times are medians over the rounds. Ratios are of seconds per token, by conversation, then "
+        "their median over the conversations with its 95 % bootstrap interval: `whole request` (preprocessing and "
+        "prefill included) and `decoding` (after the first token) against transformers' `generate`, `vs none` "
+        "decoding against our own plain decoding. `equal` counts answers with the same tokens as `generate` at "
+        "temperature 0, and as `none` with the same seed above. Memory is the peak of the process on a CPU, of "
+        "torch's tensors on a GPU."
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _pictures(rows: Sequence[Figures], folder: Path) -> list[str]:
+    try:
+        from eval.suite.plots import draw_all
+    except ImportError:
+        return [f"No plots: they need the package matplotlib; run {install('eval')}.", ""]
+    drawn = draw_all(rows, folder / "plots")
+    conditions = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
+    which = []
+    if len(conditions) > 1:
+        which = [f"The plots show temperature {conditions[0][0]:g}, batch {conditions[0][1]}.", ""]
+    return which + [line for title, name in drawn.items() for line in (f"![{title}](plots/{name})", "")]
+
+
+def _differences(rows: Sequence[Figures]) -> list[str]:
+    found = [(row, one) for row in rows if "score" in row for one in row["differences"]]
+    if not found:
+        return []
+    lines = [
+        "## Answers that differ",
+        "",
+        "The logit margin is the target's highest logit at the first difference minus the lower of the two tokens'",
+        "logits: near zero where rounding decides. It is not computed for sampled answers.",
+        "",
+        "| method | temperature | batch | sample | token | logit margin |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row, one in found:
+        margin = "" if one["margin"] is None else f"{one['margin']:.3g}"
+        where = f"{one['task']} {one['id']}, turn {one['turn']}"
+        cell = f"{row['temperature']:g} | {row['batch']}"
+        lines.append(f"| `{row['method']}` | {cell} | {where} | {one['position']} | {margin} |")
+    return [*lines, ""]

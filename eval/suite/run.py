@@ -1,0 +1,77 @@
+"""A whole run of ``mmspec eval``: decodes what is missing, then writes answers, summary and report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AutoConfig
+
+from eval.harness.output import write_text
+from eval.suite.evaluator import Evaluator, SuiteSettings
+from eval.suite.methods import load_pretrained
+from eval.suite.records import RunRecords, suite_jobs
+from eval.suite.report import write_report
+from eval.suite.spec_bench import write_answers
+from eval.suite.summary import summarise
+from eval.suite.tasks import TASKS
+from mmspec import plugins
+from mmspec.jobs import run_jobs
+from vision.targets import VisionTarget
+
+
+def is_visual(model: str) -> bool:
+    """Whether a model takes images, from its configuration.
+
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+    folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
+    config = load_pretrained(AutoConfig, folder, "model")
+    return issubclass(plugins.target_class(config), VisionTarget)
+
+
+def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers: int = 1) -> dict[str, Any]:
+    """Decode all conversations that a run's folder has no record of, then write answers, summary and report.
+
+    Returns:
+        The content of ``summary.json``: ``about`` model and machine, ``settings``, ``rows`` of figures, ``refused``
+        methods.
+
+    Raises:
+        UserError: invalid settings, or a folder that holds a run with other settings.
+    """
+    plain = json.loads(json.dumps(dataclasses.asdict(settings)))
+    samples = {task: settings.samples(task) for task in settings.tasks}
+    run_records = RunRecords(out, plain)
+    jobs = suite_jobs(settings, {task: len(found) for task, found in samples.items()})
+    missing = run_records.missing(jobs)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("measuring", total=len(jobs), completed=len(jobs) - len(missing))
+        for _, record in run_jobs(missing, Evaluator, plain, engine, workers):
+            run_records.add(record)
+            progress.advance(bar)
+    records = run_records.ordered(jobs)
+    write_answers(records, out / "answers")
+    refused = {
+        (method, record["temperature"], record["batch"]): reason
+        for record in records
+        for method, reason in record["refused"].items()
+    }
+    summary = {
+        "about": records[0]["about"],
+        "settings": plain,
+        "rows": summarise(records, samples, {task: TASKS[task].score for task in settings.tasks}),
+        "refused": [
+            {"method": method, "temperature": temperature, "batch": batch, "reason": reason}
+            for (method, temperature, batch), reason in refused.items()
+        ],
+    }
+    write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_report(summary, out)
+    return summary

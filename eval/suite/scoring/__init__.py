@@ -1,0 +1,1 @@
+"""Scorers: functions from samples with answers to scores by name, the main score first."""

@@ -1,0 +1,129 @@
+"""Summary of a run: ratios and medians over conversations with intervals, acceptance, shares of time, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from eval.harness.acceptance import AcceptanceStats
+from eval.harness.intervals import median_interval
+from eval.harness.timing import PHASES
+from eval.suite.methods import BASELINE, PLAIN
+from eval.suite.sample import Sample, Scorer
+from mmspec.errors import UserError
+from mmspec.stats import Stats
+
+Record = dict[str, Any]
+ALL = "all"
+
+
+def summarise(
+    records: Sequence[Record], samples: Mapping[str, Sequence[Sample]], scorers: Mapping[str, Scorer | None]
+) -> list[dict[str, Any]]:
+    """A row of figures per task (and over all tasks, if several), temperature, batch size and method.
+
+    Args:
+        records: of a run.
+        samples, scorers: by task.
+
+    Returns:
+        Rows of plain JSON values. Ratios are speedups in seconds per token over transformers' ``generate`` and over our
+        plain decoding, by batch of conversations: their ``median`` with its 95 % bootstrap interval, ``low`` and
+        ``high``.
+    """
+    cells: dict[tuple[str, float, int], list[Record]] = {}
+    tasks = dict.fromkeys(record["task"] for record in records)
+    for record in records:
+        for name in (record["task"], *([ALL] if len(tasks) > 1 else [])):
+            cells.setdefault((name, record["temperature"], record["batch"]), []).append(record)
+    rows = []
+    for (task, temperature, batch), found in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
+        for method in dict.fromkeys(m for record in found for m in record["turns"][0]["methods"]):
+            measured = [record for record in found if method in record["turns"][0]["methods"]]
+            row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
+            row |= _figures(measured, method)
+            if task != ALL:
+                row |= _scores(measured, method, samples[task], scorers[task])
+            rows.append(row)
+    return rows
+
+
+def _spent(record: Record, method: str) -> dict[str, float]:
+    """Times of a batch of conversations, summed over its turns (medians over the rounds), and its tokens.
+
+    Returns:
+        The times of ``TimedBatch``; ``first``, the mean time to the first token; ``tokens`` and ``later_tokens`` (after
+        the first of each answer).
+    """
+    results = [turn["methods"][method] for turn in record["turns"]]
+    names = results[0]["seconds"][0]
+    spent = {name: sum(median(s[name] for s in one["seconds"]) for one in results) for name in names}
+    first = [median(s["total"] - s["decoding"] for s in one["seconds"]) for one in results]
+    spent["first"] = sum(first) / len(first)
+    spent["tokens"] = sum(len(answer) for one in results for answer in one["answers"])
+    spent["later_tokens"] = spent["tokens"] - sum(len(one["answers"]) for one in results)
+    return spent
+
+
+def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tokens: str) -> dict[str, float] | None:
+    """Speedup over ``other`` in seconds per token."""
+    ratios = []
+    for record in records:
+        own, base = _spent(record, method), _spent(record, other)
+        if min(own[tokens], base[tokens]) > 0:
+            ratios.append(base[seconds] / base[tokens] / (own[seconds] / own[tokens]))
+    return median_interval(ratios) if ratios else None
+
+
+def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+    spent = [_spent(record, method) for record in records]
+    results = [one["methods"][method] for record in records for one in record["turns"]]
+    acceptance = AcceptanceStats()
+    for group, record in enumerate(records):
+        for turn in record["turns"]:
+            for figures, equal in zip(turn["methods"][method]["stats"], turn["methods"][method]["equal"], strict=False):
+                acceptance.add(group, Stats(**figures), bool(equal))
+    shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
+    if shares:
+        shares["rest"] = 1 - sum(shares.values())
+    compared = [equal for one in results for equal in one["equal"] if equal is not None]
+    return {
+        "conversations": sum(len(record["ids"]) for record in records),
+        "tokens": int(sum(s["tokens"] for s in spent)),
+        "end_to_end": _ratio(records, method, BASELINE, "total", "tokens"),
+        "end_to_end_plain": _ratio(records, method, PLAIN, "total", "tokens"),
+        "decoding": _ratio(records, method, BASELINE, "decoding", "later_tokens"),
+        "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
+        "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
+        "time_to_first_token": median(s["first"] for s in spent),
+        "shares": shares,
+        "memory": max((one["memory"] for one in results if one["memory"] is not None), default=None),
+        "acceptance": {**acceptance.to_dict(), "histogram": acceptance.histogram} if sum(acceptance.steps) else None,
+        "equal": sum(compared),
+        "compared": len(compared),
+        "differences": [
+            {"task": record["task"], "id": record["ids"][turn["rows"][found["row"]]], "turn": place, **found}
+            for record in records
+            for place, turn in enumerate(record["turns"])
+            for found in turn["methods"][method]["differences"]
+        ],
+    }
+
+
+def _scores(records: Sequence[Record], method: str, samples: Sequence[Sample], scorer: Scorer | None) -> dict[str, Any]:
+    if scorer is None:
+        return {"score": {}}
+    by_id = {sample.id: sample for sample in samples}
+    answered = [
+        (
+            by_id[sample],
+            [t["methods"][method]["texts"][t["rows"].index(row)] for t in record["turns"] if row in t["rows"]],
+        )
+        for record in records
+        for row, sample in enumerate(record["ids"])
+    ]
+    try:
+        return {"score": scorer(answered)}
+    except UserError as error:  # a missing library must not lose the measurements
+        return {"score": {}, "not_scored": str(error)}

@@ -1,0 +1,119 @@
+"""Local benchmark files.
+
+Layout: ``DATA/NAME.jsonl``, or a folder ``DATA/NAME/`` with one or several ``.jsonl`` files (read in alphabetical
+order). Each line is a JSON object with the fields of the benchmark's own release (see ``mmspec eval --list``). Images
+and videos are file names relative to the ``.jsonl`` file, or to ``images/`` or ``videos/`` next to it, with or without
+extension. Samples are identified by ``id``, else ``question_id``, else the line number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmspec.errors import UserError
+
+_IDS = ("id", "question_id", "questionId", "task_id", "prompt_id", "image_id", "img_id")
+_ENDINGS = ("", ".jpg", ".png", ".jpeg", ".webp", ".mp4", ".webm", ".mkv", ".avi")
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """One row of a benchmark's data.
+
+    Attributes:
+        values: fields by name.
+        where: file and line, for error messages.
+        number: index from 0.
+        folder: of its media files; None if fields contain the media.
+    """
+
+    values: dict[str, Any]
+    where: str
+    number: int
+    folder: Path | None = None
+
+    def __getitem__(self, field: str) -> Any:
+        """A field.
+
+        Raises:
+            UserError: it is missing.
+        """
+        if field not in self.values:
+            raise UserError(f"{self.where}: expected a field {field!r}, received {', '.join(self.values) or 'none'}")
+        return self.values[field]
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """A field, or ``default`` if it is missing or None."""
+        value = self.values.get(field)
+        return default if value is None else value
+
+    @property
+    def id(self) -> str:
+        return str(next((self.values[name] for name in _IDS if self.values.get(name) is not None), self.number))
+
+    def texts(self, field: str) -> list[str]:
+        """A field with one text or a list of texts."""
+        value = self[field]
+        return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+
+    def images(self, *fields: str) -> tuple[Any, ...]:
+        """Images of these fields, as paths or in the form of ``datasets``; missing fields are skipped."""
+        return tuple(self._files(fields, "images"))
+
+    def videos(self, *fields: str) -> tuple[Any, ...]:
+        """Videos of these fields, as for ``images``."""
+        return tuple(self._files(fields, "videos"))
+
+    def _files(self, fields: tuple[str, ...], subfolder: str) -> Iterator[Any]:
+        for field in fields:
+            value = self.get(field)
+            for source in value if isinstance(value, list) else [] if value is None else [value]:
+                if isinstance(source, dict):  # an undecoded image of datasets
+                    source = source.get("bytes") or source.get("path")
+                yield self._find_file(source, subfolder) if isinstance(source, str) else source
+
+    def _find_file(self, name: str, subfolder: str) -> str:
+        if self.folder is None:
+            return name
+        for base in (self.folder, self.folder / subfolder):
+            for ending in _ENDINGS:
+                path = base / f"{name}{ending}"
+                if path.is_file():
+                    return str(path)
+        raise UserError(f"{self.where}: expected the file {name} in {self.folder} or its {subfolder}/, there is none")
+
+
+def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[DatasetRow]:
+    """The rows of a local benchmark.
+
+    Raises:
+        UserError: missing files, or lines that are not JSON objects.
+    """
+    single, folder = data / f"{name}.jsonl", data / name
+    files = [single] if single.is_file() else sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{name}: expected {single} or .jsonl files in {folder}/, there are none")
+    number = 0
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file}: expected a JSONL file in UTF-8, received {error}") from error
+        for line_number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {line_number}"
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{where}: expected a JSON object, received {error}") from error
+            if not isinstance(values, dict):
+                raise UserError(f"{where}: expected a JSON object, received {type(values).__name__}")
+            yield DatasetRow(values, where, number, file.parent)
+            number += 1
+            if number == limit:
+                return

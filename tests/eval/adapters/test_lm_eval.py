@@ -1,0 +1,142 @@
+"""The lm-evaluation-harness adapter, with a stand-in for the harness's base class and in the harness itself."""
+
+import importlib.util
+import json
+import sys
+from importlib.metadata import entry_points
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import mmspec
+from tests.standin import save_text_model
+
+PROMPTS = ["A red circle is", "Describe a star", "The small blue square; the"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save_text_model(tmp_path_factory.mktemp("models") / "text")
+    config = json.loads((folder / "generation_config.json").read_text())
+    # Many models set a limit; the harness's must take precedence.
+    (folder / "generation_config.json").write_text(json.dumps({**config, "max_new_tokens": 5}))
+    return str(folder)
+
+
+class Base:
+    """The parts of the harness's ``HFLM`` that the adapter uses: padded batches for transformers' ``generate``."""
+
+    def __init__(self, pretrained, tokenizer, batch_size=1):
+        self.model, self.tokenizer, self.batch_size = pretrained, tokenizer, batch_size
+
+    def generate_until(self, requests):
+        answers = []
+        for request in requests:
+            contexts, until, length = request.args
+            batch = self.tokenizer(contexts, padding=True, padding_side="left", return_tensors="pt")
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            out = self._model_generate(context=ids, attention_mask=mask, stop=until, max_length=ids.shape[1] + length)
+            answers += [
+                cut(self.tokenizer.decode(row, skip_special_tokens=True), until) for row in out[:, ids.shape[1] :]
+            ]
+        return answers
+
+    def _model_generate(self, context, max_length, stop, **options):
+        assert not stop, "the harness's stopping criterion needs all rows of a batch in every call"
+        return self.model.generate(input_ids=context, max_length=max_length, do_sample=False, **options)
+
+
+def cut(text, until):
+    return min((text.split(stop)[0] for stop in until if stop), key=len, default=text)
+
+
+def adapter(monkeypatch, base=None):
+    """The adapter's class, derived from ``base`` or from the harness's own class."""
+    if base is not None:
+        for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", base, raising=False)
+    monkeypatch.delitem(sys.modules, "eval.adapters.lm_eval_model", raising=False)
+    from eval.adapters.lm_eval_model import MmspecLM
+
+    monkeypatch.delitem(sys.modules, "eval.adapters.lm_eval_model")
+    return MmspecLM
+
+
+def test_answers_equal_plain_decoding_up_to_the_stop_text(folder, monkeypatch):
+    plain = mmspec.load(folder, drafter=None)
+    whole = [plain.generate(prompt, max_new_tokens=24).text for prompt in PROMPTS]
+    # One text stops the first answer in its middle; the other one is in the prompts, where it must stop nothing.
+    until = [whole[0][4:7], "e"]
+    assert until[0] in whole[0]
+    contexts = [prompt + until[1] for prompt in PROMPTS]
+    wanted = [cut(plain.generate(context, max_new_tokens=24).text, until) for context in contexts]
+    model = adapter(monkeypatch, Base)(folder, "recycle", device="cuda:0", nodes="6", batch_size=3)
+    assert model.generate_until([SimpleNamespace(args=(contexts, until, 24))]) == wanted
+    assert any(wanted)
+    longest = model.generate_until([SimpleNamespace(args=(PROMPTS, [""], 24))])
+    assert longest == whole
+    assert len(model.tokenizer(longest[0])["input_ids"]) > 5
+    assert model.acceptance.log_line().endswith("over 6 requests")
+    assert model.acceptance.mean_acceptance_length > 1
+
+
+def test_the_harness_finds_the_adapter_by_its_entry_point():
+    (entry,) = entry_points(group="lm_eval.models", name="mmspec")
+    assert entry.value == "eval.adapters.lm_eval_model:MmspecLM"
+
+
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs lm-evaluation-harness: pip install 'lm_eval[hf]'"
+)
+
+
+def tasks(folder):
+    """One task of each output type of the harness, on three lines of text."""
+    path = folder / "lines.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "options": [" red", " a star"]}) + "\n" for text in PROMPTS))
+    kinds = {
+        "generate_until": {"doc_to_text": "{{text}}", "generation_kwargs": {"until": ["\n", "e"], "max_gen_toks": 20}},
+        "multiple_choice": {"doc_to_text": "{{text}}", "doc_to_choice": "{{options}}"},
+        "loglikelihood_rolling": {"doc_to_text": ""},
+    }
+    metrics = {
+        "generate_until": ("exact_match", "mean"),
+        "multiple_choice": ("acc", "mean"),
+        "loglikelihood_rolling": ("byte_perplexity", "weighted_perplexity"),
+    }
+    shared = {"dataset_path": "json", "test_split": "test", "doc_to_target": "{{text}}"}
+    shared["dataset_kwargs"] = {"data_files": {"test": str(path)}, "cache_dir": str(folder / "cache")}
+    given = []
+    for kind, options in kinds.items():
+        name, aggregation = metrics[kind]
+        metric = {"metric": name, "aggregation": aggregation, "higher_is_better": True}
+        target = {"doc_to_target": 0} if kind == "multiple_choice" else {}
+        given.append({"task": kind, "output_type": kind, "metric_list": [metric], **shared, **options, **target})
+    return given
+
+
+@needs_lm_eval
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("drafter", ["recycle", "none"])
+def test_the_harness_gets_the_same_results_as_from_its_own_model(folder, monkeypatch, tmp_path, drafter):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    plain = mmspec.load(folder, drafter=None)
+    plain.model.generation_config.max_new_tokens = None
+    ours = adapter(monkeypatch)(folder, drafter, batch_size=2)
+    manager = TaskManager(include_defaults=False)
+
+    def samples(model):
+        torch.manual_seed(0)
+        found = lm_eval.simple_evaluate(model=model, tasks=tasks(tmp_path), task_manager=manager, bootstrap_iters=0)
+        return {name: [row["resps"] for row in rows] for name, rows in found["samples"].items()}
+
+    theirs = samples(HFLM(pretrained=plain.model, tokenizer=plain.target.tokenizer, batch_size=2))
+    assert set(theirs) == {"generate_until", "multiple_choice", "loglikelihood_rolling"}
+    assert any(len(answer) > 5 for ((answer,),) in theirs["generate_until"])
+    assert samples(ours) == theirs
+    assert (ours.acceptance.mean_acceptance_length > 1) == (drafter != "none")

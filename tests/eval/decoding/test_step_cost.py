@@ -1,0 +1,99 @@
+"""The cost of a step: checks before timing, and the figures of every row."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from eval import hybrid_cost
+from eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, shape_model
+from mmspec.transformers_target import TransformersTarget
+
+
+@pytest.fixture(scope="module")
+def model():
+    return shape_model("tiny", torch.float32)
+
+
+def test_a_binary_tree():
+    tree = binary_tree(torch.tensor([5]), 7, 100, torch.Generator().manual_seed(0))
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2]]
+    assert tree.tokens[0, 0] == 5
+
+
+def test_figures_of_every_row(model):
+    rows = measure_steps(model, 2, prefixes=[9, 20], threads=[1], nodes=[4, 9])
+    assert [(row["prefix"], row["nodes"]) for row in rows] == [(9, 4), (9, 9), (20, 4), (20, 9)]
+    assert [row["copies"] for row in rows] == [4, 13] * 2
+    for row in rows:
+        assert 0 < row["difference"] < 1e-4
+        plain, theirs, tree = (row[f"{name}_seconds"] for name in ("plain", "transformers", "tree"))
+        assert row["tree_over_plain"] == tree / plain
+        assert row["tree_over_transformers"] == tree / theirs
+        assert row["tree_over_faster"] == max(row["tree_over_plain"], row["tree_over_transformers"])
+
+
+def test_a_step_includes_its_commit(model, monkeypatch):
+    benchmark = StepBenchmark(model, 9, [9])
+    monkeypatch.setattr(benchmark, "_commit_seconds", lambda rounds: (10_000.0, 20_000.0))
+    seconds = benchmark.time(1)
+    assert {name: round(spent, -4) for name, spent in seconds.items()} == {
+        "transformers": 0,
+        "plain": 10_000,
+        "tree 9": 20_000,
+        "unrolled 9": 20_000,
+    }
+
+
+def test_committed_paths_leave_the_first_branch(model, monkeypatch):
+    benchmark, committed = StepBenchmark(model, 9, [4, 16]), []
+    commit = TransformersTarget.commit_nodes
+    monkeypatch.setattr(
+        TransformersTarget, "commit_nodes", lambda self, path, rows: committed.append(rows) or commit(self, path, rows)
+    )
+    benchmark._commit_seconds(1)
+    assert committed == [[[0]], [[0, 2, 6, 14]]]
+
+
+@pytest.mark.parametrize("wrong", ["tree", "root"])
+def test_wrong_logits_are_refused(model, monkeypatch, wrong):
+    head = TransformersTarget.head
+
+    def corrupted(self, hidden):
+        logits = head(self, hidden)
+        if (type(self) is TransformersTarget and hidden.shape[1] > 1) if wrong == "tree" else hidden.shape[1] == 1:
+            logits = logits + torch.randn(logits.shape) * logits.std() * 0.01
+        return logits
+
+    benchmark = StepBenchmark(model, 9, [9])
+    benchmark.check()
+    monkeypatch.setattr(TransformersTarget, "head", corrupted)
+    with pytest.raises(AssertionError, match="logits differ"):
+        benchmark.check()
+
+
+def test_the_command_merges_into_its_file(tmp_path):
+    out = tmp_path / "out.json"
+    options = [
+        "--shape",
+        "tiny",
+        "--prefixes",
+        "9",
+        "--nodes",
+        "4",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+    ]
+    for dtype, prefix in (("float32", "9"), ("bfloat16", "9"), ("float32", "12"), ("float32", "9")):
+        result = CliRunner().invoke(hybrid_cost.main, [*options, "--dtype", dtype, "--prefixes", prefix])
+        assert result.exception is None, result.output
+        assert json.loads(result.output.splitlines()[-1]) == json.loads(out.read_text())
+    runs = json.loads(out.read_text())["runs"]
+    assert [(run["shape"], run["dtype"]) for run in runs] == [("tiny", "bfloat16"), ("tiny", "float32")]
+    assert [[row["prefix"] for row in run["rows"]] for run in runs] == [[9], [9, 12]]
+    assert all(run["parameters"] > 100_000 for run in runs)

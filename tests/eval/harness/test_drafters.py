@@ -1,0 +1,114 @@
+"""Parsing, copying and profiling drafters."""
+
+import pytest
+import torch
+
+import mmspec
+from eval.decoding.tiny_models import msd_network, vision_model
+from eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
+from mmspec import UserError
+from mmspec.drafter import fork, learns, lend
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.pipeline import Pipeline
+from tests.standin import save_llava, save_text_model
+from vision.drafters.msd import MSD, Eagle
+from vision.embedded import tiny_llava
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    return mmspec.load(str(save_llava(tmp_path_factory.mktemp("standin"))), drafter=None)
+
+
+def test_drafters_are_labelled(tmp_path, pipe):
+    folder = tmp_path / "run-7"
+    MSD(msd_network(pipe.model), total_tokens=7).save(folder, pipe.target)
+    found = parse_drafters(f"ngram, ours={folder},{folder},new:recycle", str(tiny_llava()))
+    assert list(found) == ["ngram", "ours", "run-7", "new:recycle"]
+    assert [type(drafter) for drafter in found.values()] == [Ngram, MSD, MSD, Recycle]
+    assert found["new:recycle"].entries == 0
+    assert parse_drafters("old=recycle", str(tiny_llava()))["old"].entries > 0
+    assert tree_sizes(found["ours"], "default,16") == {"default": 7, "16": 16}
+    assert tree_sizes(found["ngram"], "default") == {"default": DEFAULT_NODES}
+    assert [learns(drafter) for drafter in found.values()] == [False, False, False, True]
+    assert learns(Ngram(memory=9))
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ("ngram,ngram", "'ngram' is given twice"),
+        ("x=ngram,x=recycle", "'x' is given twice"),
+        ("none", "expected a drafter"),
+        (" ,", "at least one drafter"),
+        ("nobody", "nobody"),
+    ],
+)
+def test_invalid_specs_are_refused(specs, message):
+    with pytest.raises(UserError, match=message):
+        parse_drafters(specs)
+
+
+@pytest.mark.parametrize("nodes", ["", "0", "-3", "many", "3.5"])
+def test_tree_sizes_must_be_positive_integers(nodes):
+    with pytest.raises(UserError, match=r"nodes must be|at least one tree size"):
+        tree_sizes(Ngram(), nodes)
+
+
+def test_a_fork_learns_separately_and_shares_weights(pipe, tmp_path):
+    asked = {"prompt": "Describe the image.", "max_new_tokens": 8, "nodes": 5}
+    table = Recycle()
+    copied = fork(table, pipe.target)
+    Pipeline(pipe.target, copied).generate(**asked)
+    assert table.entries == 0 < copied.entries
+    for drafter in (MSD(msd_network(pipe.model), torch.arange(90)), Small(str(save_text_model(tmp_path)))):
+        expected = Pipeline(pipe.target, drafter).generate(**asked)
+        copied = fork(drafter, pipe.target)
+        again = Pipeline(pipe.target, copied).generate(**asked)
+        assert again.token_ids == expected.token_ids
+        assert again.stats.accept_lengths == expected.stats.accept_lengths
+        part = "network" if isinstance(drafter, MSD) else "model"
+        assert copied is not drafter
+        assert getattr(copied, part) is getattr(drafter, part)
+        assert lend(drafter, pipe.target) is drafter
+    assert lend(table, pipe.target) is not table
+    assert fork(None, pipe.target) is lend(None, pipe.target) is None
+
+
+def test_attaching_the_same_target_again_changes_nothing(pipe):
+    """Captured CUDA graphs hold the addresses of weights and cache."""
+    drafter = MSD(msd_network(pipe.model), torch.arange(90))
+    drafter.attach(pipe.target)
+    held = drafter.fuse, drafter._scores, drafter._captured, drafter.cache
+    drafter.attach(pipe.target)
+    assert held == (drafter.fuse, drafter._scores, drafter._captured, drafter.cache)
+    drafter.attach(type(pipe.target)(pipe.model))
+    assert not set(map(id, held)) & {*map(id, (drafter.fuse, drafter._scores, drafter._captured, drafter.cache))}
+
+
+def test_profiling_counts_trees_and_forward_passes(pipe):
+    drafter = MSD(msd_network(pipe.model), depth=3, total_tokens=6)
+    counting, timing = ProfiledDrafter(drafter, count_forwards=True), ProfiledDrafter(drafter)
+    for observer in (counting, timing):
+        stats = Pipeline(pipe.target, observer).generate("A star", max_new_tokens=9, nodes=6).stats
+        drafted = [k for k in range(stats.num_spec_steps) if sum(stats.accept_lengths[:k]) < 7]
+        assert observer.proposals == len(drafted)
+        assert 0 < observer.seconds < stats.draft_seconds
+    # Two levels after the first tree's root; for later trees also the pass over the accepted tokens. The last trees are
+    # as shallow as the remaining number of tokens.
+    most = 3 * counting.proposals - 1
+    assert most - 4 <= counting.forwards <= most
+    assert timing.forwards is None
+    assert ProfiledDrafter(Ngram(), count_forwards=True).forwards is None
+
+
+def test_random_networks_fit_their_targets():
+    for name, normed in (("llava", False), ("qwen2_vl", True)):
+        model = vision_model(name)
+        config = msd_network(model).config
+        assert (config.input_norm, config.qkv_bias, config.decoupled) == (normed, normed, True)
+        assert not Eagle(msd_network(model)).network.config.decoupled
+        other = msd_network(model, seed=1).fc.weight
+        assert not torch.equal(other, msd_network(model).fc.weight)

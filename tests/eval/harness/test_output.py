@@ -1,0 +1,79 @@
+"""Tables, list options and results of the benchmarks."""
+
+import io
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from eval.harness.options import SIZES, TEMPERATURES
+from eval.harness.output import BenchmarkCommand, first_line, make_table, percent, write_result
+from mmspec.errors import UserError
+
+
+def cells(table):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+
+
+def test_cells_are_format_strings_or_functions():
+    rows = [{"a": 1.234, "b": 0.5}, {"a": None, "b": 0.25}, {"b": 1.0}]
+    assert cells(make_table([("A", "{a:.1f}"), ("B", percent("b"))], rows)) == [
+        ["1.2", "50 %"],
+        ["", "25 %"],
+        ["", "100 %"],
+    ]
+
+
+def test_sections_end_where_a_field_changes():
+    rows = [{"suite": name} for name in ("x", "x", "y", "z")]
+    table = make_table([("suite", "{suite}")], rows, sections=("suite",))
+    assert [row.end_section for row in table.rows] == [False, True, True, False]
+
+
+@click.command(cls=BenchmarkCommand)
+@click.option("--sizes", type=SIZES, default="3, 1,3")
+@click.option("--temperatures", type=TEMPERATURES, default="0,0.5")
+def command(sizes, temperatures):
+    if sizes == (9,):
+        raise UserError("nine is too many")
+    click.echo(json.dumps([sizes, temperatures]))
+
+
+def test_list_options_are_parsed_without_duplicates():
+    assert json.loads(CliRunner().invoke(command, []).output) == [[3, 1], [0.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "2,0"], "0 is not in the range x>=1"),
+        (["--sizes", "2,x"], "'x' is not a valid integer"),
+        (["--sizes", ""], "'' is not a valid integer"),
+        (["--temperatures", "inf"], "not a finite number"),
+        (["--sizes", "9"], "nine is too many"),
+    ],
+)
+def test_usage_errors_exit_with_status_2(options, message):
+    result = CliRunner().invoke(command, options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_first_line():
+    assert first_line(ValueError("\none\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"
+
+
+def test_results_are_written_atomically(tmp_path, monkeypatch):
+    out = tmp_path / "new" / "out.json"
+    write_result({"a": 1}, out)
+    assert json.loads(out.read_text()) == {"a": 1}
+    with pytest.raises(TypeError):
+        write_result({"a": object()}, out)
+    assert json.loads(out.read_text()) == {"a": 1}
+    assert [path.name for path in out.parent.iterdir()] == ["out.json"]

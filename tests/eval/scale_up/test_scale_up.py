@@ -1,0 +1,236 @@
+"""Scaled-up models keep the small model's function and have the memory and compute of their shape."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import mmspec
+from eval import scaled
+from eval.decoding.tiny_models import msd_network, text_model
+from eval.harness.prompts import held_out_requests, held_out_texts
+from eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
+from eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
+from eval.scale_up.models import scale_up, shape_of
+from eval.scale_up.pipeline import PaddedImageTarget
+from mmspec.errors import UserError
+from mmspec.loading import make_drafter
+from mmspec.pipeline import Pipeline
+from vision.drafters.msd import Flash
+
+WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each
+GROUPED = Shape(320, 400, 9, 16, 4, 64, 896)  # larger query groups, same vocabulary
+
+
+@pytest.fixture(scope="module")
+def small():
+    return mmspec.load("tiny-llava", drafter=None, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def big(small):
+    """One model per shape, never modified."""
+    return {shape: scale_up(small.model, shape, dtype=torch.float32) for shape in (WIDE, GROUPED)}
+
+
+@pytest.fixture(scope="module")
+def request_():
+    return held_out_requests(1, 0, first=4000)[0]
+
+
+class RecordingDrafter:
+    """A drafter that keeps all drafted trees."""
+
+    def __init__(self, drafter):
+        self.drafter, self.trees = drafter, []
+        for name in ("attach", "begin", "observe"):
+            setattr(self, name, getattr(drafter, name))
+
+    def propose(self, token, budget):
+        tree = self.drafter.propose(token, budget)
+        self.trees.append((tree.tokens.tolist(), tree.parents.tolist()))
+        return tree
+
+
+def decode(pipe, model, drafter, request, tokens=24):
+    """Tokens and trees of an answer of ``model``."""
+    recorder = RecordingDrafter(drafter)
+    own = Pipeline(type(pipe.target)(model, pipe.processor), recorder)
+    return own.generate(**request, max_new_tokens=tokens, nodes=12).token_ids, recorder.trees
+
+
+@pytest.mark.parametrize("shape", [WIDE, GROUPED], ids=["wide", "grouped"])
+def test_a_llava_keeps_its_function(small, big, request_, shape):
+    model = big[shape]
+    assert shape_of(model.config.text_config) == shape
+    prompt = small.target.encode([request_])
+    inputs = {"input_ids": prompt.input_ids, **prompt.inputs}
+    with torch.inference_mode():
+        was, now = small.model(**inputs), model(**inputs)
+    vocab = small.model.config.text_config.vocab_size
+    torch.testing.assert_close(now.logits[..., :vocab], was.logits, atol=3e-5, rtol=1e-5)
+    # Added tokens copy one that is never emitted.
+    added, filler = now.logits[..., vocab:], was.logits[..., :1]
+    torch.testing.assert_close(added, filler.expand_as(added), atol=3e-5, rtol=1e-5)
+    assert (was.logits[:, -1].amax(-1) - filler[:, -1, 0] > 15).all()
+    answers = [m.generate(**inputs, max_new_tokens=24, do_sample=False) for m in (small.model, model)]
+    assert torch.equal(*answers)
+
+
+HYBRID = Shape(192, 100, 12, 8, 4, 24, 150, MambaShape(16, 24, 16, 4, (2, 7, 9)))
+
+
+@pytest.mark.parametrize("name", ["bamba", "bamba-limits"])
+def test_a_hybrid_keeps_its_function(name):
+    model = text_model(name)
+    wide = scale_up(model, HYBRID, dtype=torch.float32)
+    assert shape_of(wide.config) == HYBRID
+    ids = torch.randint(3, 90, (2, 19), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        was, now = model(ids).logits, wide(ids).logits
+    torch.testing.assert_close(now[..., :101], was, atol=2e-4, rtol=1e-5)
+    answers = [m.generate(ids, max_new_tokens=12, do_sample=False) for m in (model, wide)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("name", ["msd", "auto"])
+def test_an_embedded_drafter_drafts_the_same_trees(small, big, request_, name):
+    drafter = make_drafter(name, small.model.config.name_or_path)
+    wide = scale_up_msd(drafter, small.model, big[WIDE])
+    assert len(wide.draft_ids) == WIDE.vocab // 4
+    shape = wide.network.config
+    assert (shape.hidden_size, shape.mlp, shape.heads, shape.kv_heads) == (416, 250, 4, 4)
+    was = decode(small, small.model, drafter, request_)
+    now = decode(small, big[WIDE], wide, request_)
+    assert was == now
+    assert len(was[1]) < 12  # few steps: drafts are accepted
+
+
+@pytest.mark.parametrize("settings", [{}, {"slots": 3}, {"slots": 2, "latents": 5, "visual_states": True}], ids=str)
+def test_random_networks_draft_the_same_trees(small, big, request_, settings):
+    network = msd_network(small.model, input_norm=True, qkv_bias=True, mlp=80, norm_eps=0.1, **settings)
+    for name, parameter in network.named_parameters():
+        parameter.data.normal_(std=1.0 if "latents" in name or "norm" in name else 0.1)
+    drafter = Flash(network, torch.arange(300), top_k=3, depth=5)
+    wide = scale_up_msd(drafter, small.model, big[GROUPED])
+    assert decode(small, small.model, drafter, request_, 8) == decode(small, big[GROUPED], wide, request_, 8)
+
+
+def test_a_mamba_drafter_drafts_the_same_trees():
+    small = mmspec.load("tiny-hybrid", drafter=None, dtype="float32")
+    drafter = make_drafter("mamba", small.model.config.name_or_path)
+    prompt = held_out_texts(1)[0]
+    shape = Shape(384, 800, 9, 6, 2, 64, 1500, MambaShape(12, 64, 128, 1, (2, 6)))
+    model = scale_up(small.model, shape, dtype=torch.float32)
+    wide = scale_up_drafter(drafter, small.model, model)
+    was, now = drafter.network.config, wide.network.config
+    assert (now.hidden_size, now.inner, now.state) == (2 * was.hidden_size, 2 * was.inner, 2 * was.state)
+    mine = decode(small, small.model, drafter, prompt)
+    assert decode(small, model, wide, prompt) == mine
+    assert len(mine[1]) < 12  # few steps: drafts are accepted
+    for name, parameter in wide.network.named_parameters():
+        assert (parameter == 0).float().mean() < 0.6, name  # norms, and added weights that write to the stream
+
+
+def test_a_large_draft_vocabulary_is_reduced():
+    small = Shape(8, 8, 1, 1, 1, 8, 100)
+    assert draft_vocabulary(None, small, replace(small, vocab=40_000)) is None
+    assert draft_vocabulary(None, small, replace(small, vocab=80_000)).tolist() == list(range(20_000))
+    some = draft_vocabulary(torch.tensor([7, 3]), small, replace(small, vocab=120))
+    assert some.tolist() == [7, 3, *range(100, 120)][:30]
+
+
+def test_weights_share_no_memory_and_are_not_zero(big):
+    model = big[WIDE]
+    seen = set()
+    for name, parameter in model.model.language_model.named_parameters():
+        assert parameter.is_contiguous()
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * 4
+        assert parameter.data_ptr() not in seen
+        seen.add(parameter.data_ptr())
+        empty = (parameter == 0).float().mean()
+        # Added weights that write to the stream are zero; so are queries at added features of copied heads.
+        limit = {"o_proj": 1, "down_proj": 1, "embed_tokens": 1, "q_proj": 0.3}.get(name.split(".")[-2], 0.01)
+        assert empty <= limit, name
+
+
+def test_added_layers_and_heads_compute_something(small, big, request_):
+    model, seen = big[WIDE], []
+    layers = model.model.language_model.layers
+    handles = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in layers
+    ]
+    small.target.__class__(model, small.processor).prefill(small.target.encode([request_]), 1)
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == WIDE.layers
+    assert all(read.unflatten(-1, (WIDE.heads, -1)).abs().amax((0, 1, 3)).min() > 1e-4 for read in seen)
+
+
+def test_masked_padding_is_cached_and_changes_nothing(small, request_):
+    long = PaddedImageTarget(small.model, small.processor)
+    long.image_tokens = 60
+    plain = small.target.encode([request_]).input_ids.shape[1]
+    assert long.encode([request_]).input_ids.shape[1] == plain + 24
+    drafter = make_drafter("msd", small.model.config.name_or_path)
+    was = small.generate(**request_, max_new_tokens=20)
+    now = Pipeline(long, drafter).generate(**request_, max_new_tokens=20)
+    assert now.token_ids == was.token_ids
+    assert drafter.cache.length >= plain + 24
+
+
+def test_silent_and_noisy_features_of_axes():
+    stream = grow_axis(2, 4, "hidden", True, stream=True)
+    both = concat_axes(stream, make_axis(torch.tensor([-1, 0]), 1))
+    assert both.source.tolist() == [0, 1, -1, -1, -1, 2]
+    assert both.silent.tolist() == [False, False, True, True, False, False]
+    assert both.noisy.tolist() == [False, False, False, False, True, False]
+
+
+def test_a_query_group_may_need_several_big_groups():
+    small = Shape(8, 8, 1, 6, 2, 4, 8)
+    heads = grow_heads(small, replace(small, heads=10, kv_heads=5, head_dim=8))
+    # Three heads of a group need two groups of two; rotary frequency i becomes 2 * i.
+    assert heads.keys.source.view(5, 8)[:, 0].tolist() == [0, 0, 4, 4, -1]
+    assert heads.queries.source.view(10, 8)[:, 0].tolist() == [0, 4, 8, -1, 12, 16, 20, -1, -1, -1]
+    assert heads.queries.source[:8].tolist() == [0, -1, 1, -1, 2, -1, 3, -1]
+    assert heads.output.source[:8].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden": 100}, "hidden must be at least 192, got 100"),
+        ({"layers": 7}, "8 layers must fit"),
+        ({"kv_heads": 1}, "at least 2 key-value heads"),
+        ({"head_dim": 96}, "multiple of 64"),
+        ({"mamba": MambaShape(4, 8, 8, 1, ())}, "must be that of a llama"),
+    ],
+    ids=str,
+)
+def test_impossible_shapes_are_refused(small, changes, said):
+    with pytest.raises(UserError, match=said):
+        scale_up(small.model, replace(WIDE, **changes))
+
+
+def test_the_command_resumes(monkeypatch, tmp_path):
+    monkeypatch.setitem(SHAPES, "test", replace(GROUPED, vocab=1000))
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    out = tmp_path / "out.json"
+    line = f"--preset test --nodes 6 --drafters msd --image-tokens 50 --max-new-tokens 8 --dtype float32 --out {out}"
+    for images in (1, 2):
+        run = CliRunner().invoke(
+            scaled.main, [*line.split(), "--images", "2", *(["--seconds", "1"] if images == 1 else [])]
+        )
+        assert run.exit_code == 0, run.output
+        found = json.loads(out.read_text())
+        assert len(found["prompts"]) == images
+        assert scaled.CAVEAT in " ".join(run.output.split())
+    assert [method["method"] for method in found["methods"]][2:] == ["msd, 6 nodes", "msd, adaptive"]
+    assert all(method["equal"] == 2 and method["decoding_ratio_plain"] > 0 for method in found["methods"])
+    assert found["drafters"]["msd"]["draft_vocabulary"] == 256
+    bad = CliRunner().invoke(scaled.main, ["--preset", "2b"])
+    assert bad.exit_code == 2
+    assert "preset must be one of 1b, 7b" in bad.output

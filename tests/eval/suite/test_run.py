@@ -1,0 +1,316 @@
+"""``mmspec eval``: equality, acceptance, output formats, and resuming a killed run."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import mmspec
+from eval.decoding.tiny_models import msd_network
+from eval.suite import evaluator, methods
+from eval.suite.command import evaluate
+from eval.suite.evaluator import Evaluator, SuiteSettings
+from eval.suite.methods import auto_methods, parse_methods
+from eval.suite.records import RunRecords, suite_jobs
+from eval.suite.report import write_report
+from eval.suite.run import run_suite
+from eval.suite.spec_bench import answer_lines
+from eval.suite.summary import summarise
+from eval.suite.tasks import TASKS
+from mmspec.errors import UserError
+from tests.standin import save_llava, save_text_model
+from vision.drafters.msd import MSD
+
+METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save_llava(tmp_path_factory.mktemp("models") / "standin")
+    pipe = mmspec.load(str(folder), drafter=None)
+    MSD(msd_network(pipe.model), total_tokens=9).save(folder / "drafter-msd", pipe.target)
+    return str(folder)
+
+
+def settings(folder, **changes):
+    options = {"tasks": ("scenes-captions", "scenes-turns"), "methods": METHODS, "limit": 3, "rounds": 1}
+    options |= {"warm_up": 1, "max_new_tokens": 8, "temperatures": (0.0, 1.0), "batch_sizes": (2,)}
+    return SuiteSettings(folder, **{**options, **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, run_suite(settings(folder), out)
+
+
+def without_times(value):
+    """A JSON value without times and memory."""
+    if isinstance(value, dict):
+        gone = ("seconds", "tstamp", "memory", "wall_time")
+        return {
+            k: without_times(v) for k, v in value.items() if k not in gone and "seconds" not in k and "first" not in k
+        }
+    return [without_times(one) for one in value] if isinstance(value, list) else value
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+
+
+def test_every_method_gives_the_same_tokens(whole):
+    out, summary = whole
+    rows = {(row["task"], row["temperature"], row["method"]): row for row in summary["rows"]}
+    assert {task for task, _, _ in rows} == {"all", "scenes-captions", "scenes-turns"}
+    for (task, temperature, method), row in rows.items():
+        assert (
+            row["equal"]
+            == row["compared"]
+            == (
+                0
+                if temperature and method in ("generate", "lookup")
+                else {"all": 12, "scenes-captions": 3}.get(task, 9)
+            )
+        )
+        assert row["differences"] == []
+    assert all(record["about"]["dtype"] == "float32" for record in records(out))
+
+
+def test_all_methods_get_the_history_of_plain_decoding(whole, folder):
+    turns = next(record for record in records(whole[0]) if record["task"] == "scenes-turns")["turns"]
+    assert [turn["rows"] for turn in turns] == [[0, 1]] * 3
+    sample = settings(folder).samples("scenes-turns")[0]
+    pipe = mmspec.load(folder, drafter=None)
+    before = [turn["methods"]["none"]["texts"][0] for turn in turns]
+    answer = pipe.generate(**sample.conversation.request(before[:2]), max_new_tokens=8)
+    assert turns[2]["methods"]["msd@6"]["answers"][0] == answer.token_ids
+
+
+def test_acceptance_and_shares_of_time(whole):
+    rows = {row["method"]: row for row in whole[1]["rows"] if row["task"] == "all" and row["temperature"] == 0}
+    length = {name: row["acceptance"]["mean_acceptance_length"] for name, row in rows.items() if row["acceptance"]}
+    assert length["none"] == 1.0
+    assert length["recycle@6"] > 1.0
+    assert rows["recycle@6"]["acceptance"]["num_spec_steps"] < rows["none"]["acceptance"]["num_spec_steps"]
+    assert sum(rows["msd@6"]["shares"].values()) == pytest.approx(1)
+    assert rows["generate"]["end_to_end"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert "lookup" not in rows  # transformers supports it for batch size 1 only
+    (refused, _) = whole[1]["refused"]
+    assert (refused["method"], refused["batch"]) == ("lookup", 2)
+
+
+def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path, monkeypatch):
+    call, done = Evaluator.__call__, []
+
+    def killed(self, job):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(job)
+        return call(self, job)
+
+    monkeypatch.setattr(Evaluator, "__call__", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(settings(folder), tmp_path)
+    path = tmp_path / "records.jsonl"
+    path.write_text(path.read_text()[:-40])  # a kill in the middle of a line
+    done.clear()
+    monkeypatch.setattr("eval.suite.run.write_report", lambda summary, folder: None)
+    monkeypatch.setattr(Evaluator, "__call__", lambda self, job: done.append(job) or call(self, job))
+    summary = run_suite(settings(folder), tmp_path)
+    assert len(done) == 8 - 2
+    assert without_times(records(tmp_path)) == without_times(records(whole[0]))
+    plain = [{k: row[k] for k in ("method", "tokens", "acceptance", "equal")} for row in summary["rows"]]
+    assert plain == [{k: row[k] for k in ("method", "tokens", "acceptance", "equal")} for row in whole[1]["rows"]]
+    for file in (whole[0] / "answers").iterdir():
+        lines, others = (p.read_text().splitlines() for p in (file, tmp_path / "answers" / file.name))
+        assert [without_times(json.loads(line)) for line in lines] == [
+            without_times(json.loads(line)) for line in others
+        ]
+
+
+def test_other_settings_in_the_same_folder_are_refused(whole, folder):
+    with pytest.raises(UserError, match=r"holds a run with rounds = 1: expected the same to go on, received 5"):
+        RunRecords(whole[0], {**json.loads((whole[0] / "settings.json").read_text()), "rounds": 5})
+
+
+def test_a_finished_run_is_not_measured_again(whole, folder, monkeypatch):
+    monkeypatch.setattr("eval.suite.run.write_report", lambda summary, folder: None)
+    monkeypatch.setattr("eval.suite.run.Evaluator", lambda plain: pytest.fail("loaded"))
+    assert run_suite(settings(folder), whole[0]) == whole[1]
+
+
+def test_answers_are_in_spec_benchs_format(whole):
+    path = whole[0] / "answers" / "standin-recycle@6-float32-temp-0.0-batch-2.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["question_id"] for line in lines][:3] == [4000000, 4000001, 4000002]
+    assert list(lines[0]) == ["question_id", "category", "model_id", "choices", "tstamp"]
+    (choice,) = lines[3]["choices"]
+    assert [len(choice[name]) for name in ("turns", "decoding_steps", "new_tokens", "wall_time")] == [3] * 4
+    assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
+    # The prefill's token belongs to no step.
+    assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) - 3
+
+
+def test_the_time_of_a_batch_is_divided_among_its_rows(whole):
+    record = records(whole[0])[0]
+    seconds = [one["total"] for one in record["turns"][0]["methods"]["none"]["seconds"]]
+    lines = answer_lines(record, "none")
+    assert sum(line["choices"][0]["wall_time"][0] for line in lines) == pytest.approx(*seconds)
+
+
+def test_the_report_has_figures_and_plots(whole):
+    text = (whole[0] / "report.md").read_text()
+    assert "## scenes-turns, temperature 1, batch 2" in text
+    assert text.count("- `lookup`, batch 2: ValueError") == 1  # once for both temperatures
+    assert "The plots show temperature 0, batch 2." in text
+    assert ", 1 round after a warm-up" in text
+    for name in ("speedup", "tasks", "accepted", "positions", "time", "tree-size"):
+        assert f"(plots/{name}.svg)" in text
+        assert (whole[0] / "plots" / f"{name}.svg").read_text().startswith("<?xml")
+
+
+def test_a_report_needs_no_matplotlib(whole, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "eval.suite.plots", None)
+    assert "they need the package matplotlib" in write_report(whole[1], tmp_path).read_text()
+
+
+def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch):
+    wrong = Evaluator(vars(settings(folder, methods="none", temperatures=(0.0,), batch_sizes=(1,), rounds=1)))
+    original = evaluator.run_interleaved
+
+    def corrupted(pipe, requests, methods, rounds, options):
+        batches = original(pipe, requests, methods, rounds, options)
+        batches["none"][0].answers[0][4] += 1
+        return batches
+
+    monkeypatch.setattr(evaluator, "run_interleaved", corrupted)
+    record = wrong({"task": "scenes-captions", "temperature": 0.0, "batch": 1, "group": 0})
+    result = record["turns"][0]["methods"]["none"]
+    assert result["equal"] == [False]
+    assert result["differences"][0]["position"] == 4
+    assert result["differences"][0]["margin"] > 0
+    rows = summarise([record], {"scenes-captions": wrong._samples["scenes-captions"]}, {"scenes-captions": None})
+    assert [(row["equal"], row["compared"]) for row in rows] == [(1, 1), (0, 1)]
+    assert rows[1]["differences"][0]["id"] == "4000000"
+    about = {**record["about"], "device": "cpu"}
+    summary = {"about": about, "settings": {"rounds": 1}, "rows": rows, "refused": []}
+    section = write_report(summary, tmp_path).read_text().split("## Answers that differ")[1]
+    assert re.search(r"\| `none` \| 0 \| 1 \| scenes-captions 4000000, turn 0 \| 4 \| [\d.e-]+ \|", section)
+
+
+def test_jobs_cover_every_sample_once(folder):
+    jobs = suite_jobs(settings(folder), {"scenes-captions": 5, "scenes-turns": 4})
+    assert len(jobs) == 2 * (3 + 2)
+    assert len({json.dumps(job) for job in jobs}) == len(jobs)
+
+
+def test_method_specs(folder):
+    target = mmspec.load(folder, drafter=None).target
+    found = {
+        method.name: method
+        for method in parse_methods("msd,msd@7,recycle@chain,c=msd@chain4,none,lookup,ngram@chain", target)
+    }
+    assert list(found) == ["generate", "none", "msd", "msd@7", "recycle@chain", "c", "lookup", "ngram@chain"]
+    assert [method.nodes for method in found.values()] == [0, 0, None, 7, None, 4, 0, None]
+    assert (found["c"].drafter.top_k, found["c"].drafter.depth) == (1, 4)
+    assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
+    small = save_text_model(Path(folder).parent / "small")
+    named = parse_methods(f"small:{small}@chain,assisted:{small}/,{folder}/drafter-msd@3,x=small:{small}", target)
+    assert [method.name for method in named][2:] == ["small:small@chain", "assisted:small", "drafter-msd@3", "x"]
+
+    assert auto_methods(Path(folder))[-4:] == ["recycle", "recycle@chain", "msd", "msd@chain"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ("msd@bush", "shape must be tree, chain, chainN or a number of nodes: got 'bush'"),
+        ("msd@0", "shape must be"),
+        ("nope", "unknown drafter"),
+        ("a=none,a=lookup", r"its own label \(LABEL=METHOD\): 'a' is given twice"),
+        ("assisted:/nowhere", "cannot load the assistant '/nowhere'"),
+    ],
+)
+def test_invalid_methods_are_refused(folder, specs, message):
+    with pytest.raises(UserError, match=message):
+        parse_methods(specs, mmspec.load(folder, drafter=None).target)
+
+
+def test_transformers_assisted_decoding_of_a_text_model(tmp_path):
+    model = save_text_model(tmp_path / "text")
+    options = {"tasks": ("texts",), "methods": f"a=assisted:{model}", "limit": 1, "max_new_tokens": 12}
+    summary = run_suite(SuiteSettings(str(model), **options, rounds=1, warm_up=0), tmp_path / "out")
+    rows = {row["method"]: row for row in summary["rows"]}
+    assert rows["a"]["equal"] == 1
+    assert rows["a"]["acceptance"]["mean_acceptance_length"] > 1  # the model is its own assistant
+    assert methods.BASELINE in rows
+
+
+def test_the_command(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*options):
+        return CliRunner().invoke(evaluate, options)
+
+    assert "pope" in call("--list").output
+    with pytest.raises(UserError, match="expected --out FOLDER"):
+        CliRunner().invoke(evaluate, [], catch_exceptions=False)
+    common = ["--model", folder, "--tasks", "scenes-counting", "--limit", "1", "--methods", "ngram@chain,ngram@3"]
+    common += ["--rounds", "1", "--warm-up", "0", "--max-new-tokens", "5", "--out", str(tmp_path)]
+    result = call(*common)
+    assert result.exception is None, result.output
+    assert "scenes-counting, temperature 0, batch 1" in result.output
+    assert " accuracy " in result.output  # the score's name is in the header, methods are not shortened
+    assert "ngram@chain" in result.output
+    content = json.loads(call(*common, "--json").stdout)
+    assert content == json.loads((tmp_path / "summary.json").read_text())
+    assert [row["method"] for row in content["rows"]] == ["generate", "none", "ngram@chain", "ngram@3"]
+
+
+def test_only_embedded_tasks_are_generated():
+    assert {name for name, task in TASKS.items() if task.draw} == {
+        n for n in TASKS if n.startswith(("scenes", "texts"))
+    }
+
+
+class KilledEvaluator(Evaluator):
+    """Kills its own process once, in the middle of the run."""
+
+    def __call__(self, job):
+        mark = os.path.join(os.path.dirname(self.settings.model), "died")
+        if job["task"] == "scenes-turns" and not os.path.exists(mark):
+            with open(mark, "w"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(job)
+
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install -e .[ray]")
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.filterwarnings("ignore")
+def test_ray_gives_the_same_results_and_repeats_a_killed_workers_job(whole, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.suite.run.Evaluator", KilledEvaluator)
+    summary = run_suite(settings(folder), tmp_path, engine="ray", workers=2)
+    assert os.path.exists(os.path.join(os.path.dirname(folder), "died"))
+    assert len(records(tmp_path)) == 8
+    key = json.dumps
+    same = [sorted(without_times(records(out)), key=key) for out in (tmp_path, whole[0])]
+    assert same[0] == same[1]
+    assert [row["equal"] for row in summary["rows"]] == [row["equal"] for row in whole[1]["rows"]]
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.filterwarnings("ignore")
+def test_a_usage_error_in_a_worker_is_one_line(folder, tmp_path):
+    with pytest.raises(UserError, match=r"^unknown drafter: expected one of .*, got 'nope'"):
+        run_suite(settings(folder, methods="nope"), tmp_path, engine="ray")

@@ -1,0 +1,188 @@
+"""Scorers, against values computed by hand."""
+
+import itertools
+import math
+import sys
+import types
+from collections import Counter
+
+import pytest
+
+from eval.harness.prompts import Conversation
+from eval.suite.sample import Sample
+from eval.suite.scoring import captions, choice, drawn, words, yes_no
+from eval.suite.tasks import TASKS
+from mmspec.errors import UserError
+from vision.scenes.captions import caption
+from vision.scenes.clips import describe_clip
+from vision.scenes.scene import seeded
+
+
+def sample(*accepted, category="", metadata=None):
+    return Sample("1", Conversation(("?",)), category, (accepted,), metadata)
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The Two dogs.", "2 dogs"),
+        ("It's 1,000.5 metres!", "its 1000.5 metres"),
+        ("well-known", "well known"),
+        ("yes.", "yes"),
+        ("an U.S. flag", "us flag"),
+        ("3.14 is pi. So.", "3.14 is pi so"),
+    ],
+)
+def test_normalisation(text, normal):
+    assert words.normalise(text) == normal
+
+
+@pytest.mark.parametrize(("agreeing", "score"), [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)])
+def test_vqa_accuracy_by_agreeing_annotators(agreeing, score):
+    humans = ["cat"] * agreeing + [f"dog {k}" for k in range(10 - agreeing)]
+    assert words.vqa_accuracy([(sample(*humans), ["A cat."])]) == {"VQA accuracy": pytest.approx(score)}
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted", "score"),
+    [("104", "100", 1), ("106", "100", 0), ("5%", "0.05", 1), ("Blue.", "blue", 1), ("7", "seven", 0), ("0", "0", 1)],
+)
+def test_relaxed_accuracy(answer, wanted, score):
+    assert words.relaxed([(sample(wanted), [answer])]) == {"relaxed accuracy": score}
+
+
+def test_anls_is_zero_below_one_half():
+    assert words.anls([(sample("hello"), ["hallo"])])["ANLS"] == pytest.approx(0.8)
+    assert words.anls([(sample("hello"), ["hxxxx"])])["ANLS"] == 0
+    assert words._edit_distance("kitten", "sitting") == 3
+    assert words.anls([(sample("a b"), ["A  B"]), (sample("x"), ["y"])])["ANLS"] == 0.5
+
+
+def test_rouge_l_numbers_and_containment():
+    assert words.rouge_l([(sample("red big dog runs"), ["a red dog runs fast"])])["ROUGE-L"] == pytest.approx(2 * 3 / 8)
+    assert (
+        words.last_number([(sample("1,234"), ["First 5, then 1234."]), (sample("3"), ["3 of 4"])])["exact match"] == 0.5
+    )
+    assert (
+        words.contained([(sample("red"), ["It is red."]), (sample("red"), ["reddish"])])["reference in answer"] == 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [("B", "B"), ("(b) no", None), ("(B)", "B"), ("B. moon", "B"), ("The answer is A", "A"), ("the moon", "B"),
+     ("sun and moon", None), ("E", None)],
+)  # fmt: skip
+def test_chosen_letter(answer, letter):
+    assert choice.chosen_letter(answer, ["sun", "moon"]) == letter
+
+
+def test_pope_counts_yes_as_positive():
+    truth = ["yes", "yes", "no", "no"]
+    said = ["Yes.", "no", "yes", "perhaps"]
+    figures = yes_no.pope([(sample(t), [s]) for t, s in zip(truth, said, strict=True)])
+    assert figures == {"F1": 0.5, "accuracy": 0.5, "precision": 0.5, "recall": 0.5, "yes": 0.5}
+
+
+def test_mme_counts_questions_and_images():
+    pairs = [("a", "yes", "yes"), ("a", "no", "yes"), ("b", "yes", "yes"), ("b", "no", "no")]
+    answered = [(sample(truth, category="count", metadata=image), [said]) for image, truth, said in pairs]
+    assert yes_no.mme(answered) == {"score": pytest.approx(75 + 50), "accuracy": 0.75}
+
+
+class ReferenceCider:
+    """CIDEr-D from its formulas (arXiv 1411.5726, sections 3 and 5), with the interface of pycocoevalcap's class."""
+
+    def compute_score(self, wanted, said):
+        images = [[self.grams(reference) for reference in references] for references in wanted.values()]
+        frequency = Counter(gram for references in images for gram in set(itertools.chain(*references)))
+
+        def weighed(grams, size):
+            idf = {gram: math.log(len(images)) - math.log(max(1, frequency[gram])) for gram in grams}
+            return {gram: count * idf[gram] for gram, count in grams.items() if len(gram) == size}
+
+        def alike(answer, reference, size):
+            a, b = weighed(answer, size), weighed(reference, size)
+            norms = math.sqrt(sum(x * x for x in a.values())) * math.sqrt(sum(x * x for x in b.values()))
+            clipped = sum(min(a[gram], b[gram]) * b[gram] for gram in a.keys() & b.keys())
+            return clipped / norms if norms else 0.0
+
+        scores = []
+        for name, references in zip(wanted, images, strict=True):
+            answer, each = self.grams(said[name][0]), []
+            for reference, text in zip(references, wanted[name], strict=True):
+                longer = len(said[name][0].split()) - len(text.split())
+                penalty = math.exp(-(longer**2) / (2 * 6**2))
+                each.append(10 * penalty * sum(alike(answer, reference, size) for size in (1, 2, 3, 4)) / 4)
+            scores.append(sum(each) / len(each))
+        return sum(scores) / len(scores), scores
+
+    @staticmethod
+    def grams(text):
+        words = text.split()
+        return Counter(tuple(words[k : k + n]) for n in (1, 2, 3, 4) for k in range(len(words) - n + 1))
+
+
+CAPTIONS = {
+    "A dog runs on the grass.": ("A dog runs on grass.", "The dog's running on the green grass", "a brown dog"),
+    "Two cats sleep, on a bed": ("Two cats asleep on a bed!", "two cats on the bed sleep"),
+    "A man rides a horse": ("A man is riding a brown horse", "Someone on a horse; a man", "The man rides", "a horse"),
+    "a red bus": ("A red bus in the street", "A bus"),
+}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_cider_averages_over_all_references(own, monkeypatch):
+    answered = [(sample(*references), [answer]) for answer, references in CAPTIONS.items()]
+
+    def words(text):
+        return "".join(c for c in text.lower() if c.isalnum() or c == " ")
+
+    wanted = {k: list(map(words, references)) for k, references in enumerate(CAPTIONS.values())}
+    expected, _ = ReferenceCider().compute_score(wanted, {k: [words(answer)] for k, answer in enumerate(CAPTIONS)})
+    first, _ = ReferenceCider().compute_score({k: v[:1] for k, v in wanted.items()}, {k: [words(a)] for k, a in
+                                          enumerate(CAPTIONS)})  # fmt: skip
+    assert abs(first - expected) > 0.5
+    if own:  # works without pycocoevalcap
+        module = types.SimpleNamespace(Cider=ReferenceCider)
+        monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", module)
+        for name in ("pycocoevalcap", "pycocoevalcap.cider"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    else:
+        pytest.importorskip("pycocoevalcap")
+    assert captions.cider(answered) == {"CIDEr": pytest.approx(expected)}
+
+
+def test_cider_prefers_the_right_caption():
+    pytest.importorskip("pycocoevalcap")
+    one, two = sample("a dog runs on grass", "the dog runs"), sample("two cats sleep on a bed", "cats asleep")
+    right = captions.cider([(one, ["A dog runs on grass."]), (two, ["Two cats sleep on a bed."])])["CIDEr"]
+    wrong = captions.cider([(one, ["Two cats sleep on a bed."]), (two, ["A dog runs on grass."])])["CIDEr"]
+    assert right > 1 > wrong
+
+
+def test_cider_names_the_package_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
+    with pytest.raises(UserError, match=r"CIDEr needs the package pycocoevalcap"):
+        captions.cider([(sample("a"), ["a"])])
+
+
+def test_generated_tasks_are_scored_by_their_scenes():
+    scenes = TASKS["scenes-captions"].samples(None, 12)
+    correct = [(one, [caption(one.metadata, seeded("train", k))]) for k, one in enumerate(scenes)]
+    assert set(drawn.objects(correct).values()) == {1.0}
+    shifted = [(one, other[1]) for one, other in zip(scenes, correct[1:] + correct[:1], strict=True)]
+    assert drawn.objects(shifted)["objects right"] < 0.3
+    clips = TASKS["scenes-video"].samples(None, 6, frames=2)
+    assert drawn.events([(one, [describe_clip(one.metadata, seeded("train", 1))]) for one in clips]) == {
+        "events right": 1.0
+    }
+    turns = TASKS["scenes-turns"].samples(None, 4)
+    right = [(one, ["", *(question.answer for question in one.metadata[1:])]) for one in turns]
+    assert drawn.questions(right) == {"accuracy": 1.0}
+    assert drawn.questions([(one, ["", "Perhaps.", "Perhaps."]) for one in turns]) == {"accuracy": 0.0}
+    texts = TASKS["texts"].samples(None, 5)
+    assert drawn.generated([(one, [one.metadata.answer]) for one in texts]) == {"accuracy": 1.0}
+    charts = TASKS["scenes-charts"].samples(None, 5)
+    assert drawn.colour([(one, [f"It is {one.references[0][0]}."]) for one in charts]) == {"accuracy": 1.0}
+    assert drawn.colour([(one, ["It is red, blue, green, cyan and yellow."]) for one in charts]) == {"accuracy": 0.0}

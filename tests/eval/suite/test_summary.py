@@ -1,0 +1,173 @@
+"""Summaries of records with known times and token counts, against closed forms."""
+
+import pytest
+
+from eval.harness.prompts import Conversation
+from eval.suite.sample import Sample
+from eval.suite.summary import summarise
+from mmspec.errors import UserError
+
+TASK = "scenes-captions"
+
+
+def method(total, tokens=(11,), decoding=None, stats=(), equal=(True,), memory=5, **parts):
+    """A method's results of a turn, in three rounds with a median time of ``total`` seconds."""
+    spent = {"total": total, "decoding": total / 2 if decoding is None else decoding, **parts}
+    rounds = [{name: factor * value for name, value in spent.items()} for factor in (1, 9, 0.5)]
+    answers = [[1] * count for count in tokens]
+    texts = [f"{count} tokens" for count in tokens]
+    found = {"answers": answers, "texts": texts, "seconds": rounds, "stats": list(stats), "memory": memory}
+    return {**found, "equal": list(equal), "differences": []}
+
+
+def record(group, *turns, task=TASK, ids=None, rows=None):
+    """A record of a batch of conversations; each turn gives results by method, in addition to both baselines'."""
+    baselines = {"generate": method(1.0), "none": method(1.0)}
+    results = [{"rows": rows or list(range(len(ids or "x"))), "methods": baselines | turn} for turn in turns]
+    head = {"task": task, "temperature": 0.0, "batch": len(ids or "x"), "group": group, "ids": ids or [str(group)]}
+    return {**head, "categories": [""], "turns": results, "refused": {}}
+
+
+def rows_of(*records, samples=(), scorer=None, tasks=(TASK,)):
+    rows = summarise(records, dict.fromkeys(tasks, samples), dict.fromkeys(tasks, scorer))
+    return {row["method"] if len(tasks) == 1 else (row["task"], row["method"]): row for row in rows}
+
+
+def steps(*accepted, drafted=4):
+    """Statistics of verify steps, given the accepted draft tokens of each."""
+    histogram = [accepted.count(count) for count in range(max(accepted) + 1)]
+    figures = {"num_spec_steps": len(accepted), "num_draft_tokens": drafted * len(accepted)}
+    figures |= {"num_accepted_draft_tokens": sum(accepted), "accept_lengths": [count + 1 for count in accepted]}
+    return {**figures, "acceptance_histogram": histogram}
+
+
+def test_ratios_are_paired_by_conversation():
+    # Ratios by conversation are 2, 2 and 4; a ratio of sums would be dominated by the slow conversation.
+    seconds = [(2.0, 1.0), (200.0, 100.0), (4.0, 1.0)]
+    made = [record(k, {"generate": method(slow), "none": method(fast)}) for k, (slow, fast) in enumerate(seconds)]
+    none = rows_of(*made)["none"]
+    assert none["end_to_end"]["median"] == none["decoding"]["median"] == 2.0
+    assert none["end_to_end"]["low"] == 2.0
+    assert none["end_to_end"]["high"] == 4.0
+    assert none["tokens_per_second"] == 11.0
+    assert none["time_to_first_token"] == 0.5
+
+
+def test_ratios_are_of_seconds_per_token():
+    """Two turns; the methods emit 12, 20 and 6 tokens, 2 of them from prefills, in 6, 4 and 4 seconds."""
+    turns = [
+        {"generate": method(4.0, (5,), 1.5), "none": method(3.0, (15,), 1.0), "msd": method(3.0, (4,), 2.0)},
+        {"generate": method(2.0, (7,), 1.0), "none": method(1.0, (5,), 0.8), "msd": method(1.0, (2,), 0.5)},
+    ]
+    rows = rows_of(record(0, *turns))
+    found = {name: {key: row[key] and row[key]["median"] for key in row if "_plain" in key or key in
+             ("end_to_end", "decoding")} for name, row in rows.items()}  # fmt: skip
+    whole = {"generate": 6 / 12, "none": 4 / 20, "msd": 4 / 6}
+    decoding = {"generate": 2.5 / (12 - 2), "none": 1.8 / (20 - 2), "msd": 2.5 / (6 - 2)}
+    for name in rows:
+        assert found[name] == {
+            "end_to_end": pytest.approx(whole["generate"] / whole[name]),
+            "end_to_end_plain": pytest.approx(whole["none"] / whole[name]),
+            "decoding": pytest.approx(decoding["generate"] / decoding[name]),
+            "decoding_plain": pytest.approx(decoding["none"] / decoding[name]),
+        }
+    assert [row["tokens"] for row in rows.values()] == [12, 20, 6]
+    assert [row["tokens_per_second"] for row in rows.values()] == pytest.approx([12 / 6, 20 / 4, 6 / 4])
+    # The mean time to first token over the turns.
+    assert rows["msd"]["time_to_first_token"] == pytest.approx((1.0 + 0.5) / 2)
+    assert rows["none"]["time_to_first_token"] == pytest.approx((2.0 + 0.2) / 2)
+
+
+def test_answers_of_one_token_have_no_decoding_ratio():
+    rows = rows_of(record(0, {"generate": method(2.0, (1,)), "none": method(1.0, (1,))}))
+    assert rows["none"]["decoding"] is rows["none"]["decoding_plain"] is None
+    assert rows["none"]["end_to_end"]["median"] == 2.0
+    rows = rows_of(record(0, {"generate": method(2.0, (1,)), "none": method(1.0, (2,))}))
+    assert rows["none"]["decoding"] is None
+    assert rows["none"]["decoding_plain"]["median"] == 1.0
+
+
+def test_tokens_of_all_rows_are_counted():
+    turn = {"generate": method(6.0, (3, 5, 4), 3.0), "none": method(2.0, (3, 5, 4), 1.0)}
+    (generate, none) = rows_of(record(0, turn, ids=["a", "b", "c"])).values()
+    assert (none["conversations"], none["tokens"]) == (3, 12)
+    assert none["tokens_per_second"] == 12 / 2
+    assert none["decoding"]["median"] == 3.0
+    assert generate["batch"] == 3
+
+
+def test_shares_of_time():
+    parts = [{"prefill": 1.0, "draft": 2.0, "verify": 4.0, "commit": 1.0}, {"prefill": 2.0, "draft": 0.0, "verify": 8.0,
+             "commit": 0.0}]  # fmt: skip
+    made = [
+        record(k, {"generate": method(30.0), "none": method(total, **part)})
+        for k, (total, part) in enumerate(zip((10.0, 15.0), parts, strict=True))
+    ]
+    rows = rows_of(*made)
+    assert rows["generate"]["shares"] == {}
+    assert rows["none"]["shares"] == pytest.approx(
+        {"prefill": 3 / 25, "draft": 2 / 25, "verify": 12 / 25, "commit": 1 / 25, "rest": 7 / 25}
+    )
+
+
+def test_acceptance_memory_and_equality():
+    turn = {"none": method(1.0), "msd": method(1.0, (8, 4), stats=(steps(3, 0, 1), steps(2)), equal=(True, False))}
+    other = {"none": method(1.0, equal=(None,), memory=None), "msd": method(1.0, stats=(steps(1, 1),), memory=7)}
+    rows = rows_of(record(0, turn, ids=["a", "b"], rows=[0, 1]), record(1, other, ids=["c", "d"], rows=[0]))
+    found = rows["msd"]
+    assert found["acceptance"]["mean_acceptance_length"] == (4 + 1 + 2 + 3 + 2 + 2) / 6
+    assert found["acceptance"]["draft_acceptance_rate"] == (3 + 0 + 1 + 2 + 1 + 1) / 24
+    assert found["acceptance"]["histogram"] == [1, 3, 1, 1]
+    assert found["acceptance"]["equal"] == 2
+    assert (found["equal"], found["compared"], found["memory"], found["conversations"]) == (2, 3, 7, 4)
+    assert (rows["none"]["equal"], rows["none"]["compared"], rows["none"]["memory"]) == (1, 1, 5)
+    assert rows["none"]["acceptance"] is None
+    without = {**steps(0), "num_spec_steps": 0, "accept_lengths": []}
+    assert rows_of(record(0, {"none": method(1.0, (1,), stats=(without,))}))["none"]["acceptance"] is None
+
+
+def test_differences_name_their_conversation_and_turn():
+    made = record(0, {"none": method(1.0)}, {"none": method(1.0)}, ids=["a", "b", "c"], rows=[2, 0])
+    made["turns"][1]["methods"]["none"]["differences"] = [{"row": 0, "position": 4}, {"row": 1, "position": 0}]
+    assert rows_of(made)["none"]["differences"] == [
+        {"task": TASK, "id": "c", "turn": 1, "row": 0, "position": 4},
+        {"task": TASK, "id": "a", "turn": 1, "row": 1, "position": 0},
+    ]
+
+
+def test_tasks_are_summarised_separately_and_together():
+    first = record(0, {"none": method(1.0, (4,)), "msd": method(2.0, (4,))})
+    second = record(0, {"none": method(3.0, (8,))}, task="other")
+    rows = rows_of(first, second, tasks=(TASK, "other"))
+    methods = {"all": ("generate", "none", "msd"), TASK: ("generate", "none", "msd"), "other": ("generate", "none")}
+    assert list(rows) == [(task, name) for task, names in methods.items() for name in names]
+    assert rows["all", "none"]["tokens"] == 12
+    # A method is summarised over the records that contain it.
+    assert rows["all", "msd"]["tokens"] == 4
+    assert "score" not in rows["all", "none"]
+    assert rows["other", "none"]["score"] == {}
+    warm = summarise([first, {**first, "temperature": 1.0}], {TASK: ()}, {TASK: None})
+    assert [(row["task"], row["temperature"]) for row in warm] == [(TASK, 0.0)] * 3 + [(TASK, 1.0)] * 3
+
+
+def test_scorers_get_the_answers_of_each_conversation():
+    """Conversation b has one turn: the rows of the second turn are a and c."""
+    turns = [{name: method(1.0, tokens) for name in ("generate", "none")} for tokens in ((1, 2, 3), (4, 5))]
+    made = record(0, *turns, ids=["a", "b", "c"])
+    made["turns"][1]["rows"] = [0, 2]
+    samples = [Sample(name, Conversation(("?",))) for name in "cba"]
+    seen = []
+    rows = rows_of(made, samples=samples, scorer=lambda answered: seen.append(answered) or {"right": 0.5})
+    assert rows["none"]["score"] == {"right": 0.5}
+    assert seen[0] == seen[1]
+    assert [(sample.id, answers) for sample, answers in seen[1]] == [
+        ("a", ["1 tokens", "4 tokens"]),
+        ("b", ["2 tokens"]),
+        ("c", ["3 tokens", "5 tokens"]),
+    ]
+
+    def missing(answered):
+        raise UserError("no such package")
+
+    rows = rows_of(made, samples=samples, scorer=missing)
+    assert (rows["none"]["score"], rows["none"]["not_scored"]) == ({}, "no such package")

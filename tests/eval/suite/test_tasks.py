@@ -1,0 +1,166 @@
+"""Local benchmark files in their own fields, generated tasks, and one-line errors."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from eval.harness import prompts
+from eval.suite.tasks import GROUPS, TASKS, drawn, select_tasks
+from mmspec.errors import UserError
+
+ROWS = {
+    "coco": {"image": "a.png", "answer": ["A dog.", "One dog."], "id": 7},
+    "flickr30k": {"image": "a.png", "caption": ["A dog."], "img_id": 3},
+    "nocaps": {"image": "a", "annotations_captions": ["A dog."], "image_id": 3},
+    "vqav2": {"image": "a.png", "question": "Why?", "answers": [{"answer": "yes"}, {"answer": "no"}], "question_id": 5},
+    "gqa": {"image": "a.png", "question": "Why?", "answer": "tree"},
+    "textvqa": {"image": "a.png", "question": "Why?", "answers": ["x", "y"]},
+    "vizwiz": {"image": "a.png", "question": "Why?", "answers": ["x"], "category": "other"},
+    "chartqa": {"image": "a.png", "question": "Why?", "answer": "12", "type": "human"},
+    "docvqa": {"image": "a.png", "question": "Why?", "answers": ["x"]},
+    "activitynet-qa": {"video_name": "clip", "question": "who runs", "answer": "man", "type": 3},
+    "msvd-qa": {"video": "clip.mp4", "question": "who runs", "answer": "man"},
+    "ai2d": {"image": "a.png", "question": "Which?", "options": ["sun", "moon"], "answer": "1"},
+    "scienceqa": {"image": None, "question": "Which?", "choices": ["sun", "moon"], "answer": 0, "hint": "Look."},
+    "mmmu": {"image_1": "a.png", "image_2": "a.png", "question": "Which?", "options": "['sun', 'moon']", "answer": "B"},
+    "pope": {"image": "a.png", "question": "Is it?", "answer": "yes", "category": "popular"},
+    "mme": {"image": "a.png", "question": "Is it? Please answer yes or no.", "answer": "Yes", "category": "count"},
+    "mm-vet": {"image": "a.png", "question": "Which?", "answer": "sun<OR>moon", "capability": "ocr"},
+    "llava-bench": {"image": "a.png", "question": "Which?", "gpt_answer": "The sun.", "category": "conv"},
+    "video-detail": {"video_name": "clip", "question": "Describe.", "answer": "A man."},
+    "mmspec-benchmark": {"id": "g1", "image": "a.png", "turns": ["One?", "Two?"], "category": "gqa", "topic": "x"},
+    "mt-bench": {"prompt_id": 3, "prompt": ["One?", "Two?"], "category": "math"},
+    "gsm8k": {"question": "How many?", "answer": "Two and two.\n#### 1,234"},
+    "humaneval": {"task_id": "H/0", "prompt": "def f():"},
+    "spec-bench": {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"]},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, row in ROWS.items():
+        (folder / name / "images").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / name / "images" / "a.png")
+        (folder / name / "clip.mp4").write_bytes(b"clip")
+        (folder / name / "part.jsonl").write_text("\n".join([json.dumps(row), "", json.dumps(row)]))
+    return folder
+
+
+def test_every_benchmark_has_a_row_here():
+    assert set(ROWS) == {task.name for task in TASKS.values() if task.draw is None}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_benchmark_is_read_from_its_own_fields(data, name):
+    task = TASKS[name]
+    samples = task.samples(data, None)
+    assert len(samples) == 2
+    assert samples[0].id != samples[1].id
+    conversation = samples[0].conversation
+    assert all(conversation.questions)
+    assert (
+        len(conversation.questions) == len(ROWS[name].get("turns", ROWS[name].get("prompt", [0])))
+        or name == "humaneval"
+    )
+    seen = [*conversation.images, *conversation.videos]
+    assert bool(seen) == (task.visual and name != "scienceqa")
+    assert all(str(data / name) in path for path in seen)
+    if task.score is not None:
+        assert len(samples[0].references) == 1
+        right = [(sample, [sample.references[0][0]]) for sample in samples]
+        if name in ("coco", "flickr30k", "nocaps"):
+            return
+        assert next(iter(task.score(right).values())) in (1.0, 200.0, pytest.approx(1.0)) or name in (
+            "vqav2",
+            "textvqa",
+        )
+        wrong = [(sample, ["something else entirely"]) for sample in samples]
+        assert next(iter(task.score(wrong).values())) == 0
+
+
+def test_prompts_and_references(data):
+    (first, _) = TASKS["ai2d"].samples(data, None)
+    assert first.conversation.questions[0].startswith("Which?\nA. sun\nB. moon\n")
+    assert first.references == (("B",),)
+    assert TASKS["mmmu"].samples(data, 1)[0].conversation.images[0].endswith("mmmu/images/a.png")
+    assert TASKS["activitynet-qa"].samples(data, 1)[0].conversation.questions[0].startswith("Who runs?\n")
+    assert TASKS["gsm8k"].samples(data, 1)[0].references == (("1,234",),)
+    assert "Please" not in TASKS["mme"].samples(data, 1)[0].conversation.questions[0]
+
+
+def test_a_single_file(tmp_path):
+    (tmp_path / "spec-bench.jsonl").write_text(json.dumps(ROWS["spec-bench"]))
+    (sample,) = TASKS["spec-bench"].samples(tmp_path, None)
+    assert (sample.id, sample.category, sample.conversation.questions) == ("81", "writing", ("One?", "Two?"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"pope.jsonl, line 1: expected a JSON object, received Expecting"),
+        ("[1]", r"line 1: expected a JSON object, received list"),
+        ('{"image": "a.png"}', r"line 1: expected a field 'question', received image"),
+        (
+            '{"image": "b.png", "question": "Is it?", "answer": "no"}',
+            r"line 1: expected the file b.png in .*, there is none",
+        ),
+        ("", r"pope: expected at least one sample, received none"),
+    ],
+)
+def test_broken_data_is_reported_in_one_line(tmp_path, line, message):
+    (tmp_path / "pope.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=message):
+        TASKS["pope"].samples(tmp_path, None)
+
+
+def test_missing_data_is_reported(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"pope: expected .*pope.jsonl or .jsonl files in .*pope/, there are none"):
+        TASKS["pope"].samples(tmp_path, None)
+    with pytest.raises(UserError, match=r"expected --data FOLDER with mmspec-benchmark.jsonl"):
+        TASKS["mmspec-benchmark"].samples(None, None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"gqa: expected --data FOLDER with local files, or the package datasets"):
+        TASKS["gqa"].samples(None, 1)
+
+
+def test_an_unreachable_hub_is_reported(monkeypatch):
+    def load_dataset(*given, **options):
+        raise ConnectionError("no route to host\nmore")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(
+        UserError, match=r"pope: expected to read .*POPE through datasets, or --data FOLDER \(no route to host\)"
+    ):
+        TASKS["pope"].samples(None, 3)
+
+
+@pytest.mark.parametrize("name", GROUPS["embedded"])
+def test_generated_tasks_are_deterministic(name, monkeypatch):
+    taken = []
+    seeded = drawn.seeded
+    monkeypatch.setattr(drawn, "seeded", lambda split, index: taken.append((split, index)) or seeded(split, index))
+    first = TASKS[name].samples(None, 3, frames=2)
+    again = TASKS[name].samples(None, 2, frames=2)
+    assert [s.conversation.questions for s in first[:2]] == [s.conversation.questions for s in again]
+    assert len({s.id for s in first}) == 3
+    assert all(
+        split == "heldout" and index >= drawn.FIRST_INDEX > prompts.FIRST_INDEX + 5 * prompts.INDICES_PER_SUITE
+        for split, index in taken
+    )
+    assert TASKS[name].visual == bool([*first[0].conversation.images, *first[0].conversation.videos])
+
+
+def test_tasks_are_selected_by_name_and_group():
+    assert [task.name for task in select_tasks("embedded", visual=False)] == ["texts"]
+    assert "texts" not in [task.name for task in select_tasks("embedded", visual=True)]
+    assert [task.name for task in select_tasks("pope, texts,pope", visual=True)] == ["pope", "texts"]
+    with pytest.raises(UserError, match=r"unknown task: expected some of embedded, .*, got 'nope'"):
+        select_tasks("pope,nope", visual=True)
+    with pytest.raises(UserError, match=r"pope has images or videos: expected a vision-language model"):
+        select_tasks("pope", visual=False)
+    with pytest.raises(UserError, match=r"expected at least one task"):
+        select_tasks(" ,", visual=True)
