@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from mmspec import plugins
-from mmspec.budget import AdaptiveBudget
+from mmspec.budget import Budget
 from mmspec.calibrate import cost_table
 from mmspec.cli.session import TINY, drafter_name, open_pipeline
 from mmspec.drafter import Drafter, lend
@@ -41,7 +41,7 @@ class LoadedModel:
     def __init__(self, target: TransformersTarget, name: str) -> None:
         self.target = target
         self.name = name
-        self._drafters: OrderedDict[str, tuple[Drafter | None, dict[int, AdaptiveBudget]]] = OrderedDict()
+        self._drafters: OrderedDict[str, tuple[Drafter | None, dict[int, Budget]]] = OrderedDict()
 
     def pipeline(self, drafter: str) -> Pipeline:
         """A pipeline with a traced drafter and the adaptive budgets of earlier requests.
@@ -68,7 +68,7 @@ class LoadedModel:
         """The registered name of a drafter, or "none"."""
         return drafter_name(self._get_drafter(drafter)[0]) or "none"
 
-    def _get_drafter(self, name: str) -> tuple[Drafter | None, dict[int, AdaptiveBudget]]:
+    def _get_drafter(self, name: str) -> tuple[Drafter | None, dict[int, Budget]]:
         if name not in self._drafters:
             self._drafters[name] = make_drafter(name, str(self.target.model.config.name_or_path)), {}
             while len(self._drafters) > _DRAFTERS:

@@ -32,7 +32,7 @@ from eval.decoding.tiny_models import (
     vision_inputs,
     vision_model,
 )
-from mmspec import sampling
+from mmspec import ops
 from mmspec.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -184,7 +184,7 @@ def _first_difference(
 def sampling_margin(model: Any, case: Case, position: int) -> list[float]:
     """Distance in probability from each row's draw at new token ``position`` to the nearest other token's interval."""
     distances: list[list[float]] = []
-    quantile = sampling.quantile
+    quantile = ops.quantile
 
     def record_distance(probs: Tensor, uniform: Tensor) -> Tensor:
         borders = probs.double().cumsum(-1)
@@ -193,12 +193,12 @@ def sampling_margin(model: Any, case: Case, position: int) -> list[float]:
         return quantile(probs, uniform)
 
     try:
-        sampling.quantile = record_distance
+        ops.quantile = record_distance
         torch.manual_seed(case.seed)
         options: dict[str, Any] = {**SETTINGS[case.setting], **case_inputs(case)}
         mmspec.generate(model, drafter=None, max_new_tokens=position + 1, **options)
     finally:
-        sampling.quantile = quantile
+        ops.quantile = quantile
     return distances[position]
 
 

@@ -16,7 +16,7 @@ import torch
 
 from eval.harness.drafters import ProfiledDrafter, tree_sizes
 from eval.harness.memory import peak_memory, reset_peak_memory
-from mmspec.budget import AdaptiveBudget
+from mmspec.budget import Budget
 from mmspec.drafter import Drafter, fork, lend
 from mmspec.pipeline import Pipeline
 from mmspec.stats import Stats
@@ -84,7 +84,7 @@ class Method:
     nodes: int | None = 0
     target: TransformersTarget | None = None
     generate_options: dict[str, Any] | None = None
-    budgets: dict[int, AdaptiveBudget] = field(default_factory=dict)
+    budgets: dict[int, Budget] = field(default_factory=dict)
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)

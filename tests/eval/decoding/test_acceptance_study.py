@@ -17,7 +17,8 @@ from eval.harness.prompts import Conversation
 from mmspec.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from tests.decoding import decode
+from mmspec.engine import Engine
+from mmspec.sampling import SamplingParams
 from tests.standin import save_llava
 from vision.drafters.msd import MSD
 
@@ -81,10 +82,8 @@ def test_a_perfect_chain_of_three_has_an_acceptance_length_of_four(pipe):
 
 
 def test_sampled_answers_equal_plain_decoding_with_the_same_seed(pipe, monkeypatch):
-    seeds = []
-    monkeypatch.setattr(
-        "mmspec.pipeline.generator_for", lambda seed, device: seeds.append(seed) or generator_for(seed, device)
-    )
+    seeds, sampler = [], SamplingParams.sampler
+    monkeypatch.setattr(SamplingParams, "sampler", lambda self, *rest: seeds.append(self.seed) or sampler(self, *rest))
     asked = conversations(["What is it?", "Which colour?", "Why?"], counted=1)
     study = AcceptanceStudy(pipe, {"msd": MSD(msd_network(pipe.model)), "recycle": Recycle()}, "6", [1.0], 2, 15)
     study.run("turns", asked)
@@ -97,13 +96,14 @@ def test_sampled_answers_equal_plain_decoding_with_the_same_seed(pipe, monkeypat
 
 
 def test_a_wrong_output_is_counted_and_recorded(pipe, monkeypatch):
-    def corrupted(target, drafter, *rest):
-        for rows in decode(target, drafter, *rest):
-            if drafter is not None:
-                rows[0].history[-1] = 7
-            yield rows
+    decode = Engine._decode
 
-    monkeypatch.setattr("mmspec.pipeline.decode", corrupted)
+    def corrupted(self):
+        decode(self)
+        if self.drafter is not None:
+            self.running[0].history[-1] = 7
+
+    monkeypatch.setattr(Engine, "_decode", corrupted)
     study = AcceptanceStudy(pipe, {"ngram": Ngram()}, temperatures=[0.0], max_new_tokens=6)
     study.run("images", conversations())
     (stats,) = study.results.values()
