@@ -52,6 +52,9 @@ class ChainOracle:
         self.history, self.start = history[0], len(prompt.histories()[0])
         self.number += 1
 
+    def select(self, rows):
+        pass
+
     def propose(self, token, budget):
         chain = self.answers[self.number][len(self.history) - self.start :][
             : min(self.length, budget.max_depth, budget.nodes)

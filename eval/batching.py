@@ -1,0 +1,94 @@
+"""Throughput of many requests: ``python -m eval.batching``.
+
+Held-out scenes are captioned and asked about, so that answers differ in length. Every method answers all requests, the
+methods interleaved for several rounds; a method's time is its median, and its tokens must be those of one request at a
+time. "n slots" decodes n requests at a time, the next one joining as soon as another has ended; "groups of n" answers n
+requests, then the next n.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from time import perf_counter as clock
+from typing import Any
+
+import click
+
+import mmspec
+from eval.harness.drafters import parse_drafters
+from eval.harness.output import BenchmarkCommand, make_table, print_result, wide_console
+from eval.harness.prompts import picture
+from mmspec.calibrate import describe
+from mmspec.cli.options import OUT_FILE
+from vision.scenes.conversations import one_image
+from vision.scenes.scene import seeded
+
+
+def mixed_requests(count: int) -> list[dict[str, Any]]:
+    """Captions of held-out scenes, every other one replaced by the first question of a conversation about it."""
+    found = []
+    for index in range(count):
+        example = one_image(seeded("heldout", index))
+        prompt = "Describe the image." if index % 2 else example.turns[0][0]
+        found.append({"prompt": prompt, "images": [picture(example.scenes[0])]})
+    return found
+
+
+@click.command(cls=BenchmarkCommand)
+@click.option("--model", default="tiny-llava", show_default=True)
+@click.option("--requests", "count", default=64, show_default=True)
+@click.option("--slots", default="8,32", show_default=True, help="Batch sizes.")
+@click.option("--drafters", default="auto", show_default=True, help="Drafters, in addition to plain decoding.")
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
+def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new_tokens: int, out: Path | None) -> None:
+    """Measure tokens per second of many requests: a table, then one JSON line."""
+    target = mmspec.load(model, drafter=None).target
+    requests = mixed_requests(count)
+    methods: dict[tuple[str, str], tuple[mmspec.Pipeline, int]] = {}
+    for name, drafter in {"plain": None, **parse_drafters(drafters, target.model.config.name_or_path)}.items():
+        sizes = [1, *map(int, slots.split(","))]
+        for size in sizes:
+            pipe = mmspec.Pipeline(target, drafter, slots=size)
+            methods[name, f"{size} slots" if size > 1 else "one at a time"] = pipe, count
+            if size > 1:
+                methods[name, f"groups of {size}"] = pipe, size
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in methods}
+    answers: dict[tuple[str, str], list[list[int]]] = {}
+    for number in range(rounds + 1):
+        for key, (pipe, group) in methods.items():
+            start = clock()
+            given = []
+            for first in range(0, count, group):
+                given += pipe.generate_batch(requests[first : first + group], max_new_tokens=max_new_tokens)
+            if number:  # the first round warms up
+                seconds[key].append(clock() - start)
+            answers[key] = [answer.token_ids for answer in given]
+    expected = answers["plain", "one at a time"]
+    tokens = sum(map(len, expected))
+    rates = {key: tokens / median(times) for key, times in seconds.items()}
+    rows = [
+        {
+            "drafter": drafter,
+            "method": method,
+            "tokens_per_second": rate,
+            "over_one_at_a_time": rate / rates[drafter, "one at a time"],
+            "equal": sum(a == b for a, b in zip(answers[drafter, method], expected, strict=True)),
+        }
+        for (drafter, method), rate in rates.items()
+    ]
+    columns = [
+        ("drafter", "{drafter}"),
+        ("method", "{method}"),
+        ("tokens/s", "{tokens_per_second:.0f}"),
+        ("over one at a time", "{over_one_at_a_time:.2f}"),
+        ("equal", "{equal}"),
+    ]
+    wide_console().print(make_table(columns, rows, sections=["drafter"], title=f"{count} requests, {tokens} tokens"))
+    print_result({**describe(target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}, out)
+
+
+if __name__ == "__main__":
+    main()
