@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmspec.support import from_pretrained
 from vision.embedded import tiny_llava
-from vision.training.accuracy import measure
+from vision.training.accuracy import scene_accuracy
 
 GOALS = {"objects": 0.9, "words": 0.8}
 """What the model was built to reach."""
@@ -40,7 +40,7 @@ def main(model: str | None, scenes: int, threads: int | None) -> None:
     folder = model or tiny_llava()
     began = time.monotonic()
     network = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")
-    report = measure(network, from_pretrained(AutoProcessor, folder), scenes)
+    report = scene_accuracy(network, from_pretrained(AutoProcessor, folder), scenes)
     Console().print(table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
     click.echo(

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmspec.errors import UserError
 from mmspec.jobs import run_jobs
-from mmspec.training.records import refuse_others, write
+from mmspec.training.files import check_settings, write_text
 
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
 _LOADING = {"image": "images", "video": "videos"}
@@ -144,7 +144,7 @@ def caption_folder(
         if any(name not in done for name in batch)
     ]
     begin(len(names) - sum(len(job["files"]) for job in jobs), len(names))
-    write(part, "".join(json.dumps(line) + "\n" for line in done.values()))
+    write_text(part, "".join(json.dumps(line) + "\n" for line in done.values()))
     with part.open("a") as file:
         for job, lines in run_jobs(jobs, Captioner, settings, engine, workers):
             new = [line | files[line["file"]] | {"settings": kept} for line in lines if line["file"] not in done]
@@ -159,7 +159,7 @@ def caption_folder(
             f"{folder}: expected at least one image or video, received {len(failed)} other files; the first is "
             f"{failed[0]}: {done[failed[0]]['error']}"
         )
-    write(part, "".join(json.dumps(done[name]) + "\n" for name in sorted(done)))
+    write_text(part, "".join(json.dumps(done[name]) + "\n" for name in sorted(done)))
     os.replace(part, out)
     return sum("error" not in line for line in done.values()), len(failed)
 
@@ -207,6 +207,6 @@ def _lines(path: Path, kept: Mapping[str, Any]) -> list[Line]:
                 "none; choose another --out"
             )
         if line["settings"] != kept:
-            refuse_others(path, line["settings"], kept)
+            check_settings(path, line["settings"], kept)
         found.append(line)
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from eval.benchmark.evaluator import Settings
 from mmspec.errors import UserError
-from mmspec.training.records import refuse_others, write
+from mmspec.training.files import check_settings, write_text
 
 Job = dict[str, Any]
 
@@ -51,9 +51,9 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if begun.exists():
-                refuse_others(folder, json.loads(begun.read_text()), settings)
+                check_settings(folder, json.loads(begun.read_text()), settings)
             else:
-                write(begun, json.dumps(settings, indent=1) + "\n")
+                write_text(begun, json.dumps(settings, indent=1) + "\n")
         except (OSError, json.JSONDecodeError) as error:
             raise UserError(f"--out must be a folder to write a run to: {folder} is not ({error})") from error
         lines = self._path.read_text().splitlines() if self._path.exists() else []
@@ -64,7 +64,7 @@ class Journal:
             except ValueError:  # the line that a kill cut off
                 break
         if len(records) < len(lines) or (lines and not self._path.read_text().endswith("\n")):
-            write(self._path, "".join(json.dumps(record) + "\n" for record in records))
+            write_text(self._path, "".join(json.dumps(record) + "\n" for record in records))
         self.records = {key_of(record): record for record in records}
 
     def add(self, record: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.extras import install
-from mmspec.training.records import write
+from mmspec.training.files import write_text
 
 Row = dict[str, Any]
 COLUMNS = (
@@ -44,7 +44,7 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
         told = [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
         lines += dict.fromkeys(told)  # the same at every temperature
     path = folder / "report.md"
-    write(path, "\n".join(lines).rstrip() + "\n")
+    write_text(path, "\n".join(lines).rstrip() + "\n")
     return path
 
 

@@ -22,7 +22,7 @@ from mmspec.errors import UserError
 from mmspec.hub import cache_if_offline
 from mmspec.jobs import run_jobs
 from mmspec.support import from_pretrained
-from mmspec.training.records import write
+from mmspec.training.files import write_text
 from vision.targets import VisionTarget
 
 
@@ -81,6 +81,6 @@ def run(settings: Settings, out: Path, engine: str = "local", workers: int = 1) 
             for (method, temperature, batch), reason in refused.items()
         ],
     }
-    write(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_report(summary, out)
     return summary

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mmspec.training.records import write
+from mmspec.training.files import write_text
 
 
 def file_name(about: dict[str, Any], method: str, temperature: float, batch: int) -> str:
@@ -62,5 +62,5 @@ def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]
             files.setdefault(name, []).extend(json.dumps(line) for line in lines_of(record, method))
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
-        write(folder / name, "".join(f"{line}\n" for line in lines))
+        write_text(folder / name, "".join(f"{line}\n" for line in lines))
     return [folder / name for name in files]

@@ -1,4 +1,4 @@
-"""A target run over conversations: the hidden states and embeddings that its drafters learn from."""
+"""Feature extraction: runs a target over conversations and returns the hidden states that its drafters train on."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.distil.data import Conversation
-from mmspec.distil.sequences import Encoded, Encoder
+from mmspec.distil.sequences import EncodedConversation, Encoder
 from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
 
-_KINDS = "mm_token_type_ids"
+_TOKEN_TYPES = "mm_token_type_ids"
 
 
 @dataclass
 class Features:
-    """A batch of conversations as a target sees them, padded on the right. Ordinary tensors without gradients.
+    """A target's features of a batch of conversations, padded on the right. Not inference tensors; without gradients.
 
     Attributes:
         tokens: (batch, length) int64, 0 at padding.
-        hidden: (batch, length, hidden), the target's last hidden states after its final norm, 0 at padding.
-        embeds: (batch, length, hidden), its input embeddings; visual features at visual positions.
-        visual: (batch, length) bool, positions that carry image or video features.
-        answer: (batch, length) bool, tokens that the target says: what a drafter must guess.
+        hidden: (batch, length, hidden), last hidden states after the final norm, 0 at padding.
+        embeds: (batch, length, hidden), input embeddings; visual features at visual positions.
+        visual: (batch, length) bool, positions of image and video features.
+        answer: (batch, length) bool, tokens that the target generates, which a drafter learns to predict.
         keep: (batch, length) bool, False at padding.
     """
 
@@ -41,8 +41,8 @@ class Features:
 
 
 @dataclass
-class Row:
-    """One conversation of a batch, without padding.
+class ConversationFeatures:
+    """Features of one conversation, without padding.
 
     Attributes:
         tokens, visual, answer: (length,) as in `Features`.
@@ -58,12 +58,12 @@ class Row:
 
 
 class Extractor:
-    """Runs a target over conversations. Calling it with some gives their `Features`.
+    """Runs a target over conversations; calling it returns their `Features`.
 
-    A conversation that has no place within `max_length` gets no row; a batch of none but such is one row of padding.
+    A conversation whose first question exceeds `max_length` is skipped. A batch of skipped ones is a row of padding.
 
     Args:
-        target: the model that answers.
+        target: the target model.
         max_length, frames, fps, video_backend: as for `Encoder`.
     """
 
@@ -73,69 +73,69 @@ class Extractor:
 
     @property
     def skipped(self) -> Counter[str]:
-        """How many conversations got no row, by reason."""
+        """Number of skipped conversations by reason."""
         return self.encoder.skipped
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What features depend on beside target and conversation, as JSON values."""
+        """Settings that the features depend on besides target and conversation, as JSON values."""
         return self.encoder.settings
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """Features of a batch; see the class."""
+        """Returns the features of a batch."""
         return collate([row for row in self.rows(conversations) if row is not None], self.target)
 
-    def rows(self, conversations: Sequence[Conversation]) -> list[Row | None]:
-        """The row of each conversation; None where it has none."""
+    def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:
+        """Returns the features of each conversation; None for skipped ones."""
         encoded = [self.encoder(conversation) for conversation in conversations]
         usable = [one for one in encoded if one is not None]
-        alike = [usable] if _stackable(usable) else [[one] for one in usable]
-        rows = iter([row for group in alike if group for row in self._run(group)])
+        batches = [usable] if _stackable(usable) else [[one] for one in usable]
+        rows = iter([row for batch in batches if batch for row in self._run(batch)])
         return [None if one is None else next(rows) for one in encoded]
 
-    def _run(self, batch: Sequence[Encoded]) -> list[Row]:
+    def _run(self, batch: Sequence[EncodedConversation]) -> list[ConversationFeatures]:
         device = self.target.model.device
         longest = max(len(one.tokens) for one in batch)
         pads = [longest - len(one.tokens) for one in batch]
         ids = torch.stack([torch.nn.functional.pad(one.tokens, (p, 0)) for one, p in zip(batch, pads, strict=True)])
         mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long()
-        inputs = _joined(batch)
-        if any(_KINDS in one.inputs for one in batch):
-            inputs[_KINDS] = self._kinds(ids).to(device)
+        inputs = _concatenated(batch)
+        if any(_TOKEN_TYPES in one.inputs for one in batch):
+            inputs[_TOKEN_TYPES] = self._token_types(ids).to(device)
         prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
         step = self.target.prefill(prompt, room=1)
         rows = []
         for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
             visual = one.visual.to(device)
-            # Cloned outside of inference mode, these are tensors that autograd takes.
+            # Clones made outside of inference mode can be used in autograd.
             hidden = step.hidden[index, pad:].clone()
             shown = hidden[:0] if step.embeds is None else step.embeds[index, pad:][visual].clone()
-            rows.append(Row(one.tokens.to(device), hidden, shown, visual, (one.turn >= 0).to(device)))
+            rows.append(ConversationFeatures(one.tokens.to(device), hidden, shown, visual, (one.turn >= 0).to(device)))
         return rows
 
-    def _kinds(self, ids: Tensor) -> Tensor:
-        """As processors mark them: 0 for text, 1 for images, 2 for videos."""
+    def _token_types(self, ids: Tensor) -> Tensor:
+        """Token type ids as processors return them: 0 for text, 1 for images, 2 for videos."""
         config = self.target.model.config
-        kinds = torch.zeros_like(ids)
+        types = torch.zeros_like(ids)
         for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
-            kinds[ids == getattr(config, name, -1)] = kind
-        return kinds
+            types[ids == getattr(config, name, -1)] = kind
+        return types
 
 
 def extract(
     target: TransformersTarget, conversations: Sequence[Conversation], max_length: int | None = None, **video: Any
 ) -> Features:
-    """Features of one batch of conversations; see `Extractor`, which serves many."""
+    """Returns the features of one batch of conversations. For several batches, use an `Extractor`."""
     return Extractor(target, max_length, **video)(conversations)
 
 
-def collate(rows: Sequence[Row], target: TransformersTarget) -> Features:
-    """Rows as a batch; no rows as one of padding."""
+def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) -> Features:
+    """Pads conversations into a batch; no conversations become one row of padding."""
     device, dtype = target.model.device, target.model.dtype
     if not rows:
         empty = torch.zeros(2, target.config.hidden_size, device=device, dtype=dtype)
         marks = torch.zeros(2, dtype=torch.bool, device=device)
-        rows = [Row(marks.long(), empty, empty[:0], marks, marks)]
+        rows = [ConversationFeatures(marks.long(), empty, empty[:0], marks, marks)]
         lengths = torch.zeros(1, dtype=torch.long)
     else:
         lengths = torch.tensor([len(row.tokens) for row in rows])
@@ -144,30 +144,30 @@ def collate(rows: Sequence[Row], target: TransformersTarget) -> Features:
         for name in ("tokens", "visual", "answer", "hidden")
     )
     with torch.no_grad():
-        # A placeholder's own embedding stands nowhere, and may lie outside of the table.
+        # The embedding of a placeholder token is overwritten, and its id may lie outside of the table.
         embeds = target.embed(tokens.masked_fill(visual, 0)).clone()
     embeds[visual] = torch.cat([row.shown for row in rows]).to(device, embeds.dtype)
     keep = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(device)
     return Features(tokens, hidden.to(dtype), embeds, visual, answer, keep)
 
 
-def _stackable(batch: Sequence[Encoded]) -> bool:
-    """Whether the pixel inputs of a batch can be joined: videos of unequal numbers of frames cannot."""
+def _stackable(batch: Sequence[EncodedConversation]) -> bool:
+    """Whether the pixel inputs of a batch can be concatenated: videos of unequal numbers of frames cannot."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for one in batch:
         for name, value in _pixels(one).items():
-            # The tiles of an image, whose number differs, are padded.
+            # Images with fewer tiles than others are padded.
             shape = value.shape[2:] if name == "pixel_values" and value.ndim == 5 else value.shape[1:]
             shapes.setdefault(name, set()).add(tuple(shape))
     return all(len(found) == 1 for found in shapes.values())
 
 
-def _pixels(one: Encoded) -> dict[str, Tensor]:
-    return {name: value for name, value in one.inputs.items() if name != _KINDS}
+def _pixels(one: EncodedConversation) -> dict[str, Tensor]:
+    return {name: value for name, value in one.inputs.items() if name != _TOKEN_TYPES}
 
 
-def _joined(batch: Sequence[Encoded]) -> dict[str, Any]:
-    """The pixel inputs of all rows."""
+def _concatenated(batch: Sequence[EncodedConversation]) -> dict[str, Any]:
+    """Concatenated pixel inputs of a batch."""
     parts: dict[str, list[Tensor]] = {}
     for one in batch:
         for name, value in _pixels(one).items():

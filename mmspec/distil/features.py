@@ -1,13 +1,12 @@
-"""Features of conversations for training drafters: computed when needed, or once and kept on disk.
+"""Features of conversations for drafter training: computed on the fly, or cached on disk.
 
-`Extractor` and `FeatureCache` are called alike: with conversations, for their `Features`.
+`Extractor` and `FeatureCache` have the same call interface: conversations to their `Features`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -21,26 +20,27 @@ from torch import Tensor
 
 from mmspec.checkpoint import verifier_of
 from mmspec.distil.data import Conversation
-from mmspec.distil.extraction import Extractor, Features, Row, collate, extract
+from mmspec.distil.extraction import ConversationFeatures, Extractor, Features, collate, extract
 from mmspec.errors import UserError
+from mmspec.training.files import atomic, write_text
 from mmspec.transformers_target import TransformersTarget
 
-__all__ = ["Extractor", "FeatureCache", "Features", "Row", "collate", "extract"]
+__all__ = ["ConversationFeatures", "Extractor", "FeatureCache", "Features", "collate", "extract"]
 
 _INDEX = "index.json"
 
 
 class FeatureCache:
-    """Features of conversations in a folder: safetensors shards of some conversations each, and `index.json`.
+    """Features of conversations in a folder: safetensors shards of several conversations each, and `index.json`.
 
-    A shard is written whole or not at all; whoever fills the cache again goes on with the missing ones. Calling the
-    cache with conversations gives their `Features`, as the `Extractor` does that filled it.
+    Calling the cache with conversations returns their `Features`. Shards are written atomically; `fill` computes those
+    that are missing.
 
     Args:
-        folder: made if it is not there.
-        extractor: computes what is missing; its target and settings must be those that the folder was begun with.
-        conversations: all that are to be in it.
-        dtype: of the hidden states and visual features on disk; the target's by default.
+        folder: created if missing.
+        extractor: computes missing features. Its target and settings must be those that the folder was created with.
+        conversations: all conversations of the cache.
+        dtype: of hidden states and visual features on disk; by default the target's.
         shard: conversations per file.
 
     Raises:
@@ -69,12 +69,12 @@ class FeatureCache:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the shards that are not there yet."""
+        """Numbers of the shards that have not been written yet."""
         return [number for number in range(len(self)) if not self._path(number).exists()]
 
     @property
     def skipped(self) -> Counter[str]:
-        """How many conversations of the shards that are there have no features, by reason."""
+        """Number of skipped conversations in the existing shards by reason."""
         total: Counter[str] = Counter()
         for number in sorted(set(range(len(self))) - set(self.missing)):
             total.update(json.loads(self._open(number)[0].metadata()["skipped"]))
@@ -83,19 +83,19 @@ class FeatureCache:
     def fill(
         self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Compute the missing shards.
+        """Computes the missing shards.
 
         Args:
-            batch: conversations that the target reads at once.
-            rank, processes: take every `processes`-th shard from `rank` on.
-            progress: called with conversations done and their total, those of the shards to be computed.
+            batch: conversations per forward pass of the target.
+            rank, processes: computes every `processes`-th shard, from `rank` on.
+            progress: called with the number of conversations done and their total, over the shards to compute.
         """
         todo = [number for number in self.missing if number % processes == rank]
         total, done = sum(len(self._members(number)) for number in todo), 0
         for number in todo:
             members = self._members(number)
             before = Counter(self.extractor.skipped)
-            rows: list[Row | None] = [None] * len(members)
+            rows: list[ConversationFeatures | None] = [None] * len(members)
             order = sorted(range(len(members)), key=lambda index: members[index].size)  # saves padding
             for start in range(0, len(members), batch):
                 places = order[start : start + batch]
@@ -107,10 +107,10 @@ class FeatureCache:
             self._write(number, rows, self.extractor.skipped - before)
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """Features of a batch; see `Extractor`.
+        """Returns the features of a batch.
 
         Raises:
-            UserError: a conversation that is not in the cache, or a damaged shard.
+            UserError: a conversation is not in the cache, or a shard is damaged.
         """
         rows = [self._row(conversation) for conversation in conversations]
         return collate([row for row in rows if row is not None], self.target)
@@ -121,14 +121,16 @@ class FeatureCache:
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.safetensors"
 
-    def _packed(self, row: Row) -> Row:
+    def _packed(self, row: ConversationFeatures) -> ConversationFeatures:
         hidden, shown = (x.to("cpu", self.dtype) for x in (row.hidden, row.shown))
-        return Row(row.tokens.to("cpu", torch.int32), hidden, shown, row.visual.cpu(), row.answer.cpu())
+        return ConversationFeatures(
+            row.tokens.to("cpu", torch.int32), hidden, shown, row.visual.cpu(), row.answer.cpu()
+        )
 
-    def _write(self, number: int, rows: Sequence[Row | None], skipped: Counter[str]) -> None:
-        there = [row for row in rows if row is not None]
+    def _write(self, number: int, rows: Sequence[ConversationFeatures | None], skipped: Counter[str]) -> None:
+        present = [row for row in rows if row is not None]
         width = self.target.config.hidden_size
-        empty = Row(
+        empty = ConversationFeatures(
             torch.zeros(0, dtype=torch.int32),
             torch.zeros(0, width, dtype=self.dtype),
             torch.zeros(0, width, dtype=self.dtype),
@@ -136,31 +138,30 @@ class FeatureCache:
             torch.zeros(0, dtype=torch.bool),
         )
         tensors = {
-            name: torch.cat([getattr(row, name) for row in [empty, *there]])
+            name: torch.cat([getattr(row, name) for row in [empty, *present]])
             for name in ("tokens", "hidden", "shown", "visual", "answer")
         }
         tensors["lengths"] = torch.tensor([0 if row is None else len(row.tokens) for row in rows])
         tensors["shown_lengths"] = torch.tensor([0 if row is None else len(row.shown) for row in rows])
-        part = self._path(number).with_suffix(".part")
-        save_file(tensors, part, {"skipped": json.dumps(skipped)})
-        os.replace(part, self._path(number))
+        with atomic(self._path(number)) as part:
+            save_file(tensors, part, {"skipped": json.dumps(skipped)})
 
-    def _row(self, conversation: Conversation) -> Row | None:
+    def _row(self, conversation: Conversation) -> ConversationFeatures | None:
         place = self._places.get(_fingerprint(conversation))
         if place is None:
-            raise UserError(f"{self.folder}: expected features of conversation {conversation.id}, there are none")
+            raise UserError(f"{self.folder}: expected features of conversation {conversation.id}, found none")
         number, index = divmod(place, self.shard)
         file, ends, shown_ends = self._open(number)
         span, shown = (slice(int(e[index]), int(e[index + 1])) for e in (ends, shown_ends))
         if span.start == span.stop:
             return None
         part = {name: file.get_slice(name)[span] for name in ("tokens", "hidden", "visual", "answer")}
-        # torch cannot cut an empty slice out of a file of no rows.
+        # safetensors cannot slice a tensor of no rows.
         features = file.get_slice("shown")[shown] if shown.start < shown.stop else part["hidden"][:0]
-        return Row(part["tokens"].long(), part["hidden"], features, part["visual"], part["answer"])
+        return ConversationFeatures(part["tokens"].long(), part["hidden"], features, part["visual"], part["answer"])
 
     def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
-        """A shard's file, and where its conversations' positions and visual features end."""
+        """A shard's file, and the offsets of its conversations' tokens and visual features."""
         try:
             file = safe_open(self._path(number), "pt")
             ends = [file.get_tensor(name).cumsum(0) for name in ("lengths", "shown_lengths")]
@@ -191,9 +192,7 @@ class FeatureCache:
                 )
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(wanted, indent=2) + "\n")
-        os.replace(part, path)
+        write_text(path, json.dumps(wanted, indent=2) + "\n")
 
 
 def _fingerprint(conversation: Conversation) -> str:

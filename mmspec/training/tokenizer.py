@@ -1,11 +1,14 @@
-"""A tokenizer built from nothing, for the models that travel with the package."""
+"""Trains byte-level BPE tokenizers for the embedded models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from mmspec.training.files import atomic
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first tokens of every vocabulary."""
@@ -14,14 +17,14 @@ SPECIAL = ("<pad>", "<s>", "</s>")
 def train_tokenizer(
     texts: Iterable[str], vocabulary: int, alone: str, roles: Sequence[str], special: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that encodes any text and begins it with `<s>`.
+    """Trains a byte-level BPE tokenizer that encodes any text and prepends `<s>`.
 
     Args:
-        texts: what merges are learned from.
-        vocabulary: number of tokens, all others included.
-        alone: regular expression of what is never merged with anything before or behind it.
-        roles: words that are a token each, whatever stands around them.
-        special: tokens left out of decoded text, besides `SPECIAL`.
+        texts: training corpus of the merges.
+        vocabulary: number of tokens, special and added ones included.
+        alone: regular expression whose matches are never merged with their neighbours.
+        roles: added tokens, matched in any context.
+        special: special tokens (left out of decoded text) besides `SPECIAL`.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,3 +55,14 @@ def train_tokenizer(
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
+
+
+def folder_tokenizer(folder: Path, train: Callable[[], PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    """Loads the tokenizer in `folder/tokenizer`; if there is none, trains it and saves it there first."""
+    path = folder / "tokenizer"
+    if not path.exists():
+        trained = train()
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as part:
+            trained.save_pretrained(part)
+    return PreTrainedTokenizerFast.from_pretrained(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mmspec.distil.options import DATA, LENGTH, REPORTS, TREES, options
+from mmspec.distil.options import DATA, LENGTH, REPORTS, TREES, option_groups
 
 NETWORK = (
     click.option("--hidden-size", type=click.IntRange(1), default=128, show_default=True, help="Of its embeddings."),
@@ -21,7 +21,7 @@ NETWORK = (
 
 
 @click.command("mamba")
-@options(DATA, LENGTH, REPORTS, NETWORK, TREES)
+@option_groups(DATA, LENGTH, REPORTS, NETWORK, TREES)
 def mamba(**given: Any) -> None:
     """Train a Mamba drafter: a small language model that learns the target's distribution of each next token.
 
@@ -30,9 +30,9 @@ def mamba(**given: Any) -> None:
     figures in OUT/log.jsonl and OUT/curve.svg. Several devices: `accelerate launch -m ssm.distil.command mamba
     OPTIONS`.
     """
-    from ssm.distil.mamba import run
+    from ssm.distil.mamba import train_mamba
 
-    run(given)
+    train_mamba(given)
 
 
 if __name__ == "__main__":

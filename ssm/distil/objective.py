@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.distil.features import Features
 from mmspec.target import Target
+from mmspec.training.loss import LossOutput
 from ssm.drafters.network import MambaNetwork
-
-
-@dataclass(frozen=True)
-class Losses:
-    """``total`` is what to minimise, a scalar; ``figures`` are for people."""
-
-    total: Tensor
-    figures: dict[str, float]
 
 
 def forward_kl(
@@ -28,7 +19,7 @@ def forward_kl(
     draft_ids: Tensor | None = None,
     generator: torch.Generator | None = None,
     progress: float = 1.0,
-) -> Losses:
+) -> LossOutput:
     """The mean divergence KL(target || drafter) of the next token, behind each answer token that another one follows.
 
     Args:
@@ -55,4 +46,4 @@ def forward_kl(
     drafted = drafted if draft_ids is None else draft_ids[drafted]
     right = {"agreement": likeliest, "right": said}
     shares = {name: float((drafted == token).sum()) / count for name, token in right.items()}
-    return Losses(kl, {"kl": float(kl.detach()), **shares})
+    return LossOutput(kl, {"kl": float(kl.detach()), **shares})

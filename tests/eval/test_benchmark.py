@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on_and_ends_like_a_whole_one(whole, folder, tmp_path,
 
 
 def test_another_run_in_the_same_folder_is_refused(whole, folder):
-    with pytest.raises(UserError, match=r"holds a run with rounds = 1: expected the same to go on, received 5"):
+    with pytest.raises(UserError, match=r"holds a run with rounds = 1: expected the same to resume it, received 5"):
         Journal(whole[0], {**json.loads((whole[0] / "settings.json").read_text()), "rounds": 5})
 
 

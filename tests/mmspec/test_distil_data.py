@@ -60,7 +60,7 @@ def test_reads_arrays_and_lines(tmp_path, lines):
         ("What?", ["image", "video", "text"]),
     ],
 )
-def test_marks_take_media_in_order(tmp_path, value, kinds):
+def test_placeholders_take_media_in_order(tmp_path, value, kinds):
     record = turns(value, "That.", image=["a", "b"][: max(kinds.count("image"), 1)])
     if "video" in kinds:
         record["video"] = "v"
@@ -101,8 +101,8 @@ def test_passed_over(tmp_path):
     assert [found.id for found in data.conversations] == ["6"]
     assert data.skipped == {
         "no answer": 3,
-        "a media mark without media": 1,
-        "a media mark outside of a question": 1,
+        "a media placeholder without media": 1,
+        "a media placeholder outside of a question": 1,
     }
 
 
@@ -127,7 +127,7 @@ def test_token_ids_and_ids_of_one_s_own(tmp_path):
         ({"conversations": {}}, "list `conversations`"),
         ({"conversations": [{"from": "human"}]}, "expected turns with `from` and a text `value`"),
         ({"conversations": [{"from": "dog", "value": "wau"}]}, "expected turns from human.*received 'dog'"),
-        (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> marks"),
+        (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
         (turns("<video>", "a", image="x"), "as many files in `video`"),
         (turns("q", "a", image=3), "expected `image` as a path or a list of paths, received 3"),
         ({"conversations": [{"from": "gpt", "value": "a", "token_ids": ["a"]}]}, "expected `token_ids` as a list"),

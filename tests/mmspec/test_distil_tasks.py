@@ -7,10 +7,11 @@ import torch
 
 from mmspec.distil import tasks
 from mmspec.distil.data import Conversation
-from mmspec.distil.tasks import DrafterTask
+from mmspec.distil.tasks import DrafterSetup, DrafterTask
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
 from mmspec.stats import Stats
+from mmspec.training.sampler import TEXT
 
 
 def conversation(name: str) -> Conversation:
@@ -19,7 +20,7 @@ def conversation(name: str) -> Conversation:
 
 
 class Drafter:
-    def __init__(self, network: object) -> None:
+    def __init__(self, network: object, draft_ids: None) -> None:
         self.total_tokens = 7
 
 
@@ -42,7 +43,8 @@ def test_acceptance_is_of_verify_steps_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tasks, "Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
-    task = DrafterTask(object(), torch.nn.Linear(1, 1), None, Drafter, {}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
+    setup = DrafterSetup(torch.nn.Linear(1, 1), None, Drafter)  # type: ignore[arg-type]
+    task = DrafterTask(object(), setup, {TEXT: held_out}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}

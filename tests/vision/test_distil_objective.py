@@ -10,7 +10,7 @@ from mmspec.distil.features import Features
 from mmspec.transformers_target import TransformersTarget
 from tests.drafting import network_for, plain_begin, plain_cell, plain_entries, plain_layer
 from tests.tiny import shared_model
-from vision.distil.objective import Objective
+from vision.distil.objective import HiddenStateObjective
 
 
 def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0):
@@ -65,18 +65,18 @@ def plain_figures(network, target, batch, passes, draft_ids=None, offset=0):
 
 def check(network, target, batch, passes, draft_ids=None, seed=0):
     """Losses and gradients."""
-    objective = Objective(passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0)
+    objective = HiddenStateObjective(passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0)
     losses = objective(network, target, batch, draft_ids, torch.Generator().manual_seed(seed))
     slots = network.config.slots
     offset = int(torch.randint(slots, (), generator=torch.Generator().manual_seed(seed)))
     expected = plain_figures(network, target, batch, passes, draft_ids, offset)
     total = 0.0
     for depth, (hidden, token, share) in enumerate(expected):
-        assert losses.figures[f"hidden_{depth + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
-        assert losses.figures[f"token_{depth + 1}"] == pytest.approx(token.item(), rel=1e-4)
+        assert losses.metrics[f"hidden_{depth + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
+        assert losses.metrics[f"token_{depth + 1}"] == pytest.approx(token.item(), rel=1e-4)
         weight = 0.5 ** (depth // slots) * 0.9 ** (depth % slots)
         total = total + share * weight * (0.7 * hidden + 0.3 * token)
-    assert len(losses.figures) == 3 * len(expected)
+    assert len(losses.metrics) == 3 * len(expected)
     torch.testing.assert_close(losses.total, total, rtol=1e-4, atol=1e-5)
     ours = torch.autograd.grad(losses.total, list(network.parameters()))
     theirs = torch.autograd.grad(total, list(network.parameters()))
@@ -128,8 +128,8 @@ def test_glancing_shows_true_states_in_place_of_wrong_guesses():
     batch = random_batch(target)
 
     def run(glancing, progress):
-        objective = Objective(passes=2, noise=0.0, glancing=glancing)
-        return objective(network, target, batch, None, torch.Generator().manual_seed(0), progress).figures
+        objective = HiddenStateObjective(passes=2, noise=0.0, glancing=glancing)
+        return objective(network, target, batch, None, torch.Generator().manual_seed(0), progress).metrics
 
     assert run(0.0, 0.0) == run(1.0, 1.0)
     shown = run(1.0, 0.0)
@@ -150,7 +150,7 @@ def test_padding_and_short_answers_change_nothing():
     target, network = TransformersTarget(model), network_for(model)
     batch = random_batch(target, answers=((3, 9), (7, 8)))  # nothing follows the one token of the second answer
     alone = Features(**{name: value[:1] for name, value in vars(batch).items()})
-    objective = Objective(passes=3, noise=0.0)
+    objective = HiddenStateObjective(passes=3, noise=0.0)
     torch.testing.assert_close(objective(network, target, batch).total, objective(network, target, alone).total)
     batch.hidden[1, 9:], batch.embeds[1, 9:] = 7.0, -7.0
     torch.testing.assert_close(objective(network, target, batch).total, objective(network, target, alone).total)
@@ -166,7 +166,7 @@ def test_noise_is_uniform_and_of_its_size(size, monkeypatch):
     batch, read = random_batch(target, (65, 65), ((3, 60), (2, 60))), []
     combine = network.combine
     monkeypatch.setattr(network, "combine", lambda e, hidden, v: read.append(hidden) or combine(e, hidden, v))
-    Objective(noise=size)(network, target, batch, None, torch.Generator().manual_seed(0))
+    HiddenStateObjective(noise=size)(network, target, batch, None, torch.Generator().manual_seed(0))
     noise = read[0] - batch.hidden[:, :-1]
     bound = size * 512 / 64
     assert 0.99 * bound < noise.max() <= bound
@@ -180,7 +180,7 @@ def test_noise_is_the_generators():
     target, network = TransformersTarget(model), network_for(model)
     batch = random_batch(target)
     draws = [
-        Objective(noise=0.1)(network, target, batch, None, torch.Generator().manual_seed(seed)).total.item()
+        HiddenStateObjective(noise=0.1)(network, target, batch, None, torch.Generator().manual_seed(seed)).total.item()
         for seed in (1, 1, 2)
     ]
     assert draws[0] == draws[1] != draws[2]

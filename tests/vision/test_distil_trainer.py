@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,14 @@ from torch import Tensor, nn
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
-from mmspec.distil.tasks import frequent
+from mmspec.distil.tasks import drafter_optimisers, frequent_tokens
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.training.curve import draw
-from mmspec.training.optimisers import rate
-from mmspec.training.order import MIXED, POOL, TEXT, Example, Order
-from mmspec.training.plan import Plan
+from mmspec.training.loss import LossOutput
+from mmspec.training.optimisers import lr_factor
+from mmspec.training.plan import TrainingPlan
+from mmspec.training.sampler import MIXED, POOL, TEXT, CurriculumSampler, Example, linear_ramp
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
 from vision.distil.command import flash, msd
@@ -42,19 +42,17 @@ from vision.drafters.msd import Flash
 EXAMPLES = 40
 
 
-@dataclass
-class ToyLosses:
-    total: Tensor
-    figures: dict[str, float]
-
-
 class Toy:
     """Learns a fixed linear map; the loss of a batch is a mean over its examples' own number of rows."""
 
-    def __init__(self, kinds: tuple[str, ...] = (TEXT, MIXED)) -> None:
+    def __init__(
+        self, optimiser: Any = "muon", rate: float = 1e-2, batch: int = 4, seed: int = 1, text_share: float = 0.3
+    ) -> None:
         torch.manual_seed(3)
         self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in kinds}
+        self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in (TEXT, MIXED)}
+        self.optimisers = drafter_optimisers(self.network, optimiser, rate)
+        self.sampler = CurriculumSampler(self.lengths, batch, seed, linear_ramp(text_share))
         self.seen: list[list[tuple[str, int]]] = []
         self.progress: list[float] = []
 
@@ -72,13 +70,13 @@ class Toy:
 
     def loss(
         self, network: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator, progress: float = 1.0
-    ) -> ToyLosses:
+    ) -> LossOutput:
         x, y = batch
         self.progress.append(progress)
         error = (network(x) - y).square().mean()
-        return ToyLosses(error, {"error": float(error.detach()), "noise": float(torch.rand((), generator=generator))})
+        return LossOutput(error, {"error": float(error.detach()), "noise": float(torch.rand((), generator=generator))})
 
-    def held_out(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         with torch.no_grad():
             loss = self.loss(
                 self.network,
@@ -92,10 +90,14 @@ class Toy:
         torch.save(self.network.state_dict(), folder / "weights.pt")
 
 
-def trainer(folder: Path, toy: Toy | None = None, settings: dict[str, Any] | None = None, **plan: Any) -> Trainer:
-    chosen = {"steps": 30, "batch": 4, "warmup": 2, "rate": 1e-2, "checkpoint_minutes": 0.0, "seed": 1, **plan}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    return Trainer(folder, Plan(**chosen), toy or Toy(), Accelerator(cpu=True), settings)
+def trainer(
+    folder: Path, toy: Toy | None = None, settings: dict[str, Any] | None = None, seed: int = 1, **chosen: Any
+) -> Trainer:
+    of_task = {name: chosen.pop(name) for name in ("optimiser", "rate", "batch", "text_share") if name in chosen}
+    plan = {"steps": 30, "warmup": 2, "checkpoint_minutes": 0.0, **chosen}
+    return Trainer(
+        folder, TrainingPlan(**plan, seed=seed), toy or Toy(seed=seed, **of_task), Accelerator(cpu=True), settings
+    )
 
 
 def weights(run: Trainer) -> dict[str, Tensor]:
@@ -134,8 +136,8 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path, optimiser: str
 
 
 def test_stages_follow_the_plan(tmp_path: Path) -> None:
-    toy = Toy()
-    run = trainer(tmp_path, toy, steps=200, text_share=0.4, report_minutes=99.0, checkpoint_minutes=99.0)
+    toy = Toy(text_share=0.4)
+    run = trainer(tmp_path, toy, steps=200, report_minutes=99.0, checkpoint_minutes=99.0)
     run.train()
     drawn = [[kind == MIXED for kind, _ in examples] for examples in toy.seen[1:-1]]
     assert not any(map(any, drawn[:80]))
@@ -150,12 +152,14 @@ def test_stages_follow_the_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [TEXT, MIXED])
 def test_one_kind_alone_makes_one_stage(kind: str) -> None:
-    lengths = {kind: [1, 2]}
-    assert [Plan(steps=1).share(progress, lengths) for progress in (0.0, 0.5, 1.0)] == [float(kind == MIXED)] * 3
+    sampler = CurriculumSampler({kind: [1, 2]}, batch=2, seed=0)
+    for progress in (0.0, 0.5, 1.0):
+        assert {drawn for drawn, _ in sampler.next(progress)} == {kind}
+        assert sampler.info == {"stage": 2 if kind == MIXED else 1, "share": float(kind == MIXED)}
 
 
 def test_every_example_is_seen_once_per_epoch() -> None:
-    order = Order({MIXED: list(range(24))}, batch=3, seed=0)
+    order = CurriculumSampler({MIXED: list(range(24))}, batch=3, seed=0)
     epochs = [[example for _ in range(8) for example in order.next(1.0)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == [(MIXED, index) for index in range(24)]
     assert epochs[0] != epochs[1]
@@ -163,10 +167,10 @@ def test_every_example_is_seen_once_per_epoch() -> None:
 
 def test_an_order_goes_on_anywhere() -> None:
     lengths = {TEXT: [3, 1, 2], MIXED: list(range(7))}
-    whole, begun = Order(lengths, 2, seed=5), Order(lengths, 2, seed=5)
+    whole, begun = (CurriculumSampler(lengths, 2, seed=5) for _ in range(2))
     expected = [whole.next(share / 30) for share in range(30)]
     drawn = [begun.next(share / 30) for share in range(11)]
-    resumed = Order(lengths, 2, seed=5)
+    resumed = CurriculumSampler(lengths, 2, seed=5)
     resumed.load_state_dict(begun.state_dict())
     assert drawn + [resumed.next(share / 30) for share in range(11, 30)] == expected
 
@@ -224,7 +228,7 @@ def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatc
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     trainer(tmp_path, settings={"batch": 4, "data": ["a"]}).train(stop=after(1))
-    with pytest.raises(UserError, match=r"batch = 4: expected the same to go on, received 8"):
+    with pytest.raises(UserError, match=r"batch = 4: expected the same to resume it, received 8"):
         trainer(tmp_path, settings={"batch": 8, "data": ["a"]})
     assert trainer(tmp_path, settings={"batch": 4, "data": ("a",)}).step == 1
 
@@ -232,9 +236,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"steps": None}, "one of steps, minutes and epochs: received none"),
-        ({"minutes": 1.0}, "one of steps, minutes and epochs: received"),
-        ({"batch": 0}, "batch must be at least the 1 processes: received 0"),
+        ({"steps": None}, "one of steps and minutes: received steps=None, minutes=None"),
+        ({"minutes": 1.0}, "one of steps and minutes: received steps=30, minutes=1.0"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(tmp_path: Path, plan: dict[str, Any], message: str) -> None:
@@ -242,23 +245,17 @@ def test_plans_that_cannot_be_are_refused(tmp_path: Path, plan: dict[str, Any], 
         trainer(tmp_path, **plan)
 
 
-def test_epochs_end_a_run(tmp_path: Path) -> None:
-    run = trainer(tmp_path, steps=None, epochs=0.5, batch=8)
-    run.train()
-    assert run.step == 5  # half of 80 examples
-
-
 def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the whole run ends it and sets rate and progress, wherever it was interrupted: 12 steps of 10 s."""
-    now, learn = [0.0], Trainer._learn
+    now, learn = [0.0], Trainer._train_step
 
     def slow(run: Trainer) -> dict[str, Any]:
         now[0] += 10.0
         return learn(run)
 
     monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Trainer, "_learn", slow)
-    plan = {"steps": None, "minutes": 2.0, "hold": 0.5, "report_minutes": 99.0, "text_share": 0.25}
+    monkeypatch.setattr(Trainer, "_train_step", slow)
+    plan = {"steps": None, "minutes": 2.0, "hold": 0.5, "report_minutes": 99.0}
     whole, parts = Toy(), Toy()
     trainer(tmp_path / "whole", whole, **plan).train()
     assert whole.progress == pytest.approx([1.0, *(step / 12 for step in range(12)), 1.0])
@@ -275,7 +272,7 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.
     for row in trained:
         step = row["step"]
         assert row["minutes"] == pytest.approx(step / 6, abs=1e-3)
-        assert row["rate"] == pytest.approx(1e-2 * rate((step - 1) / 12, step - 1, 2, 0.5), rel=1e-5)
+        assert row["rate"] == pytest.approx(1e-2 * lr_factor((step - 1) / 12, step - 1, 2, 0.5), rel=1e-5)
     assert trainer(tmp_path / "parts", **plan).done
 
 
@@ -292,11 +289,11 @@ def test_a_seed_changes_the_order_of_examples() -> None:
     """Apart: which examples come first (64 of one length), and which batches are multimodal (half of them)."""
 
     def first(seed: int) -> set[Example]:
-        order = Order({TEXT: [1] * 64}, batch=1, seed=seed)
+        order = CurriculumSampler({TEXT: [1] * 64}, batch=1, seed=seed)
         return {order.next(0.0)[0] for _ in range(POOL)}
 
     def mixed(seed: int) -> list[int]:
-        order = Order({TEXT: [1] * 9, MIXED: [1] * 9}, batch=4, seed=seed)
+        order = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, batch=4, seed=seed)
         return [sum(kind == MIXED for _ in range(POOL) for kind, _ in order.next(0.5)) for _ in range(12)]
 
     assert first(1) == first(1) != first(2)
@@ -309,8 +306,7 @@ def test_a_seed_changes_the_order_of_examples() -> None:
 def test_parameters_move_at_their_rates(optimiser: str, rates: list[tuple[str, float]]) -> None:
     """The first step of AdamW moves a parameter by its rate against the gradient's sign, beside the decay."""
     network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layer": nn.Linear(4, 3)})
-    plan = Plan(steps=1, optimiser=optimiser, rate=8e-3)  # type: ignore[arg-type]
-    optimisers = plan.optimisers(network)
+    optimisers = drafter_optimisers(network, optimiser, 8e-3)  # type: ignore[arg-type]
     assert [(type(one).__name__, group["lr"]) for one in optimisers.all for group in one.param_groups] == rates
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     for parameter in network.parameters():
@@ -451,7 +447,7 @@ def test_msd_learns_to_guess_its_target(model: str, train: Callable[..., str], t
     assert {row["stage"] for row in rows(tmp_path) if row["event"] == "train"} == {1, 2}
     assert "acceptance" in (tmp_path / CURVE).read_text()
     assert list((tmp_path / "tensorboard").glob("**/events.*"))
-    assert "the drafter lies in" in said
+    assert "drafter written to" in said
     drafter = make_drafter(str(tmp_path / DRAFTER))
     assert (drafter.top_k, drafter.depth, drafter.total_tokens) == (4, 6, 12)
     assert drafter.network.config.decoupled
@@ -495,7 +491,7 @@ def test_a_command_given_again_goes_on(
 ) -> None:
     options = ["--steps", "9", "--prompts", "0"]
     train(tmp_path / "whole", *options)
-    learn = Trainer._learn
+    learn = Trainer._train_step
 
     def terminated(run: Trainer) -> dict[str, Any]:
         if run.step == 4:
@@ -503,9 +499,9 @@ def test_a_command_given_again_goes_on(
         return learn(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_learn", terminated)
-        assert "stopped at step 5; the same command goes on" in train(tmp_path / "parts", *options)
-    with pytest.raises(UserError, match=r"noise = 0.1: expected the same to go on, received 0.2"):
+        patch.setattr(Trainer, "_train_step", terminated)
+        assert "stopped at step 5; run the same command again" in train(tmp_path / "parts", *options)
+    with pytest.raises(UserError, match=r"noise = 0.1: expected the same to resume it, received 0.2"):
         train(tmp_path / "parts", *options, "--noise", "0.2")
     with pytest.raises(UserError, match=r"data = .*: expected the same"):
         train(tmp_path / "parts", *options, data=None)
@@ -515,9 +511,14 @@ def test_a_command_given_again_goes_on(
         assert torch.equal(value, saved(tmp_path / "parts")[name]), name
 
 
+def test_epochs_end_a_run(train: Callable[..., str], tmp_path: Path) -> None:
+    train(tmp_path, "--epochs", "2", "--prompts", "0")
+    assert rows(tmp_path)[-1]["step"] == 7  # 20 conversations are not held out; batches of 6
+
+
 def test_features_from_a_cache_train_alike(train: Callable[..., str], tmp_path: Path) -> None:
     options = ["--steps", "3", "--prompts", "0", "--no-decoupled", "--heads", "2", "--kv-heads", "1", "--mlp", "16"]
-    assert "no --text: stage 1 is left out" in train(tmp_path / "a", *options, text=None)
+    assert "no --text: training on --data only, without stage 1" in train(tmp_path / "a", *options, text=None)
     train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), text=None)
     assert list((tmp_path / "cache").glob("*.safetensors"))
     for name, value in saved(tmp_path / "a").items():
@@ -564,8 +565,8 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
 
 
 def test_the_most_frequent_tokens_come_first() -> None:
-    assert frequent([[5, 5, 5, 9, 9], [9, 5, 7]], 2, [2]).tolist() == [2, 5]
-    assert frequent([[5, 9]], 99, [2, 9]).tolist() == [2, 5, 9]
+    assert frequent_tokens([[5, 5, 5, 9, 9], [9, 5, 7]], 2, [2]).tolist() == [2, 5]
+    assert frequent_tokens([[5, 9]], 99, [2, 9]).tolist() == [2, 5, 9]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mmspec.cli.options import Number
-from mmspec.distil.options import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES, options
+from mmspec.distil.options import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES, option_groups
 
 OBJECTIVE = (
     click.option(
@@ -70,7 +70,7 @@ FLASH_DEFAULTS = {"passes": 1, "top_k": 4, "depth": 12}
 
 
 @click.command("msd")
-@options(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES)
+@option_groups(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES)
 def msd(**given: Any) -> None:
     """Train an MSD drafter: first on text, then on a growing share of images and videos.
 
@@ -78,23 +78,23 @@ def msd(**given: Any) -> None:
     figures in OUT/log.jsonl and OUT/curve.svg. Several devices: `accelerate launch -m vision.distil.command msd
     OPTIONS`.
     """
-    from vision.distil.msd import run
+    from vision.distil.msd import train_msd
 
-    run(given)
+    train_msd(given)
 
 
 @click.command("flash", context_settings={"default_map": FLASH_DEFAULTS})
-@options(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES, FLASH)
+@option_groups(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES, FLASH)
 def flash(**given: Any) -> None:
     """Train a FLASH drafter: as `train msd` does, with latents in place of images and several tokens per pass.
 
     Each of the two is switched apart: --latents 0 sees all visual tokens, --slots 1 guesses one token per pass. All
     else is as in `train msd`, on several devices too.
     """
-    from vision.distil.msd import run
+    from vision.distil.msd import train_msd
     from vision.drafters.msd import Flash
 
-    run(given, Flash)
+    train_msd(given, Flash)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,14 @@ from torch.nn import functional as F
 
 from mmspec.distil.features import Features
 from mmspec.target import Target
+from mmspec.training.loss import LossOutput
 from vision.distil.memory import Memory
 from vision.drafters.latents import packing, take
 from vision.drafters.network import MSDNetwork, Rotary
 
 
 @dataclass(frozen=True)
-class Losses:
-    """``total`` is what to minimise, a scalar; ``figures`` are for people: losses and shares of guesses right."""
-
-    total: Tensor
-    figures: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Objective:
+class HiddenStateObjective:
     """Losses of a batch over several passes, each fed with the guesses of the pass before.
 
     The first pass sees the target's true hidden states, as when an accepted token is absorbed. Later passes see guesses
@@ -71,7 +64,7 @@ class Objective:
         draft_ids: Tensor | None = None,
         generator: torch.Generator | None = None,
         progress: float = 1.0,
-    ) -> Losses:
+    ) -> LossOutput:
         """Losses on the answers of ``batch``.
 
         Args:
@@ -86,7 +79,7 @@ class Objective:
         head = target.head if draft_ids is None else target.narrow_head(draft_ids)
         judge = _Judge(self, entries, head, self.glancing * (1.0 - progress), generator)
         if judge.count == 0:
-            return Losses(judge.total, judge.figures)
+            return LossOutput(judge.total, judge.metrics)
         rotary = Rotary(network.config.head_dim, network.config.rope_theta)
         rotary.reserve(batch.hidden.shape[1], batch.embeds)
         memory = Memory()
@@ -110,7 +103,7 @@ class Objective:
             outputs = network(fed, rotary(link if isinstance(at, slice) else at.gather(1, link)), memory.attend)
             entry, valid = entry + slots, ends
             guess, carried = network.begin(outputs[:, slots - 1 :: slots])
-        return Losses(judge.total, judge.figures)
+        return LossOutput(judge.total, judge.metrics)
 
     def _slots(
         self,
@@ -191,7 +184,7 @@ class _Judge:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: HiddenStateObjective,
         entries: _Entries,
         head: Callable[[Tensor], Tensor],
         glancing: float,
@@ -205,7 +198,7 @@ class _Judge:
         with torch.no_grad():
             self._goal = head(truth).float().softmax(-1)
         self.total = truth.new_zeros((), dtype=torch.float32)
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     def __call__(self, state: Tensor, entry: Tensor, valid: Tensor, depth: int, weight: float) -> Tensor:
         """Count guesses.
@@ -233,7 +226,7 @@ class _Judge:
         self.total = self.total + weight * len(mine) / self.count * loss
         right = scores.argmax(-1) == goal.argmax(-1)
         named = {"hidden": hidden, "token": token, "right": right.float().mean()}
-        self.figures |= {f"{name}_{depth}": float(value.detach()) for name, value in named.items()}
+        self.metrics |= {f"{name}_{depth}": float(value.detach()) for name, value in named.items()}
         if self._glancing == 0.0:
             return state
         drawn = torch.rand(len(mine), generator=self._generator, device=state.device) < self._glancing

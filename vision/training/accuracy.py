@@ -23,7 +23,7 @@ BATCH = 25
 MOST_TOKENS = 220
 
 
-def measure(model: Any, processor: Any, scenes: int = 200) -> dict[str, float]:
+def scene_accuracy(model: Any, processor: Any, scenes: int = 200) -> dict[str, float]:
     """Shares of things right, by name, such as "objects", "words", "question colour", "video 8 events".
 
     Args:

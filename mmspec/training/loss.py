@@ -1,0 +1,64 @@
+"""Training losses: what a task returns, next-token cross-entropy, and running means for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORE = -100
+"""Label of positions without a loss, as in `torch.nn.functional.cross_entropy`."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of a batch.
+
+    Attributes:
+        total: scalar to minimise, a mean over the batch's loss positions.
+        metrics: logged values by name: parts of the loss, accuracies.
+    """
+
+    total: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def next_token_loss(hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, float]:
+    """Cross-entropy of the next token, with logits computed at labelled positions only.
+
+    Args:
+        hidden: last hidden states, (batch, length, hidden).
+        head: language model head, from (labels, hidden) to logits (labels, vocab).
+        labels: token that follows each position, (batch, length) int64; `IGNORE` where there is no loss.
+
+    Returns:
+        The mean cross-entropy, a scalar, and the top-1 accuracy.
+    """
+    labelled = labels != IGNORE
+    truth = labels[labelled]
+    logits = head(hidden[labelled]).float()
+    accuracy = (logits.detach().argmax(-1) == truth).float().mean().item()
+    return F.cross_entropy(logits, truth), accuracy
+
+
+class RunningMeans:
+    """Means of loss and metrics over the steps since the last `pop`."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Tensor, dict[str, float]]] = []
+
+    def add(self, loss: Tensor, metrics: dict[str, float]) -> None:
+        """Adds a step. The scalar `loss` stays on its device until `pop`."""
+        self._rows.append((loss.detach(), metrics))
+
+    def pop(self) -> dict[str, float]:
+        """Returns the means, that of the loss as "loss", and resets them."""
+        means = {"loss": torch.stack([loss for loss, _ in self._rows]).mean().item()}
+        for name in dict.fromkeys(name for _, metrics in self._rows for name in metrics):
+            values = [metrics[name] for _, metrics in self._rows if name in metrics]
+            means[name] = sum(values) / len(values)
+        self._rows = []
+        return means
