@@ -42,18 +42,12 @@ LENGTH = (
     click.option("--steps", type=click.IntRange(1), help="Length of the run in optimiser steps."),
     click.option("--minutes", type=POSITIVE, help="Or in minutes of wall clock."),
     click.option("--epochs", type=POSITIVE, help="Or in passes over all data.  [default: 1]"),
-    click.option(
-        "--text-share", type=SHARE, default=0.3, show_default=True, help="Share of the run on text only (stage 1)."
-    ),
-    click.option(
-        "--batch", type=click.IntRange(1), default=16, show_default=True, help="Batch size over all processes."
-    ),
+    click.option("--text-share", type=SHARE, default=0.3, show_default=True, help="Share of stage 1 in the run."),
+    click.option("--batch", type=click.IntRange(1), default=16, show_default=True, help="Over all processes."),
     click.option("--optimiser", type=click.Choice(["muon", "adamw"]), default="muon", show_default=True),
     click.option("--rate", type=POSITIVE, help="Learning rate; by default 3e-3 with muon, 5e-5 with adamw."),
     click.option("--warmup", type=click.IntRange(1), default=50, show_default=True, help="Steps of linear warm-up."),
-    click.option(
-        "--hold", type=SHARE, default=0.4, show_default=True, help="Share of the run before the rate decays to zero."
-    ),
+    click.option("--hold", type=SHARE, default=0.4, show_default=True, help="Share of the run before decay."),
     click.option("--seed", type=click.IntRange(0, 2**22), default=0, show_default=True),
     click.option(
         "--precision",
@@ -66,16 +60,8 @@ LENGTH = (
 )
 REPORTS = (
     click.option("--checkpoint-minutes", type=Number(0), default=5.0, show_default=True),
-    click.option(
-        "--report-minutes", type=Number(0), default=5.0, show_default=True, help="Between held-out evaluations."
-    ),
-    click.option(
-        "--prompts",
-        type=click.IntRange(0),
-        default=8,
-        show_default=True,
-        help="Held-out prompts decoded per evaluation.",
-    ),
+    click.option("--report-minutes", type=Number(0), default=5.0, show_default=True, help="Between evaluations."),
+    click.option("--prompts", type=click.IntRange(0), default=8, show_default=True, help="Decoded per evaluation."),
     click.option("--max-new-tokens", type=click.IntRange(2), default=96, show_default=True, help="Per decoded prompt."),
     click.option("--tensorboard", is_flag=True, help="Log to OUT/tensorboard too."),
 )
@@ -84,18 +70,16 @@ TREES = (
         "--draft-vocabulary",
         type=click.IntRange(1),
         metavar="N",
-        help="Reduce the draft vocabulary to the N most frequent tokens.",
+        help="Draft the N most frequent tokens only.",
     ),
-    click.option(
-        "--top-k", type=click.IntRange(1), default=10, show_default=True, help="Saved setting: nodes per tree level."
-    ),
-    click.option("--depth", type=click.IntRange(1), default=6, show_default=True, help="Saved setting: tree depth."),
+    click.option("--top-k", type=click.IntRange(1), default=10, show_default=True, help="Saved: nodes per tree level."),
+    click.option("--depth", type=click.IntRange(1), default=6, show_default=True, help="Saved: tree depth."),
     click.option(
         "--total-tokens",
         type=click.IntRange(1),
         default=59,
         show_default=True,
-        help="Saved setting: maximum nodes per tree.",
+        help="Saved: maximum tree nodes.",
     ),
 )
 

@@ -14,9 +14,9 @@ import mmspec
 from mmspec.distil import data
 from mmspec.errors import UserError
 from tests.standin import save_llava, save_text_model
-from vision.distil.answering import Answering, Job, job_of
-from vision.distil.make_data import Store, make_data
-from vision.distil.scenes import KINDS, drawn
+from vision.distil.answering import AnswerGenerator, PendingConversation, without_answers
+from vision.distil.make_data import Dataset, make_data
+from vision.distil.scenes import KINDS, scene_conversations
 from vision.scenes.conversations import video
 from vision.scenes.scene import seeded
 
@@ -94,7 +94,7 @@ def test_scenes(model, tmp_path):
     summary = run("--target", model, "--scenes", 12, "--first", 30, "--out", out, "--batch", 4, *NEW)
     assert summary["conversations"] == 12
     found = data.read(out / "data.jsonl").conversations
-    jobs = {job.id: job for job in drawn(range(30, 42), tmp_path / "again")}
+    jobs = {job.id: job for job in scene_conversations(range(30, 42), tmp_path / "again")}
     assert {one.id for one in found} == set(jobs)
     for one in found:
         assert len(one.answers) == len(jobs[one.id].questions)
@@ -106,7 +106,7 @@ def test_scenes(model, tmp_path):
 
 
 def test_kinds_of_scenes(tmp_path):
-    jobs = list(drawn(range(150), tmp_path))
+    jobs = list(scene_conversations(range(150), tmp_path))
     media = {
         kind: {
             len([i for i in job.questions[0] if i["type"] == "image"]) for job in jobs if job.id.startswith(f"{kind}-")
@@ -176,8 +176,8 @@ def test_every_batch_is_sampled_from_a_seed_of_its_own():
 
     def seeds(seed):
         pipe = Recorded()
-        jobs = [Job(str(k), [[{"type": "text", "text": "What?"}]] * 2, [1, 1]) for k in range(6)]
-        assert sum(map(len, Answering(pipe, 2, seed, {}).run(jobs))) == 6
+        jobs = [PendingConversation(str(k), [[{"type": "text", "text": "What?"}]] * 2, [1, 1]) for k in range(6)]
+        assert sum(map(len, AnswerGenerator(pipe, 2, seed, {}).run(jobs))) == 6
         return pipe.seeds
 
     assert seeds(1) == seeds(1)
@@ -215,29 +215,29 @@ def test_sources(model, prompts, tmp_path):
         run("--target", model, "--out", tmp_path, "--scenes", 1, "--prompts", prompts)
     (tmp_path / "data.jsonl").write_text("nonsense\n")
     with pytest.raises(UserError, match=r"data\.jsonl:1: expected a record with an id"):
-        Store(tmp_path, {}, resume=True)
+        Dataset(tmp_path, {}, resume=True)
 
 
 def test_pictures_in_memory_and_system_messages(pipe):
     picture = {"type": "image", "image": Image.new("RGB", (9, 9), "green")}
-    job = Job("x", [[picture, {"type": "text", "text": "What?"}]], [0])
-    answering = Answering(pipe, 2, 0, {"max_new_tokens": 5})
+    job = PendingConversation("x", [[picture, {"type": "text", "text": "What?"}]], [0])
+    answering = AnswerGenerator(pipe, 2, 0, {"max_new_tokens": 5})
     ((found,),) = answering.run([job])
     assert len(found.answers[0]) == 5
     system = {"role": "system", "content": "Be brief."}
     asked = data.Conversation("y", (system, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}), ())
-    ((found,),) = answering.run([job_of(asked)])
+    ((found,),) = answering.run([without_answers(asked)])
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant"]
 
 
 def test_like_questions_are_answered_together(pipe):
     def job(number, media, length):
         items = [{"type": "image", "image": Image.new("RGB", (9, 9))}] * media
-        return Job(str(number), [[*items, {"type": "text", "text": "What?"}]], [length])
+        return PendingConversation(str(number), [[*items, {"type": "text", "text": "What?"}]], [length])
 
     seen = []
 
-    class Recording(Answering):
+    class Recording(AnswerGenerator):
         def _answer(self, group):
             seen.append([job.id for job in group])
             super()._answer(group)
@@ -253,7 +253,7 @@ def test_scenes_can_keep_their_own_answers(tmp_path):
     result = CliRunner().invoke(make_data, ["--as-told", "--scenes", "12", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = data.read(tmp_path / "data.jsonl", None).conversations
-    jobs = list(drawn(range(12), tmp_path))
+    jobs = list(scene_conversations(range(12), tmp_path))
     assert [one.id for one in found] == [job.id for job in jobs]
     for one, job in zip(found, jobs, strict=True):
         assert [m["content"] for m in one.messages if m["role"] == "assistant"] == list(job.known)
