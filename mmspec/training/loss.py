@@ -1,9 +1,10 @@
-"""Training losses: what a task returns, next-token cross-entropy, and running means for the log."""
+"""Training losses: output of a task, next-token cross-entropy and its batches, running means for the log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,27 @@ def next_token_loss(hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Te
     logits = head(hidden[labelled]).float()
     accuracy = (logits.detach().argmax(-1) == truth).float().mean().item()
     return F.cross_entropy(logits, truth), accuracy
+
+
+def next_token_batch(rows: Sequence[tuple[Any, Any]], pad: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """Pads token sequences on the right; causal layers need no mask for that.
+
+    Args:
+        rows: token ids of a sequence, and for each whether it is to be predicted.
+        pad: padding token id.
+        multiple: the padded length is a multiple of this.
+
+    Returns:
+        Tokens and labels for `next_token_loss`, (batch, length) int64 each.
+    """
+    longest = max(len(ids) for ids, _ in rows) - 1
+    length = -(-longest // multiple) * multiple
+    tokens, labels = torch.full((len(rows), length), pad), torch.full((len(rows), length), IGNORE)
+    for index, row in enumerate(rows):
+        ids, predicted = (torch.as_tensor(column) for column in row)
+        tokens[index, : len(ids) - 1] = ids[:-1]
+        labels[index, : len(ids) - 1] = torch.where(predicted[1:], ids[1:].long(), IGNORE)
+    return tokens, labels
 
 
 class RunningMeans:

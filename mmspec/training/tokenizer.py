@@ -1,4 +1,4 @@
-"""Trains byte-level BPE tokenizers for the embedded models."""
+"""Tokenizer and chat template of the embedded models."""
 
 from __future__ import annotations
 
@@ -13,17 +13,36 @@ from mmspec.training.files import atomic
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first tokens of every vocabulary."""
 
+ROLES = ("USER:", "ASSISTANT:")
+
+
+def chat_template(media: str = "") -> str:
+    """Returns the chat template; the tokenizer adds `<s>`. System messages are rendered as a user's.
+
+    Args:
+        media: template of the parts of `message['content']` that are not text. They come before the message's text.
+    """
+    return (
+        "{% for message in messages %}"
+        "{% if message['role'] == 'assistant' %}ASSISTANT: {% else %}USER: {% endif %}"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}" + media + "{% for part in "
+        "message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% endif %}"
+        "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %} {% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+
 
 def train_tokenizer(
-    texts: Iterable[str], vocabulary: int, alone: str, roles: Sequence[str], special: Sequence[str] = ()
+    texts: Iterable[str], vocabulary: int, alone: str, special: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer that encodes any text and prepends `<s>`.
 
     Args:
         texts: training corpus of the merges.
-        vocabulary: number of tokens, special and added ones included.
+        vocabulary: number of tokens, special ones and `ROLES` included.
         alone: regular expression whose matches are never merged with their neighbours.
-        roles: added tokens, matched in any context.
         special: special tokens (left out of decoded text) besides `SPECIAL`.
     """
     backend = Tokenizer(models.BPE())
@@ -35,13 +54,13 @@ def train_tokenizer(
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(roles),
+        vocab_size=vocabulary - len(ROLES),
         special_tokens=[*SPECIAL, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    backend.add_tokens([AddedToken(role, normalized=False) for role in roles])
+    backend.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", backend.token_to_id("<s>"))]
     )

@@ -10,22 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mmspec.training.tokenizer import train_tokenizer
+from mmspec.training.tokenizer import chat_template, train_tokenizer
 from ssm.texts import Example
-
-ROLES = ("USER:", "ASSISTANT:")
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}ASSISTANT: {% else %}USER: {% endif %}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %} {% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
-"""The tokenizer adds `<s>`. A system message is treated as a user's."""
 
 EncodedText = tuple[np.ndarray, int]
 """Token ids of prompt and answer, and the number of prompt tokens."""
@@ -34,8 +20,8 @@ EncodedText = tuple[np.ndarray, int]
 def make_tokenizer(examples: Iterable[Example], vocabulary: int) -> PreTrainedTokenizerFast:
     """Trains a tokenizer on these examples; every digit is a token of its own."""
     texts = (f"{example.prompt} {example.answer}" for example in examples)
-    tokenizer = train_tokenizer(texts, vocabulary, r"[0-9]", ROLES)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = train_tokenizer(texts, vocabulary, r"[0-9]")
+    tokenizer.chat_template = chat_template()
     return tokenizer
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmspec.training.export import export
-from mmspec.training.loss import IGNORE, LossOutput, next_token_loss
+from mmspec.training.loss import IGNORE, LossOutput, next_token_batch, next_token_loss
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.sampler import MIXED, TEXT, CurriculumSampler, linear_ramp
 from mmspec.training.tokenizer import folder_tokenizer
@@ -121,12 +122,4 @@ def text_loss(network: nn.Module, batch: TextBatch) -> LossOutput:
 
 def collate(rows: Sequence[EncodedText]) -> TextBatch:
     """Pads examples to one length, a multiple of the scan's chunk."""
-    longest = max(len(ids) for ids, _ in rows) - 1
-    length = -(-longest // CHUNK) * CHUNK
-    tokens = torch.zeros(len(rows), length, dtype=torch.long)
-    labels = torch.full((len(rows), length), IGNORE)
-    for index, (ids, prompt) in enumerate(rows):
-        row = torch.from_numpy(ids.astype("int64"))
-        tokens[index, : len(row) - 1] = row[:-1]
-        labels[index, prompt - 1 : len(row) - 1] = row[prompt:]
-    return TextBatch(tokens, labels)
+    return TextBatch(*next_token_batch([(ids, np.arange(len(ids)) >= prompt) for ids, prompt in rows], 0, CHUNK))

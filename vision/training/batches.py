@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmspec.training.loss import IGNORE
+from mmspec.training.loss import IGNORE, next_token_batch
 from vision.scenes.conversations import (
     Example,
     lists_only,
@@ -229,16 +229,10 @@ def _make(
 
 def collate(rows: Sequence[EncodedExample], pad: int) -> Batch:
     """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row."""
-    longest = max(len(row.ids) for row in rows) - 1
-    length = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    tokens = torch.full((len(rows), length), pad)
-    labels = torch.full((len(rows), length), IGNORE)
+    tokens, labels = next_token_batch([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
     images, perception = [], []
     unlabelled = np.full((len(TASKS), IMAGE_TOKENS), IGNORE)
-    for index, row in enumerate(rows):
-        ids, answers = torch.tensor(row.ids), torch.tensor(row.answers)
-        tokens[index, : len(ids) - 1] = ids[:-1]
-        labels[index, : len(ids) - 1] = torch.where(answers[1:], ids[1:], IGNORE)
+    for row in rows:
         for scene in row.example.scenes:
             images.append(render(scene, row.rng))
             perception.append(patch_labels(scene) if row.example.at_rest else unlabelled)
