@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ssm.texts import KINDS, Example, correct, example
+from ssm.texts import KINDS, TextExample, correct, example
 from ssm.texts.checking import runs_right
 from ssm.texts.problems import steps_of
 
@@ -43,7 +43,7 @@ def measure(answer: Answer, problems: int, others: int) -> dict[str, float]:
     return report
 
 
-def _by_steps(asked: Sequence[Example], right: Sequence[bool]) -> dict[str, float]:
+def _by_steps(asked: Sequence[TextExample], right: Sequence[bool]) -> dict[str, float]:
     steps = [steps_of(one.answer) for one in asked]
     return {
         f"problem of {count} steps": _share([found for found, own in zip(right, steps, strict=True) if own == count])

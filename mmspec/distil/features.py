@@ -1,200 +1,174 @@
-"""Features of conversations for drafter training: computed on the fly, or cached on disk.
-
-`Extractor` and `FeatureCache` have the same call interface: conversations to their `Features`.
-"""
+"""Feature extraction: runs a target over conversations and returns the hidden states that its drafters train on."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.checkpoint import verifier_of
 from mmspec.distil.data import Conversation
-from mmspec.distil.extraction import ConversationFeatures, Extractor, Features, collate, extract
-from mmspec.errors import UserError
-from mmspec.training.files import atomic, write_text
+from mmspec.distil.sequences import EncodedConversation, Encoder
+from mmspec.target import Prompt
 from mmspec.transformers_target import TransformersTarget
 
-__all__ = ["ConversationFeatures", "Extractor", "FeatureCache", "Features", "collate", "extract"]
-
-_INDEX = "index.json"
+_TOKEN_TYPES = "mm_token_type_ids"
 
 
-class FeatureCache:
-    """Features of conversations in a folder: safetensors shards of several conversations each, and `index.json`.
+@dataclass
+class Features:
+    """A target's features of a batch of conversations, padded on the right. Not inference tensors; without gradients.
 
-    Calling the cache with conversations returns their `Features`. Shards are written atomically; `fill` computes those
-    that are missing.
-
-    Args:
-        folder: created if missing.
-        extractor: computes missing features. Its target and settings must be those that the folder was created with.
-        conversations: all conversations of the cache.
-        dtype: of hidden states and visual features on disk; by default the target's.
-        shard: conversations per file.
-
-    Raises:
-        UserError: the folder holds features of another target, other conversations or other settings.
+    Attributes:
+        tokens: (batch, length) int64, 0 at padding.
+        hidden: (batch, length, hidden), last hidden states after the final norm, 0 at padding.
+        embeds: (batch, length, hidden), input embeddings; visual features at visual positions.
+        visual: (batch, length) bool, positions of image and video features.
+        answer: (batch, length) bool, tokens that the target generates, which a drafter learns to predict.
+        keep: (batch, length) bool, False at padding.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        extractor: Extractor,
-        conversations: Sequence[Conversation],
-        *,
-        dtype: torch.dtype | None = None,
-        shard: int = 256,
-    ) -> None:
-        self.folder, self.extractor, self.conversations = folder, extractor, conversations
-        self.target: TransformersTarget = extractor.target
-        self.dtype, self.shard = dtype or self.target.model.dtype, shard
-        self._places = {_fingerprint(one): place for place, one in enumerate(conversations)}
-        self._open = lru_cache(maxsize=256)(self._opened)
-        self._check_index()
+    tokens: Tensor
+    hidden: Tensor
+    embeds: Tensor
+    visual: Tensor
+    answer: Tensor
+    keep: Tensor
 
-    def __len__(self) -> int:
-        """Number of shards."""
-        return -(-len(self.conversations) // self.shard)
 
-    @property
-    def missing(self) -> list[int]:
-        """Numbers of the shards that have not been written yet."""
-        return [number for number in range(len(self)) if not self._path(number).exists()]
+@dataclass
+class ConversationFeatures:
+    """Features of one conversation, without padding.
+
+    Attributes:
+        tokens, visual, answer: (length,) as in `Features`.
+        hidden: (length, hidden).
+        shown: (visual positions, hidden), the visual features.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    shown: Tensor
+    visual: Tensor
+    answer: Tensor
+
+
+class Extractor:
+    """Runs a target over conversations; calling it returns their `Features`.
+
+    A conversation whose first question exceeds `max_length` is skipped. A batch of skipped ones is a row of padding.
+
+    Args:
+        target: the target model.
+        max_length, frames, fps, video_backend: as for `Encoder`.
+    """
+
+    def __init__(self, target: TransformersTarget, max_length: int | None = None, **video: Any) -> None:
+        self.target = target
+        self.encoder = Encoder(target, max_length, **video)
 
     @property
     def skipped(self) -> Counter[str]:
-        """Number of skipped conversations in the existing shards by reason."""
-        total: Counter[str] = Counter()
-        for number in sorted(set(range(len(self))) - set(self.missing)):
-            total.update(json.loads(self._open(number)[0].metadata()["skipped"]))
-        return total
+        """Number of skipped conversations by reason."""
+        return self.encoder.skipped
 
-    def fill(
-        self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Computes the missing shards.
-
-        Args:
-            batch: conversations per forward pass of the target.
-            rank, processes: computes every `processes`-th shard, from `rank` on.
-            progress: called with the number of conversations done and their total, over the shards to compute.
-        """
-        todo = [number for number in self.missing if number % processes == rank]
-        total, done = sum(len(self._members(number)) for number in todo), 0
-        for number in todo:
-            members = self._members(number)
-            before = Counter(self.extractor.skipped)
-            rows: list[ConversationFeatures | None] = [None] * len(members)
-            order = sorted(range(len(members)), key=lambda index: members[index].size)  # saves padding
-            for start in range(0, len(members), batch):
-                places = order[start : start + batch]
-                for place, row in zip(places, self.extractor.rows([members[p] for p in places]), strict=True):
-                    rows[place] = None if row is None else self._packed(row)
-                done += len(places)
-                if progress:
-                    progress(done, total)
-            self._write(number, rows, self.extractor.skipped - before)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that the features depend on besides target and conversation, as JSON values."""
+        return self.encoder.settings
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """Returns the features of a batch.
+        """Returns the features of a batch."""
+        return collate([row for row in self.rows(conversations) if row is not None], self.target)
 
-        Raises:
-            UserError: a conversation is not in the cache, or a shard is damaged.
-        """
-        rows = [self._row(conversation) for conversation in conversations]
-        return collate([row for row in rows if row is not None], self.target)
+    def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:
+        """Returns the features of each conversation; None for skipped ones."""
+        encoded = [self.encoder(conversation) for conversation in conversations]
+        usable = [one for one in encoded if one is not None]
+        batches = [usable] if _stackable(usable) else [[one] for one in usable]
+        rows = iter([row for batch in batches if batch for row in self._run(batch)])
+        return [None if one is None else next(rows) for one in encoded]
 
-    def _members(self, number: int) -> Sequence[Conversation]:
-        return self.conversations[number * self.shard : (number + 1) * self.shard]
+    def _run(self, batch: Sequence[EncodedConversation]) -> list[ConversationFeatures]:
+        device = self.target.model.device
+        longest = max(len(one.tokens) for one in batch)
+        pads = [longest - len(one.tokens) for one in batch]
+        ids = torch.stack([torch.nn.functional.pad(one.tokens, (p, 0)) for one, p in zip(batch, pads, strict=True)])
+        mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long()
+        inputs = _concatenated(batch)
+        if any(_TOKEN_TYPES in one.inputs for one in batch):
+            inputs[_TOKEN_TYPES] = self._token_types(ids).to(device)
+        prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
+        step = self.target.prefill(prompt, room=1)
+        rows = []
+        for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
+            visual = one.visual.to(device)
+            # Clones made outside of inference mode can be used in autograd.
+            hidden = step.hidden[index, pad:].clone()
+            shown = hidden[:0] if step.embeds is None else step.embeds[index, pad:][visual].clone()
+            rows.append(ConversationFeatures(one.tokens.to(device), hidden, shown, visual, (one.turn >= 0).to(device)))
+        return rows
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.safetensors"
-
-    def _packed(self, row: ConversationFeatures) -> ConversationFeatures:
-        hidden, shown = (x.to("cpu", self.dtype) for x in (row.hidden, row.shown))
-        return ConversationFeatures(
-            row.tokens.to("cpu", torch.int32), hidden, shown, row.visual.cpu(), row.answer.cpu()
-        )
-
-    def _write(self, number: int, rows: Sequence[ConversationFeatures | None], skipped: Counter[str]) -> None:
-        present = [row for row in rows if row is not None]
-        width = self.target.config.hidden_size
-        empty = ConversationFeatures(
-            torch.zeros(0, dtype=torch.int32),
-            torch.zeros(0, width, dtype=self.dtype),
-            torch.zeros(0, width, dtype=self.dtype),
-            torch.zeros(0, dtype=torch.bool),
-            torch.zeros(0, dtype=torch.bool),
-        )
-        tensors = {
-            name: torch.cat([getattr(row, name) for row in [empty, *present]])
-            for name in ("tokens", "hidden", "shown", "visual", "answer")
-        }
-        tensors["lengths"] = torch.tensor([0 if row is None else len(row.tokens) for row in rows])
-        tensors["shown_lengths"] = torch.tensor([0 if row is None else len(row.shown) for row in rows])
-        with atomic(self._path(number)) as part:
-            save_file(tensors, part, {"skipped": json.dumps(skipped)})
-
-    def _row(self, conversation: Conversation) -> ConversationFeatures | None:
-        place = self._places.get(_fingerprint(conversation))
-        if place is None:
-            raise UserError(f"{self.folder}: expected features of conversation {conversation.id}, found none")
-        number, index = divmod(place, self.shard)
-        file, ends, shown_ends = self._open(number)
-        span, shown = (slice(int(e[index]), int(e[index + 1])) for e in (ends, shown_ends))
-        if span.start == span.stop:
-            return None
-        part = {name: file.get_slice(name)[span] for name in ("tokens", "hidden", "visual", "answer")}
-        # safetensors cannot slice a tensor of no rows.
-        features = file.get_slice("shown")[shown] if shown.start < shown.stop else part["hidden"][:0]
-        return ConversationFeatures(part["tokens"].long(), part["hidden"], features, part["visual"], part["answer"])
-
-    def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
-        """A shard's file, and the offsets of its conversations' tokens and visual features."""
-        try:
-            file = safe_open(self._path(number), "pt")
-            ends = [file.get_tensor(name).cumsum(0) for name in ("lengths", "shown_lengths")]
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{self._path(number)}: expected a whole shard of features, received {error}") from error
-        rows, shown = (torch.nn.functional.pad(end, (1, 0)) for end in ends)
-        return file, rows, shown
-
-    def _check_index(self) -> None:
-        prints = hashlib.sha256("".join(self._places).encode()).hexdigest()
-        wanted = {
-            "verifier": verifier_of(self.target),
-            "conversations": {"number": len(self.conversations), "sha256": prints},
-            "settings": {**self.extractor.settings, "dtype": str(self.dtype), "shard": self.shard},
-        }
-        path = self.folder / _INDEX
-        if path.exists():
-            try:
-                found = json.loads(path.read_text())
-                different = [name for name in wanted if found.get(name) != wanted[name]]
-            except (OSError, ValueError, AttributeError) as error:
-                raise UserError(f"{path}: expected the index of a feature cache, received {error}") from error
-            if different:
-                name = different[0]
-                raise UserError(
-                    f"{self.folder} holds features of another {name}: expected {wanted[name]}, received "
-                    f"{found.get(name)}"
-                )
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(wanted, indent=2) + "\n")
+    def _token_types(self, ids: Tensor) -> Tensor:
+        """Token type ids as processors return them: 0 for text, 1 for images, 2 for videos."""
+        config = self.target.model.config
+        types = torch.zeros_like(ids)
+        for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
+            types[ids == getattr(config, name, -1)] = kind
+        return types
 
 
-def _fingerprint(conversation: Conversation) -> str:
-    content = json.dumps([conversation.messages, conversation.answers], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) -> Features:
+    """Pads conversations into a batch; no conversations become one row of padding."""
+    device, dtype = target.model.device, target.model.dtype
+    if not rows:
+        empty = torch.zeros(2, target.config.hidden_size, device=device, dtype=dtype)
+        marks = torch.zeros(2, dtype=torch.bool, device=device)
+        rows = [ConversationFeatures(marks.long(), empty, empty[:0], marks, marks)]
+        lengths = torch.zeros(1, dtype=torch.long)
+    else:
+        lengths = torch.tensor([len(row.tokens) for row in rows])
+    tokens, visual, answer, hidden = (
+        pad_sequence([getattr(row, name).to(device) for row in rows], batch_first=True)
+        for name in ("tokens", "visual", "answer", "hidden")
+    )
+    with torch.no_grad():
+        # The embedding of a placeholder token is overwritten, and its id may lie outside of the table.
+        embeds = target.embed(tokens.masked_fill(visual, 0)).clone()
+    embeds[visual] = torch.cat([row.shown for row in rows]).to(device, embeds.dtype)
+    keep = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(device)
+    return Features(tokens, hidden.to(dtype), embeds, visual, answer, keep)
+
+
+def _stackable(batch: Sequence[EncodedConversation]) -> bool:
+    """Whether the pixel inputs of a batch can be concatenated: videos of unequal numbers of frames cannot."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for one in batch:
+        for name, value in _pixels(one).items():
+            # Images with fewer tiles than others are padded.
+            shape = value.shape[2:] if name == "pixel_values" and value.ndim == 5 else value.shape[1:]
+            shapes.setdefault(name, set()).add(tuple(shape))
+    return all(len(found) == 1 for found in shapes.values())
+
+
+def _pixels(one: EncodedConversation) -> dict[str, Tensor]:
+    return {name: value for name, value in one.inputs.items() if name != _TOKEN_TYPES}
+
+
+def _concatenated(batch: Sequence[EncodedConversation]) -> dict[str, Any]:
+    """Concatenated pixel inputs of a batch."""
+    parts: dict[str, list[Tensor]] = {}
+    for one in batch:
+        for name, value in _pixels(one).items():
+            parts.setdefault(name, []).append(value)
+    inputs: dict[str, Any] = {}
+    for name, values in parts.items():
+        if name == "pixel_values" and values[0].ndim == 5:
+            most = max(value.shape[1] for value in values)
+            values = [torch.nn.functional.pad(value, (0, 0) * 3 + (0, most - value.shape[1])) for value in values]
+        inputs[name] = torch.cat(values)
+    return inputs

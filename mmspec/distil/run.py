@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
-from mmspec.distil.features import Extractor, FeatureCache
+from mmspec.distil.feature_cache import FeatureCache
+from mmspec.distil.features import Extractor
 from mmspec.distil.options import RESUMABLE_WITH_OTHER
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError

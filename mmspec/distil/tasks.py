@@ -19,7 +19,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import LearningRates, Optimisers
-from mmspec.training.sampler import CurriculumSampler, Example, linear_ramp
+from mmspec.training.sampler import CurriculumSampler, ExampleIndex, linear_ramp
 
 ExtractFeatures = Callable[[Sequence[Conversation]], Features]
 Objective = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None, float], LossOutput]
@@ -100,7 +100,7 @@ class DrafterTask:
         self._prompts = [data.as_text(messages) for messages in prompt_messages] if text_only else prompt_messages
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
-    def batch(self, examples: list[Example]) -> Features:
+    def batch(self, examples: list[ExampleIndex]) -> Features:
         """Returns the features of these examples, padded to the longest."""
         return self._extract([self.training[kind][index] for kind, index in examples])
 

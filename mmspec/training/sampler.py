@@ -9,7 +9,7 @@ from typing import Any
 from mmspec.errors import UserError
 
 TEXT, MIXED = "text", "mixed"
-Example = tuple[str, int]
+ExampleIndex = tuple[str, int]
 """Kind of an example, `TEXT` (stage 1) or `MIXED` (stage 2), and its index among the examples of that kind."""
 
 POOL = 8
@@ -48,10 +48,10 @@ class CurriculumSampler:
         self._mixed_share = mixed_share
         self._drawn = dict.fromkeys(self.lengths, 0)
         self._pools = 0
-        self._waiting: list[list[Example]] = []
+        self._waiting: list[list[ExampleIndex]] = []
         self._shuffled: dict[str, tuple[int, list[int]]] = {}
 
-    def next(self, progress: float) -> list[Example]:
+    def next(self, progress: float) -> list[ExampleIndex]:
         """Returns the next batch of examples, given the run's progress from 0 to 1."""
         share = self._mixed_share(progress) if len(self.lengths) == 2 else float(MIXED in self.lengths)
         self.info = {"stage": 1 if share == 0.0 else 2, "share": round(share, 4)}
@@ -76,7 +76,7 @@ class CurriculumSampler:
         self._waiting = [pool[start : start + self.batch] for start in range(0, len(pool), self.batch)]
         rng.shuffle(self._waiting)
 
-    def _draw(self, kind: str) -> Example:
+    def _draw(self, kind: str) -> ExampleIndex:
         count = len(self.lengths[kind])
         epoch, place = divmod(self._drawn[kind], count)
         self._drawn[kind] += 1

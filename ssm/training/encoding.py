@@ -11,13 +11,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mmspec.training.tokenizer import chat_template, train_tokenizer
-from ssm.texts import Example
+from ssm.texts import TextExample
 
 EncodedText = tuple[np.ndarray, int]
 """Token ids of prompt and answer, and the number of prompt tokens."""
 
 
-def make_tokenizer(examples: Iterable[Example], vocabulary: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(examples: Iterable[TextExample], vocabulary: int) -> PreTrainedTokenizerFast:
     """Trains a tokenizer on these examples; every digit is a token of its own."""
     texts = (f"{example.prompt} {example.answer}" for example in examples)
     tokenizer = train_tokenizer(texts, vocabulary, r"[0-9]")
@@ -25,7 +25,7 @@ def make_tokenizer(examples: Iterable[Example], vocabulary: int) -> PreTrainedTo
     return tokenizer
 
 
-def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[EncodedText]:
+def encode(examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast) -> list[EncodedText]:
     """Returns the token ids of single-turn conversations, `</s>` at the end."""
     backend = tokenizer.backend_tokenizer
     prompts = [f"USER: {example.prompt} ASSISTANT:" for example in examples]

@@ -81,7 +81,7 @@ def test_half_right_captions_count_half(monkeypatch: pytest.MonkeyPatch) -> None
         return [text if index % 2 else "Nothing." for index, text in enumerate(oracle(prompts, images))]
 
     monkeypatch.setattr(accuracy, "answer", every_other)
-    report = accuracy._measure_captions(None, Words(), 40)
+    report = accuracy._caption_accuracy(None, Words(), 40)
     assert report["whole captions"] == 0.5
     assert 0.3 < report["objects"] < 0.7
 
@@ -96,7 +96,7 @@ def test_one_wrong_attribute_spoils_the_object(monkeypatch: pytest.MonkeyPatch, 
         text = text.replace(words[fault], swaps[fault])
     monkeypatch.setattr(accuracy, "answer", lambda model, processor, prompts, images: [text])
     monkeypatch.setattr(accuracy, "sample_scene", lambda rng: scene)
-    report = accuracy._measure_captions(None, Words(), 1)
+    report = accuracy._caption_accuracy(None, Words(), 1)
     assert report["objects"] == 1 - spoilt / 2
     assert report["whole captions"] == 1 - spoilt
     for name in words:
@@ -121,7 +121,7 @@ def test_the_command_prints_a_table_and_one_json_line(monkeypatch: pytest.Monkey
 def test_the_embedded_model_reaches_its_goals() -> None:
     folder = embedded.tiny_llava()
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
-    report = accuracy._measure_captions(model, AutoProcessor.from_pretrained(folder), 20)
+    report = accuracy._caption_accuracy(model, AutoProcessor.from_pretrained(folder), 20)
     for name, goal in tiny_llava.GOALS.items():
         assert report[name] >= goal, report
     assert report["caption tokens"] > 25

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ssm.texts import KINDS, SPLITS, Example, correct, example
+from ssm.texts import KINDS, SPLITS, TextExample, correct, example
 from ssm.texts.__main__ import main
 from ssm.texts.checking import runs_right
 from ssm.texts.problems import final, problem, steps_of, worked
@@ -92,7 +92,7 @@ def test_a_changed_note_is_noticed() -> None:
 
 def test_a_program_is_judged_by_what_it_gives() -> None:
     prompt = "Write a function top(items) that returns the largest of the items."
-    one = Example("program", prompt, "def top(items):\n    return max((x for x in items), default=0)")
+    one = TextExample("program", prompt, "def top(items):\n    return max((x for x in items), default=0)")
     same = "def top(items):\n    best = items[0] if items else 0\n    for x in items:\n        if x > best:\n"
     assert runs_right(one, same + "            best = x\n    return best")
     assert not runs_right(one, "def top(items):\n    return min((x for x in items), default=0)")

@@ -18,7 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import mmspec
 from mmspec.distil.data import Conversation, text_of
-from mmspec.distil.features import Extractor, FeatureCache, Features, extract
+from mmspec.distil.feature_cache import FeatureCache
+from mmspec.distil.features import Extractor, Features
 from mmspec.distil.sequences import Encoder
 from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
@@ -268,12 +269,12 @@ def test_text_targets():
         assert encoded.tokens[: len(start)].tolist() == start
         answer = encoded.tokens[encoded.turn == number]
         assert target.tokenizer.decode(answer) == messages[2 * number + 1]["content"] + "</s>"
-    features = extract(target, [conversation])
+    features = Extractor(target)([conversation])
     hidden = target.model(encoded.tokens[None], output_hidden_states=True).hidden_states[-1]
     torch.testing.assert_close(features.hidden, hidden.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(features.embeds, target.embed(encoded.tokens[None]).detach())
     with pytest.raises(UserError, match="reads text only"):
-        extract(target, [CONVERSATIONS["one turn"]])
+        Extractor(target)([CONVERSATIONS["one turn"]])
 
 
 def test_processors_that_write_other_tokens_are_refused():
@@ -330,7 +331,7 @@ def test_features_equal_plain_passes_in_any_batch(name):
 
 def test_embeddings_are_the_projected_image_features():
     target, conversation = tiny_llava(), CONVERSATIONS["several images"]
-    features = extract(target, [conversation])
+    features = Extractor(target)([conversation])
     inputs = inference_path(target, conversation, 1).inputs
     with torch.no_grad():
         shown = torch.cat(list(target.model.get_image_features(**inputs).pooler_output))
@@ -340,7 +341,7 @@ def test_embeddings_are_the_projected_image_features():
 
 
 def test_features_serve_autograd():
-    features = extract(tiny_llava(), [CONVERSATIONS["one turn"]])
+    features = Extractor(tiny_llava())([CONVERSATIONS["one turn"]])
     weight = torch.ones(features.hidden.shape[-1], requires_grad=True)
     for field in fields(Features):
         value = getattr(features, field.name)
@@ -394,7 +395,7 @@ def test_cache_gives_the_same_features(tmp_path):
         "index.json",
     ]
     for picked in ([talks[5], talks[0], talks[3]], [talks[6]], [talks[0]]):
-        want, got = extract(target, picked), cache(picked)
+        want, got = Extractor(target)(picked), cache(picked)
         for field in fields(Features):
             torch.testing.assert_close(getattr(got, field.name), getattr(want, field.name), atol=2e-5, rtol=2e-5)
     with pytest.raises(UserError, match="features of conversation c"):
@@ -423,7 +424,7 @@ def test_cache_goes_on_where_it_was_killed(tmp_path):
     begin().fill()
     assert begin().missing == []
     assert (tmp_path / "cache/000000.safetensors").stat().st_mtime_ns == before
-    want, got = extract(target, talks), begin()(talks)
+    want, got = Extractor(target)(talks), begin()(talks)
     torch.testing.assert_close(got.hidden, want.hidden, atol=2e-5, rtol=2e-5)
 
 
@@ -457,5 +458,5 @@ def test_cache_in_half_precision_with_a_conversation_too_long(tmp_path):
     assert 0 < len(kept) < len(talks)
     got = cache(talks)
     assert got.hidden.dtype == torch.float32
-    torch.testing.assert_close(got.hidden, extract(target, kept, limit).hidden, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(got.hidden, Extractor(target, limit)(kept).hidden, atol=2e-2, rtol=1e-2)
     assert json.loads((cache.folder / "index.json").read_text())["verifier"]["hidden_size"] == 192

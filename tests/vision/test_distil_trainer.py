@@ -33,7 +33,7 @@ from mmspec.training.curve import draw
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import lr_factor
 from mmspec.training.plan import TrainingPlan
-from mmspec.training.sampler import MIXED, POOL, TEXT, CurriculumSampler, Example, linear_ramp
+from mmspec.training.sampler import MIXED, POOL, TEXT, CurriculumSampler, ExampleIndex, linear_ramp
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
 from vision.distil.command import flash, msd
@@ -288,7 +288,7 @@ def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
 def test_a_seed_changes_the_order_of_examples() -> None:
     """Apart: which examples come first (64 of one length), and which batches are multimodal (half of them)."""
 
-    def first(seed: int) -> set[Example]:
+    def first(seed: int) -> set[ExampleIndex]:
         order = CurriculumSampler({TEXT: [1] * 64}, batch=1, seed=seed)
         return {order.next(0.0)[0] for _ in range(POOL)}
 

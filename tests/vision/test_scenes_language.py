@@ -18,10 +18,10 @@ from vision.scenes.conversations import (
     words_only,
 )
 from vision.scenes.questions import KINDS, Question, ask
-from vision.scenes.reading import Happening, clauses, read_events, read_names, read_objects, read_places, read_sign
+from vision.scenes.reading import ReadEvent, clauses, read_events, read_names, read_objects, read_places, read_sign
 from vision.scenes.scene import Item, Scene, sample_scene, seeded
 from vision.scenes.wording import scene_habit
-from vision.training.accuracy import happenings, is_right
+from vision.training.accuracy import events_of, is_right
 
 NUMBER = {word: value for value, word in enumerate(["zero", "one", "two", "three", "four", "five"])}
 ALIASES = {"violet": "purple", "turquoise": "cyan", "disc": "circle", "hoop": "ring", "plus sign": "cross"}
@@ -188,7 +188,7 @@ def test_clip_descriptions_tell_exactly_what_happens() -> None:
         clip = sample_clip(rng)
         text = describe_clip(clip, rng)
         assert 2 <= len(clauses(text)) <= 5, text
-        assert sorted(map(str, read_events(text))) == sorted(map(str, happenings(clip))), text
+        assert sorted(map(str, read_events(text))) == sorted(map(str, events_of(clip))), text
         opening = read_objects(clauses(text)[0])
         start = clip.at(0.0).items
         assert {(m.colour, m.shape, m.cell) for m in opening} == {(i.colour, i.shape, i.cell) for i in start}, text
@@ -196,12 +196,12 @@ def test_clip_descriptions_tell_exactly_what_happens() -> None:
             assert match.group(1) == clip.background
         for match in re.finditer(r"The (\w+ [\w ]+?) (?:stays|does not change|remains)", text):
             (still,) = read_names("the " + match.group(1))
-            assert (still.colour, still.shape) not in {(e.colour, e.shape) for e in happenings(clip)}
+            assert (still.colour, still.shape) not in {(e.colour, e.shape) for e in events_of(clip)}
         for way in re.finditer(r"The [^.]*? (?:moves|slides|glides) (to the left|to the right|up|down)", text, re.I):
-            assert way_of(clip.items, happenings(clip), way.group(0)) == way.group(1), text
+            assert way_of(clip.items, events_of(clip), way.group(0)) == way.group(1), text
 
 
-def way_of(items: tuple[Item, ...], truth: list[Happening], clause: str) -> str:
+def way_of(items: tuple[Item, ...], truth: list[ReadEvent], clause: str) -> str:
     """The direction of the move that a clause speaks of, from where the object was and where it goes."""
     name = read_names(clause)[0]
     item = next(item for item in items if (item.colour, item.shape) == (name.colour, name.shape))
@@ -221,7 +221,7 @@ def test_clip_questions_have_true_answers() -> None:
             number = next(word for word in NUMBER if re.search(rf"\b{word}\b", answer))
             assert NUMBER[number] == len(clip.at(1.0).items)
             continue
-        assert set(map(str, read_events(answer))) <= set(map(str, happenings(clip))), (question, answer)
+        assert set(map(str, read_events(answer))) <= set(map(str, events_of(clip))), (question, answer)
         assert read_events(answer)
 
 

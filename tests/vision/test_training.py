@@ -19,7 +19,7 @@ from mmspec.training.optimisers import lr_factor
 from mmspec.training.trainer import CHECKPOINT, LOG, MODEL, Trainer
 from vision.scenes.conversations import one_image, several_images, video
 from vision.scenes.drawing import draw
-from vision.scenes.reading import Happening, Mention, read_events, read_objects
+from vision.scenes.reading import Mention, ReadEvent, read_events, read_objects
 from vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, seeded
 from vision.scenes.vocabulary import CHARACTERS, COLOURS, SHAPES
 from vision.training.accuracy import answer, match, picture
@@ -302,6 +302,6 @@ def test_reading_understands_free_wording() -> None:
     text = 'There is a big violet hoop at the very centre; an orange disc in the upper left, and "A RED STAR".'
     assert read_objects(text)[0] == Mention("purple", "ring", "large", (1, 1))
     assert read_events("Then the violet disc slides to the left and ends in the upper left. A red star vanishes.") == [
-        Happening("move", "purple", "circle", (0, 0)),
-        Happening("vanish", "red", "star"),
+        ReadEvent("move", "purple", "circle", (0, 0)),
+        ReadEvent("vanish", "red", "star"),
     ]

@@ -11,11 +11,11 @@ from PIL import Image
 
 from mmspec.training.files import atomic
 from vision.distil.answering import PendingConversation
-from vision.scenes.conversations import Example, one_image, questions_only, several_images, video, words_only
+from vision.scenes.conversations import SceneConversation, one_image, questions_only, several_images, video, words_only
 from vision.scenes.drawing import draw
 from vision.scenes.scene import seeded
 
-KINDS: dict[str, tuple[Callable[[random.Random], Example], float]] = {
+KINDS: dict[str, tuple[Callable[[random.Random], SceneConversation], float]] = {
     "image": (one_image, 0.45),
     "questions": (questions_only, 0.15),
     "several": (several_images, 0.08),

@@ -1,1 +1,1 @@
-"""Procedural scenes and clips: what they show, how they are drawn, and what can be said and asked about them."""
+"""Procedural scenes and clips: sampling, rendering, captions, questions and conversations."""

@@ -1,4 +1,4 @@
-"""`python -m vision.scenes --out DIR` writes held-out pictures and a video, as a user would have them."""
+"""`python -m vision.scenes --out DIR` writes held-out images and a video as files."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def write_clip(clip: Clip, path: Path, frames: int = 32, rate: int = 8) -> None:
 
 @click.command()
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write to.")
-@click.option("--images", type=click.IntRange(0), default=1, show_default=True, help="Number of pictures.")
+@click.option("--images", type=click.IntRange(0), default=1, show_default=True, help="Number of images.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Held-out index of the first.")
 @click.option(
     "--clip", "film", type=click.IntRange(0), default=0, show_default=True, help="Held-out index of the video."
 )
 def main(out: Path, images: int, first: int, film: int) -> None:
-    """Write held-out pictures and one video, and print what each shows."""
+    """Write held-out images and one video, and print their captions."""
     out.mkdir(parents=True, exist_ok=True)
     for index in range(first, first + images):
         rng = seeded("heldout", index)

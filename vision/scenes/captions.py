@@ -1,4 +1,4 @@
-"""Captions of scenes: every object with colour, shape and place, then some of sign, count, background, relations."""
+"""Captions of scenes: colour, shape and position of every object, and some of sign, count, background, relations."""
 
 from __future__ import annotations
 
@@ -25,22 +25,26 @@ from vision.scenes.wording import (
     sign_kind,
 )
 
-MOST_SENTENCES = 6
+MAX_SENTENCES = 6
 
 ORDERS: dict[str, Callable[[Sequence[Item]], list[Item]]] = {
     "rows": in_reading_order,
     "columns": in_column_order,
     "reversed": lambda items: in_reading_order(items)[::-1],
 }
-"""Orders in which a caption can name the objects."""
+"""Orders of the objects in a caption."""
 
 
 def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
-    """A caption of 2-6 sentences that names every object once with colour, shape and position.
+    """Returns a caption of 2-6 sentences that names every object once with colour, shape and position.
 
-    The order is fixed by what was asked for, not drawn: a model that has to guess which object comes next names the
-    colour of one and the shape of another. "rows" is reading order, "columns" goes column by column from the left,
-    "reversed" is reading order backwards.
+    The order is part of the request: with a random order, a model mixes the attributes of the objects that could come
+    next.
+
+    Args:
+        scene: the scene.
+        rng: of the wording.
+        order: "rows" (reading order), "columns" (column by column, from the left) or "reversed" (of "rows").
     """
     writer = Writer(rng, scene_habit(scene), sizes=rng.random() < 0.7)
     body = _object_sentences(ORDERS[order](scene.items), writer)
@@ -54,7 +58,7 @@ def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
     if relations:
         extras.append(relations[0])
     wanted = max(2 - len(body), rng.choice((0, 1, 1, 2, 2, 3)))
-    wanted = min(wanted, MOST_SENTENCES - len(body), len(extras))
+    wanted = min(wanted, MAX_SENTENCES - len(body), len(extras))
     chosen = rng.sample(range(len(extras)), wanted)
     opening = [k for k in chosen if k < 2][:1] if rng.random() < 0.4 else []
     closing = [k for k in chosen if k not in opening]
@@ -62,7 +66,7 @@ def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
 
 
 def brief(scene: Scene, rng: random.Random) -> str:
-    """One sentence: how many objects of which kind, and the sign."""
+    """Returns one sentence with the number of objects or their names, and the sign."""
     writer = Writer(rng, scene_habit(scene), sizes=False)
     if not scene.items:
         start = writer.pick(("An empty", "A bare", "A plain")) + f" {scene.background} background"
@@ -78,7 +82,7 @@ def brief(scene: Scene, rng: random.Random) -> str:
 
 
 def listing(scene: Scene) -> str:
-    """All objects in reading order in one fixed form, the sign last: "A large red star at the top left; ..."."""
+    """Returns a list of all objects in reading order, and the sign: "A large red star at the top left; ..."."""
     parts = []
     for item in in_reading_order(scene.items):
         parts.append(f"a {item.size} {item.colour} {item.shape} {POSITIONS[item.cell][0]}")
@@ -99,7 +103,7 @@ def _object_sentences(items: Sequence[Item], writer: Writer) -> list[str]:
 
 
 def _introduce(items: Sequence[Item], writer: Writer, first: bool, last: bool) -> str:
-    """One sentence that names one or two objects with their places."""
+    """One sentence that introduces one or two objects with their positions."""
     names = [writer.a(item) for item in items]
     places = [writer.where(item.cell) for item in items]
     if len(items) == 1:
@@ -174,7 +178,7 @@ def _count_sentence(scene: Scene, writer: Writer) -> str:
 
 
 def _group_sentence(scene: Scene, writer: Writer) -> str:
-    """How many objects share a colour, a shape or a size; a colour nobody has when all differ."""
+    """The number of objects of one colour or shape; if all differ, a colour or shape that is absent."""
     groups: list[str] = []
     for colour, count in Counter(item.colour for item in scene.items).items():
         if count > 1:

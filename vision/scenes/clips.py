@@ -1,4 +1,4 @@
-"""Short videos: a start scene and one or two things that happen in it, at any number of frames."""
+"""Short videos: an initial scene with one or two events, rendered at any number of frames."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ EVENTS = ("move", "grow", "shrink", "recolour", "appear", "vanish")
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to object `index`. Moves and growth last from `start` to `end`; the rest happens at `start`.
+    """An event of a clip.
 
-    Times are shares of the clip's duration. `goal` is the object afterwards (before vanishing: unchanged).
+    Attributes:
+        kind: one of `EVENTS`.
+        index: of the object.
+        goal: the object after the event; unchanged if it vanishes.
+        start, end: times as shares of the clip's duration. Equal, except for moving, growing and shrinking.
     """
 
     kind: str
@@ -35,14 +39,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Clip:
-    """Objects at the beginning (those that appear later included), in no two the same colour and shape."""
+    """Initial objects, including those that appear later, and events. No two objects have the same colour and shape."""
 
     background: str
     items: tuple[Item, ...]
     events: tuple[Event, ...]
 
     def at(self, time: float) -> Scene:
-        """The scene at a time 0..1."""
+        """Returns the scene at a time from 0 to 1."""
         shown: list[Item] = []
         events = {event.index: event for event in self.events}
         for index, item in enumerate(self.items):
@@ -53,7 +57,7 @@ class Clip:
         return Scene(self.background, tuple(shown))
 
     def frames(self, count: int, first: float = 0.0, last: float = 1.0) -> list[Scene]:
-        """`count` scenes evenly from time `first` to time `last`."""
+        """Returns `count` scenes, evenly spaced from time `first` to time `last`."""
         step = (last - first) / max(count - 1, 1)
         return [self.at(first + k * step) for k in range(count)]
 
@@ -78,7 +82,7 @@ def _at(item: Item, event: Event, time: float) -> Item | None:
 
 
 def sample_clip(rng: random.Random) -> Clip:
-    """A clip of 1-3 objects with one or two events, each on another object."""
+    """Samples a clip of 1-3 objects with one or two events on different objects."""
     background = rng.choice(tuple(BACKGROUNDS))
     count = rng.choice((1, 1, 2, 2, 3))
     cells = rng.sample([(r, c) for r in range(GRID) for c in range(GRID)], count)
@@ -104,10 +108,10 @@ def _sample_event(rng: random.Random, index: int, items: list[Item], taken: set[
     if kind == "move":
         row, col = item.cell
         line = [(row, c) for c in range(GRID) if c != col] + [(r, col) for r in range(GRID) if r != row]
-        free = [cell for cell in line if not taken & set(_way(item.cell, cell))]
+        free = [cell for cell in line if not taken & set(_cells_on_way(item.cell, cell))]
         if free:
             cell = rng.choice(free)
-            taken.update(_way(item.cell, cell))
+            taken.update(_cells_on_way(item.cell, cell))
             return Event(kind, index, replace(item, row=cell[0], col=cell[1]), start, end), item
         kind = "recolour"
     if kind in ("grow", "shrink"):
@@ -123,15 +127,15 @@ def _sample_event(rng: random.Random, index: int, items: list[Item], taken: set[
     return Event(kind, index, goal, middle, middle), item
 
 
-def _way(start: tuple[int, int], goal: tuple[int, int]) -> list[tuple[int, int]]:
-    """Cells from start (left out) to goal along a row or a column."""
+def _cells_on_way(start: tuple[int, int], goal: tuple[int, int]) -> list[tuple[int, int]]:
+    """Cells from start (excluded) to goal along a row or a column."""
     steps = max(abs(goal[0] - start[0]), abs(goal[1] - start[1]))
     unit = ((goal[0] - start[0]) // steps, (goal[1] - start[1]) // steps)
     return [(start[0] + k * unit[0], start[1] + k * unit[1]) for k in range(1, steps + 1)]
 
 
 def describe_clip(clip: Clip, rng: random.Random) -> str:
-    """What is there at first, what happens to it, what stays, and perhaps the background: 2-5 sentences."""
+    """Returns 2-5 sentences: the initial objects, the events, and perhaps what does not change or the background."""
     habit = tuple(BACKGROUNDS).index(clip.background) + len(clip.items) + len(clip.items[0].colour)
     writer = Writer(rng, habit, sizes=False)
     late = {event.index for event in clip.events if event.kind == "appear"}
@@ -186,7 +190,7 @@ def _event_sentence(item: Item, event: Event, writer: Writer) -> str:
 
 
 def ask_clip(clip: Clip, rng: random.Random) -> tuple[str, str]:
-    """A short question about a clip and its answer."""
+    """Returns a short question about a clip and its answer."""
     event = rng.choice(clip.events)
     item = clip.items[event.index]
     name = f"{item.colour} {rng.choice(SHAPE_WORDS[item.shape])}"

@@ -1,4 +1,4 @@
-"""Draws scenes: antialiased shapes and characters blended over a plain background."""
+"""Renders scenes: antialiased shapes and characters on a plain background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OVERSAMPLING = 6
 
 
 def draw(scene: Scene, scale: int = 1, extra_signs: Iterable[Sign] = ()) -> np.ndarray:
-    """The scene as uint8 RGB of shape (96 * scale, 96 * scale, 3)."""
+    """Renders a scene as uint8 RGB, (96 * scale, 96 * scale, 3)."""
     canvas = np.empty((SIDE * scale, SIDE * scale, 3), np.float32)
     canvas[:] = BACKGROUNDS[scene.background]
     for item in scene.items:
@@ -47,7 +47,7 @@ def _blend_sign(canvas: np.ndarray, sign: Sign, ink: tuple[int, int, int], scale
 
 
 def _blend(canvas: np.ndarray, mask: Mask, top: int, left: int, colour: tuple[int, int, int]) -> None:
-    """Blend over the canvas, cutting off what falls outside."""
+    """Blends a mask over the canvas, clipped to it."""
     height, width = canvas.shape[:2]
     y0, x0 = max(top, 0), max(left, 0)
     y1, x1 = min(top + mask.shape[0], height), min(left + mask.shape[1], width)

@@ -1,4 +1,4 @@
-"""Questions about a scene with answers; each answer has a key, the word or words that make it right."""
+"""Questions about scenes and their answers, each with the key that a correct answer contains."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from vision.scenes.wording import NUMBERS, POSITIONS, distinct, neighbours, plur
 
 @dataclass(frozen=True)
 class Question:
-    """A question, an answer in words, and the canonical key by which any answer can be judged.
+    """A question about a scene.
 
-    `key` is a colour, shape, size, background, number word, "yes" or "no", the sign's text, a cell as "row,col",
-    or "" for "nothing".
+    Attributes:
+        kind: one of `KINDS`.
+        question, answer: as texts.
+        key: what any correct answer contains: a colour, shape, size, background, number word, "yes" or "no", the sign's
+            text, a cell as "row,col", or "" for nothing.
     """
 
     kind: str
@@ -26,7 +29,7 @@ class Question:
 
 
 def ask(scene: Scene, rng: random.Random, kind: str | None = None) -> Question | None:
-    """A random question of the kind (any when None); None when the scene gives no such question."""
+    """Returns a random question of a kind (None: of any), or None if the scene allows none."""
     if kind is None:
         kind = rng.choice(KINDS)
     return _ASKERS[kind](scene, rng)

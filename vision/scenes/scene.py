@@ -1,13 +1,13 @@
-"""Scenes and clips as plain data, and how to draw them from a random generator.
+"""Scenes as plain data, and their random sampling.
 
 A scene is a 3 x 3 grid of cells with at most one object each, on a plain background, and perhaps a sign: up to six
-characters in one band of slots. A clip is a start scene with events that unfold over time 0..1.
+characters in one band of slots. A clip is an initial scene with events over a time from 0 to 1.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vision.scenes.vocabulary import BACKGROUNDS, CHARACTERS, COLOURS, GRID, MAX_SIGN, SHAPES, SIZES, WORDS
 
@@ -29,7 +29,7 @@ class Item:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """(row, column) of the cell that the object stands in."""
+        """(row, column) of the object's cell."""
         return round(self.row), round(self.col)
 
 
@@ -44,13 +44,13 @@ class Sign:
 
     @property
     def row(self) -> int:
-        """Grid row 0..2 that the sign lies in."""
+        """Grid row 0..2 of the sign."""
         return self.band // 2
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects in reading order, a background and perhaps a sign."""
+    """Objects in reading order, a background and an optional sign."""
 
     background: str
     items: tuple[Item, ...]
@@ -58,7 +58,7 @@ class Scene:
 
 
 def seeded(split: str, index: int) -> random.Random:
-    """A generator for example `index` of a split; training and held-out examples share no seed.
+    """Returns the random generator of example `index` of a split; the splits share no seed.
 
     Raises:
         ValueError: `split` is neither "train" nor "heldout".
@@ -69,7 +69,7 @@ def seeded(split: str, index: int) -> random.Random:
 
 
 def sample_item(rng: random.Random, row: int, col: int) -> Item:
-    """A random object for a cell, jittered so that it stays inside the cell."""
+    """Samples an object with a random offset within its cell."""
     size = rng.choice(tuple(SIZES))
     extent = rng.randint(*SIZES[size])
     slack = 5 if size == "small" else 2
@@ -86,7 +86,7 @@ def sample_item(rng: random.Random, row: int, col: int) -> Item:
 
 
 def sample_text(rng: random.Random) -> str:
-    """Characters of a sign: free letters, a word, or a number. A number has no leading zero."""
+    """Samples a sign's text: random letters, a word, or a number without leading zero."""
     kind = rng.random()
     if kind < 0.35:
         return "".join(rng.choice(CHARACTERS[:26]) for _ in range(rng.randint(2, MAX_SIGN)))
@@ -98,7 +98,7 @@ def sample_text(rng: random.Random) -> str:
 
 
 def sample_sign(rng: random.Random, band: int, text: str | None = None) -> Sign:
-    """A sign in patch row `band`, anywhere along it; the line and each character are off by up to a pixel each."""
+    """Samples a sign in patch row `band`, with random offsets of the line and of each character by up to a pixel."""
     text = sample_text(rng) if text is None else text
     slot = rng.randint(0, MAX_SIGN - len(text))
     line = rng.choice((-1, 0, 0, 1))
@@ -107,7 +107,7 @@ def sample_sign(rng: random.Random, band: int, text: str | None = None) -> Sign:
 
 
 def sample_scene(rng: random.Random, sign_share: float = 0.4) -> Scene:
-    """A scene of 1-5 objects; a share has a sign (then 0-5 objects), whose grid row holds no object."""
+    """Samples a scene of 1-5 objects, or with a sign 0-5 objects, none in the sign's grid row."""
     background = rng.choice(tuple(BACKGROUNDS))
     sign = sample_sign(rng, rng.randrange(2 * GRID)) if rng.random() < sign_share else None
     cells = [(r, c) for r in range(GRID) for c in range(GRID) if sign is None or r != sign.row]
@@ -117,7 +117,7 @@ def sample_scene(rng: random.Random, sign_share: float = 0.4) -> Scene:
 
 
 def sample_dense(rng: random.Random) -> tuple[Scene, tuple[Sign, ...]]:
-    """A crowded scene for training the tower: each grid row full of objects or of two lines of characters."""
+    """Samples a crowded scene for the tower: each grid row has objects or two lines of characters."""
     background = rng.choice(tuple(BACKGROUNDS))
     items: list[Item] = []
     signs: list[Sign] = []
@@ -129,8 +129,3 @@ def sample_dense(rng: random.Random) -> tuple[Scene, tuple[Sign, ...]]:
         else:
             items += [sample_item(rng, row, col) for col in range(GRID) if rng.random() < 0.9]
     return Scene(background, tuple(items)), tuple(signs)
-
-
-def moved(item: Item, row: float, col: float) -> Item:
-    """The same object elsewhere on the grid."""
-    return replace(item, row=row, col=col)

@@ -1,4 +1,4 @@
-"""What a procedural scene can contain: names, colours in RGB, and the words that signs carry."""
+"""Vocabulary of procedural scenes: names, RGB colours, sizes, words of signs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "purple": (135, 45, 170),
     "pink": (255, 135, 190),
 }
-"""Colours of objects. Far apart in hue, so that 96 x 96 pixels and video compression leave them distinct."""
+"""Colours of objects, distinct in hue even at 96 x 96 pixels and after video compression."""
 
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (245, 245, 245),
@@ -32,7 +32,7 @@ INK: dict[str, tuple[int, int, int]] = {
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "star", "cross", "diamond", "ring")
 
 SIZES: dict[str, tuple[int, int]] = {"small": (14, 17), "large": (25, 28)}
-"""Range of an object's extent in pixels of a 96 x 96 image, both ends included."""
+"""Smallest and largest extent of an object in pixels of a 96 x 96 image."""
 
 GRID = 3
 """Rows and columns of cells in a scene."""
@@ -64,7 +64,7 @@ WOOD WORLD YES YOGA ZEBRA ZERO ZONE ZOO
 """
 
 WORDS: tuple[str, ...] = tuple(_WORD_LIST.split())
-"""Words for signs; most signs carry free letters or a number instead."""
+"""Words for signs; most signs are random letters or a number instead."""
 
 MAX_SIGN = 6
-"""Most characters on a sign: one per patch column."""
+"""Maximum characters of a sign: one per patch column."""

@@ -1,7 +1,7 @@
-"""Words and phrases of captions, and how one is picked.
+"""Words and phrases of captions, and the choice among synonyms.
 
-Each scene has a habit (a number that follows from what it shows): the writer prefers the habit's variant but often
-strays, so that captions differ from scene to scene even in their likeliest form, and no caption is certain.
+Each scene has a habit, a number determined by its content, that selects the preferred synonyms. Captions use them most
+often, but not always: they vary between scenes even under greedy decoding, and no caption is certain.
 """
 
 from __future__ import annotations
@@ -62,75 +62,75 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Writer:
-    """Picks among wordings for one caption."""
+    """Chooses among wordings for one caption."""
 
     rng: random.Random
     habit: int
     loyalty: float = 0.6
-    """Chance of following the habit instead of choosing freely."""
+    """Probability of following the habit instead of choosing uniformly."""
     sizes: bool = True
-    """Whether objects are named with their size."""
+    """Whether names of objects include their size."""
 
     def pick(self, options: Sequence[T]) -> T:
-        """One of the options, the habit's most often."""
+        """Returns one of the options, most often the habit's."""
         if self.rng.random() < self.loyalty:
             return options[self.habit % len(options)]
         return self.rng.choice(options)
 
     def name(self, item: Item, sized: bool | None = None) -> str:
-        """An object without article, such as "tiny red plus sign"."""
+        """Returns an object's name without article, such as "tiny red plus sign"."""
         words = [self.pick(COLOUR_WORDS[item.colour]), self.pick(SHAPE_WORDS[item.shape])]
         if self.sizes if sized is None else sized:
             words.insert(0, self.pick(SIZE_WORDS[item.size]))
         return " ".join(words)
 
     def a(self, item: Item, sized: bool | None = None) -> str:
-        """An object with its indefinite article."""
+        """Returns an object's name with its indefinite article."""
         return with_article(self.name(item, sized))
 
     def where(self, cell: tuple[int, int]) -> str:
-        """A phrase for a grid cell."""
+        """Returns a phrase for a grid cell."""
         return self.pick(POSITIONS[cell])
 
 
 def with_article(noun: str) -> str:
-    """The noun behind "a" or "an"."""
+    """Prepends "a" or "an"."""
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
 def plural(noun: str) -> str:
-    """The noun in the plural."""
+    """Returns the plural of a noun."""
     return noun + ("es" if noun.endswith("s") else "s")
 
 
 def capital(text: str) -> str:
-    """The text with its first letter capital."""
+    """Capitalises the first letter."""
     return text[:1].upper() + text[1:]
 
 
 def scene_habit(scene: Scene) -> int:
-    """The habit that a scene's look suggests: a number that any reader of the scene can know."""
+    """Returns the habit of a scene, which a model can derive from the image."""
     first = scene.items[0].shape if scene.items else ""
     return tuple(BACKGROUNDS).index(scene.background) + len(scene.items) + len(first)
 
 
 def sign_kind(sign: Sign) -> str:
-    """What a sign carries: "number" or "word"."""
+    """Returns "number" or "word" for a sign's text."""
     return "number" if sign.text.isdigit() else "word"
 
 
 def in_reading_order(items: Sequence[Item]) -> list[Item]:
-    """Row by row, each from left to right."""
+    """Sorts objects row by row, each from left to right."""
     return sorted(items, key=lambda item: item.cell)
 
 
 def in_column_order(items: Sequence[Item]) -> list[Item]:
-    """Column by column, each from the top."""
+    """Sorts objects column by column, each from top to bottom."""
     return sorted(items, key=lambda item: (item.cell[1], item.cell[0]))
 
 
 def neighbours(items: Sequence[Item]) -> list[tuple[Item, str, Item]]:
-    """Pairs side by side in the grid: (a, "left" | "above", b) reads "a is left of b" or "a is above b"."""
+    """Returns adjacent pairs: (a, "left", b) means that a is left of b, (a, "above", b) that a is above b."""
     by_cell = {item.cell: item for item in items}
     pairs = []
     for item in items:
@@ -142,5 +142,5 @@ def neighbours(items: Sequence[Item]) -> list[tuple[Item, str, Item]]:
 
 
 def distinct(item: Item, items: Sequence[Item]) -> bool:
-    """Whether colour and shape single the object out."""
+    """Returns whether an object is the only one with its colour and shape."""
     return sum(other.colour == item.colour and other.shape == item.shape for other in items) == 1

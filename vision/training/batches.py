@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmspec.training.loss import IGNORE, next_token_batch
 from vision.scenes.conversations import (
-    Example,
+    SceneConversation,
     lists_only,
     one_image,
     questions_only,
@@ -60,7 +60,7 @@ class EncodedExample:
 
     ids: list[int]
     answers: list[bool]
-    example: Example
+    example: SceneConversation
     rng: random.Random
 
 
@@ -91,7 +91,7 @@ class ConversationKind:
         share: of the batches.
     """
 
-    make: Callable[[random.Random], Example]
+    make: Callable[[random.Random], SceneConversation]
     batch: int
     share: float
 

@@ -19,7 +19,7 @@ from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan, TrainingTask
 from mmspec.training.tokenizer import folder_tokenizer
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
-from vision.scenes.conversations import Example
+from vision.scenes.conversations import SceneConversation
 from vision.scenes.scene import seeded
 from vision.training.architecture import Architecture, llava_config
 from vision.training.batches import (
@@ -95,7 +95,7 @@ def _new_network(folder: Path, size: Architecture) -> tuple[TrainedLlava, PreTra
     return TrainedLlava(llava_config(size, token_ids(tokenizer))), tokenizer
 
 
-def _examples() -> Iterator[Example]:
+def _examples() -> Iterator[SceneConversation]:
     """Training conversations, one of each kind per scene index."""
     for index in count():
         rng = seeded("train", index)

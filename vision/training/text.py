@@ -14,7 +14,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from mmspec.training.tokenizer import SPECIAL, chat_template
 from mmspec.training.tokenizer import train_tokenizer as train_any
-from vision.scenes.conversations import Example
+from vision.scenes.conversations import SceneConversation
 from vision.scenes.vocabulary import SIDE, SLOT
 
 IMAGE_TOKENS = (SIDE // SLOT) ** 2
@@ -68,14 +68,14 @@ def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {name: tokenizer.get_vocab()[token] for name, token in names.items()}
 
 
-def corpus(examples: Iterable[Example]) -> Iterable[str]:
+def corpus(examples: Iterable[SceneConversation]) -> Iterable[str]:
     """Yields the texts of conversations, one per turn."""
     for example in examples:
         for user, answer in example.turns:
             yield f"{user} {answer}"
 
 
-def encode(example: Example, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
+def encode(example: SceneConversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
     """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer."""
     pieces: list[str] = []
     wanted: list[bool] = []
