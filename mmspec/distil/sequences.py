@@ -170,7 +170,7 @@ class Encoder:
                 answer = data.text_of(message["content"]).strip()
                 start = text.find(answer, len(prompt)) if text.startswith(prompt) else -1
                 if start < 0:
-                    raise UserError("the chat template must render a message the same whatever follows it: it does not")
+                    raise UserError("the chat template must render a message the same, whatever follows: it does not")
                 spans.append((len(prompt), start + len(answer)))
         return spans
 

@@ -49,8 +49,8 @@ def story(rng: random.Random) -> tuple[str, str]:
     )
     prompt = ask + "".join(f"\n{key}: {value}" for key, value in order)
     first = rng.random() < 0.5
-    told = [*_beginning(notes, pronoun, first, rng), *_middle(notes, pronoun, rng), *_end(notes, pronoun, rng)]
-    return prompt, " ".join(told)
+    sentences = [*_beginning(notes, pronoun, first, rng), *_middle(notes, pronoun, rng), *_end(notes, pronoun, rng)]
+    return prompt, " ".join(sentences)
 
 
 def _beginning(notes: dict[str, str], pronoun: str, by_weather: bool, rng: random.Random) -> list[str]:
@@ -136,13 +136,13 @@ def room(rng: random.Random) -> tuple[str, str]:
     else:
         ask = rng.choice(("Describe the room.", "Describe this room in order.", "What does the room look like?"))
     prompt = ask + "".join(f"\n- {thing}: {size}, {colour}, {spot}" for size, colour, thing, spot in things)
-    told = list(reversed(things)) if backwards else things
+    ordered = list(reversed(things)) if backwards else things
     lines = [
         rng.choice(
             (f"The room holds {_number(count)} things.", "This is a quiet room.", f"I see {_number(count)} things.")
         )
     ]
-    for index, (size, colour, thing, spot) in enumerate(told):
+    for index, (size, colour, thing, spot) in enumerate(ordered):
         lines.append(_thing(f"{size} {colour} {thing}", spot, index, rng))
     if rng.random() < 0.4:
         colours = sorted({colour for _, colour, _, _ in things})

@@ -1,4 +1,4 @@
-"""Distilling the mamba drafter: its divergence against a plain loop, and `mmspec train mamba` on a tiny text target."""
+"""Distillation of the mamba drafter: KL divergence against a plain loop, and `mmspec train mamba` on a tiny target."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def network(**changes: Any) -> MambaNetwork:
 
 
 def features(lengths: list[int], answers: list[list[int]], seed: int = 0) -> Features:
-    """Random sequences; `answers` names each row's answer positions. What is padding is full of nonsense."""
+    """Random sequences; `answers` names each row's answer positions. Padding is filled with NaN."""
     g = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     tokens = torch.randint(0, 101, (len(lengths), longest), generator=g)
@@ -120,7 +120,7 @@ def test_a_batch_without_answers_teaches_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A text target of random weights whose next token hangs on its last one most of all: easy to learn."""
+    """A random text target whose next token depends mostly on the last one: easy to learn."""
     folder = save_text_model(tmp_path_factory.mktemp("target"))
     target = LlamaForCausalLM.from_pretrained(folder)
     for layer in target.model.layers:
@@ -138,7 +138,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def answered(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make-data` makes of prompts for a text target."""
+    """Training data of `make-data` for a text target."""
     folder = tmp_path_factory.mktemp("conversations")
     lines = []
     for number in range(24):
@@ -166,7 +166,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def test_answers_of_a_text_target_are_its_own(model: str, answered: Path) -> None:
+def test_make_data_generates_the_answers_of_a_text_target(model: str, answered: Path) -> None:
     pipe = mmspec.load(model, drafter=None)
     found = read(answered).conversations
     assert len(found) == 24
@@ -176,7 +176,7 @@ def test_answers_of_a_text_target_are_its_own(model: str, answered: Path) -> Non
         assert conversation.answers[0] == tuple(said.token_ids)
 
 
-def test_reports_ask_a_text_target_in_text(model: str, answered: Path) -> None:
+def test_evaluation_prompts_of_a_text_target_are_text(model: str, answered: Path) -> None:
     target, found = mmspec.load(model, drafter=None).target, read(answered).conversations
     task = DrafterTask(
         target, DrafterSetup(network(), forward_kl, Mamba), {TEXT: found}, found[:2], Extractor(target), prompts=2
@@ -184,7 +184,7 @@ def test_reports_ask_a_text_target_in_text(model: str, answered: Path) -> None:
     assert task._prompts == [[{"role": "user", "content": found[k].messages[0]["content"][0]["text"]}] for k in (0, 1)]
 
 
-def test_a_drafter_learns_to_guess_its_target(model: str, answered: Path, tmp_path: Path) -> None:
+def test_a_drafter_learns_to_predict_its_target(model: str, answered: Path, tmp_path: Path) -> None:
     said = train(tmp_path, model, "--steps", "60", "--rate", "1e-2", "--top-k", "4", data=answered)
     assert "drafter written to" in said
     first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
@@ -199,7 +199,7 @@ def test_a_drafter_learns_to_guess_its_target(model: str, answered: Path, tmp_pa
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_resumed_run_is_bit_identical(
     model: str, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--steps", "7", "--prompts", "0", "--layers", "2", "--draft-vocabulary", "12"]

@@ -1,4 +1,4 @@
-"""Training of the embedded hybrid model: layers against transformers', labels, resuming, the folder that comes out."""
+"""Training of the embedded hybrid model: layers against transformers', labels, resuming, export."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.bamba import modeling_bamba
 from transformers.models.bamba.modeling_bamba import BambaMixer, mamba2_chunk_scan
 
 from mmspec.training.loss import IGNORE
@@ -81,7 +82,7 @@ def test_the_scan_and_its_gradients_equal_those_of_transformers(
         assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()) + 1e-5)
 
 
-def test_a_model_in_fast_layers_is_the_model_of_transformers() -> None:
+def test_fast_layers_equal_those_of_transformers() -> None:
     torch.manual_seed(0)
     model = new_model(SMALL).train()
     tokens = torch.randint(3, 400, (2, 75))
@@ -95,6 +96,7 @@ def test_a_model_in_fast_layers_is_the_model_of_transformers() -> None:
             hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         (hidden.square() * torch.arange(32)).sum().backward()
         found.append((hidden.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert modeling_bamba.mamba2_chunk_scan is mamba2_chunk_scan
     (theirs, slopes), (ours, own) = found
     assert torch.allclose(ours, theirs, atol=1e-5)
     assert own.keys() == slopes.keys()
@@ -102,7 +104,7 @@ def test_a_model_in_fast_layers_is_the_model_of_transformers() -> None:
         assert torch.allclose(own[name], slope, atol=1e-4 * float(slope.abs().max())), name
 
 
-def test_a_new_models_heads_forget_slowly_and_fast() -> None:
+def test_initial_step_sizes_are_spread_over_the_heads() -> None:
     mixers = [module for module in new_model(SMALL).modules() if isinstance(module, BambaMixer)]
     assert len(mixers) == 2
     for mixer in mixers:
@@ -111,7 +113,7 @@ def test_a_new_models_heads_forget_slowly_and_fast() -> None:
         assert steps[-1].item() == pytest.approx(STEP_SIZES[1], rel=1e-3)
 
 
-def test_any_text_survives_the_tokenizer_and_digits_are_alone(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_the_tokenizer_round_trips_any_text_and_splits_digits(tokenizer) -> None:  # type: ignore[no-untyped-def]
     for text in ("Answer: 1207", "def f(x):\n    return 3", "Ünï 漢字 🎉", ""):
         ids = tokenizer(text).input_ids
         assert ids[0] == tokenizer.bos_token_id
@@ -120,7 +122,7 @@ def test_any_text_survives_the_tokenizer_and_digits_are_alone(tokenizer) -> None
     assert len(tokenizer) == 400
 
 
-def test_what_is_learned_is_the_answer_to_the_chats_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_labels_are_the_answer_to_the_chat_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
     for kind in KINDS:
         one = example(3, "heldout", kind)
         ((ids, prompt),) = encode([one], tokenizer)
@@ -148,7 +150,7 @@ def test_padding_changes_no_loss(tokenizer) -> None:  # type: ignore[no-untyped-
     )
 
 
-def test_calculations_come_first_and_everything_soon(start: Callable[..., Trainer]) -> None:
+def test_the_curriculum_starts_with_calculations(start: Callable[..., Trainer]) -> None:
     sampler = start("curriculum").task.sampler
     for progress, kinds in ((0.0, {TEXT}), (FIRST_SHARE, {TEXT}), (MIXED_FROM, {MIXED}), (1.0, {MIXED})):
         pool = [example for _ in range(POOL) for example in sampler.next(progress)]
@@ -156,7 +158,7 @@ def test_calculations_come_first_and_everything_soon(start: Callable[..., Traine
 
 
 @pytest.mark.parametrize("killed_at", [1, 4])
-def test_a_killed_run_ends_like_an_uninterrupted_one(start: Callable[..., Trainer], killed_at: int) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(start: Callable[..., Trainer], killed_at: int) -> None:
     whole = start("whole")
     whole.train()
     run = start("killed")

@@ -1,4 +1,4 @@
-"""Scenes and clips: repeatable, split without overlap, drawn where they say."""
+"""Scenes and clips: reproducible, disjoint splits, correct rendering."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vision.scenes.vocabulary import BACKGROUNDS, CELL, CHARACTERS, COLOURS, INK
 
 
 def far(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
-    """Which pixels are visibly another colour."""
+    """Mask of pixels that are visibly another colour."""
     return np.abs(pixels.astype(int) - np.array(colour)).max(-1) > 24
 
 
@@ -37,7 +37,7 @@ def test_splits_are_disjoint() -> None:
         seeded("test", 0)
 
 
-def test_scenes_keep_to_their_grid() -> None:
+def test_objects_are_in_their_grid_cells() -> None:
     for index in range(500):
         scene = sample_scene(seeded("train", index))
         cells = [item.cell for item in scene.items]
@@ -112,13 +112,13 @@ def test_vocabulary_is_usable() -> None:
     assert any(t not in WORDS for t in texts)
 
 
-def test_dense_scenes_fill_rows_with_one_thing() -> None:
+def test_rows_of_dense_scenes_have_objects_or_signs() -> None:
     for index in range(50):
         scene, signs = sample_dense(seeded("train", index))
         assert not {item.cell[0] for item in scene.items} & {sign.row for sign in signs}
 
 
-def test_clips_do_what_their_events_say() -> None:
+def test_clips_show_their_events() -> None:
     seen = set()
     for index in range(300):
         clip = sample_clip(seeded("train", index))
@@ -148,7 +148,7 @@ def test_a_clip_has_any_number_of_frames() -> None:
     assert clip.frames(16)[-1] == clip.frames(4)[-1]
 
 
-def test_nothing_moves_through_anything() -> None:
+def test_objects_do_not_move_through_each_other() -> None:
     for index in range(300):
         clip = sample_clip(seeded("train", index))
         for scene in clip.frames(9):

@@ -1,4 +1,4 @@
-"""What is said about scenes is true, complete and varied."""
+"""Captions, answers and descriptions are true, complete and varied."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def singular(noun: str) -> str:
 
 
 def holds(scene: Scene, sentence: str) -> bool:
-    """Whether a sentence states something, and all of it is true of the scene."""
+    """Whether a sentence makes statements and all of them are true of the scene."""
     stated = []
     if '"' in sentence:
         sign = scene.sign
@@ -83,7 +83,7 @@ def test_captions_are_true_complete_and_two_to_six_sentences() -> None:
         assert read_sign(text) == (scene.sign.text if scene.sign else None)
 
 
-def test_the_checker_itself_sees_lies() -> None:
+def test_the_checker_detects_false_statements() -> None:
     rng = seeded("train", 6)
     scene = Scene("grey", (Item("star", "red", "small", 0, 1, 15), Item("ring", "blue", "large", 0, 2, 26)))
     lies = [
@@ -134,7 +134,7 @@ def test_captions_vary() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_carry_their_key_and_are_true(kind: str) -> None:
+def test_answers_contain_their_key_and_are_true(kind: str) -> None:
     asked = 0
     for index in range(400):
         rng = seeded("train", index)
@@ -150,7 +150,7 @@ def test_answers_carry_their_key_and_are_true(kind: str) -> None:
 
 
 def is_true(scene: Scene, question: Question) -> bool:
-    """Whether the key answers the question, worked out from the question's words."""
+    """Whether the key answers the question, derived from the question's words."""
     key, text = question.key, question.question
     named = read_names(text)
     if question.kind == "background":
@@ -182,7 +182,7 @@ def is_true(scene: Scene, question: Question) -> bool:
     return NUMBER[key] == sum(singular(word) in (item.shape, item.colour) for item in scene.items)
 
 
-def test_clip_descriptions_tell_exactly_what_happens() -> None:
+def test_clip_descriptions_state_exactly_the_events() -> None:
     for index in range(600):
         rng = seeded("train", index)
         clip = sample_clip(rng)
@@ -202,7 +202,7 @@ def test_clip_descriptions_tell_exactly_what_happens() -> None:
 
 
 def way_of(items: tuple[Item, ...], truth: list[ReadEvent], clause: str) -> str:
-    """The direction of the move that a clause speaks of, from where the object was and where it goes."""
+    """The direction of the move in a clause, from the object's initial and final cells."""
     name = read_names(clause)[0]
     item = next(item for item in items if (item.colour, item.shape) == (name.colour, name.shape))
     goal = next(e.detail for e in truth if e.kind == "move" and (e.colour, e.shape) == (name.colour, name.shape))

@@ -1,4 +1,4 @@
-"""Training of the embedded model: tokenizer, labels, resuming, export."""
+"""Training of the embedded vision-language model: tokenizer, labels, resuming, export."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def start(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Iterator[tupl
 @pytest.mark.parametrize(
     "text", ['It says "CAT7".', "  two\n\nlines\t", "Ünï 漢字 🎉 \u200d", "ABC 12 USER", "a\x00b", ""]
 )
-def test_any_text_survives_the_tokenizer(tokenizer_folder: Path, text: str) -> None:
+def test_the_tokenizer_round_trips_any_text(tokenizer_folder: Path, text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     ids = tokenizer(text).input_ids
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_signs_are_read_character_by_character() -> None:
+def test_signs_are_tokenized_character_by_character() -> None:
     # Texts that would make any free BPE merge these words.
     tokenizer = train_tokenizer(['The sign reads "GREEN". It says "RED" or "4207".'] * 50, 512)
     for text in ("RED", "GREEN", "4207", "QZX", "A", "7"):
@@ -104,7 +104,7 @@ def test_encoding_marks_answers_and_expands_images(tokenizer_folder: Path) -> No
         assert predicted == "".join(f" {text}</s>" for _, text in example.turns)
 
 
-def test_training_prompt_is_the_processors_prompt(tokenizer_folder: Path) -> None:
+def test_training_prompt_equals_the_processors_prompt(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     processor = make_processor(tokenizer)
     example = next(e for e in (one_image(seeded("train", k)) for k in range(99)) if len(e.turns) > 1)
@@ -120,7 +120,7 @@ def test_training_prompt_is_the_processors_prompt(tokenizer_folder: Path) -> Non
     assert prompt.endswith("ASSISTANT:")
 
 
-def test_processor_gives_the_pixels_of_training(tokenizer_folder: Path) -> None:
+def test_the_processors_pixels_equal_those_of_training(tokenizer_folder: Path) -> None:
     processor = make_processor(AutoTokenizer.from_pretrained(tokenizer_folder))
     scene = sample_scene(seeded("train", 2))
     pixels = processor.image_processor(draw(scene), return_tensors="pt")["pixel_values"]
@@ -129,7 +129,7 @@ def test_processor_gives_the_pixels_of_training(tokenizer_folder: Path) -> None:
     assert (large - pixels).abs().mean() < 0.04
 
 
-def test_patch_labels_name_every_patch_of_a_cell() -> None:
+def test_patch_labels_cover_every_patch_of_a_cell() -> None:
     scene = Scene("brown", (Item("star", "pink", "large", 2, 1, 26),), Sign("A7", 0, 3, ((0, 0), (0, 0))))
     labels = dict(zip(TASKS, patch_labels(scene).reshape(-1, 6, 6), strict=True))
     here = np.zeros((6, 6), bool)
@@ -142,7 +142,7 @@ def test_patch_labels_name_every_patch_of_a_cell() -> None:
     assert (labels["background"] == 3).all()
 
 
-def test_perception_loss_ignores_what_has_no_label() -> None:
+def test_perception_loss_ignores_unlabelled_patches() -> None:
     scene, signs = sample_dense(seeded("train", 1))
     labels = torch.from_numpy(patch_labels(scene, signs))[None]
     perfect = [
@@ -183,7 +183,7 @@ def test_labels_are_the_next_tokens_of_answers(tokenizer_folder: Path) -> None:
     assert torch.equal(shifted[known & ~ends], batch.labels[known & ~ends])
 
 
-def test_degraded_pictures_still_show_the_scene() -> None:
+def test_degraded_images_stay_close_to_the_scene() -> None:
     scene = sample_scene(seeded("train", 8))
     clean = draw(scene).astype(int)
     seen = [render(scene, seeded("train", index)) for index in range(60)]
@@ -215,7 +215,7 @@ def test_optimisers_cover_every_trained_parameter_once(tokenizer_folder: Path) -
     assert {id(parameter) for parameter in TowerTask(network).optimisers.parameters} == tower
 
 
-def test_rate_rises_holds_and_falls_to_zero() -> None:
+def test_learning_rate_warms_up_holds_and_decays_to_zero() -> None:
     assert lr_factor(0.0, 0, warmup=10, hold=0.5) == pytest.approx(0.1)
     assert lr_factor(0.4, 100, warmup=10, hold=0.5) == 1.0
     assert lr_factor(0.75, 100, warmup=10, hold=0.5) == pytest.approx(0.5)
@@ -229,7 +229,7 @@ def train_all(runs: Iterator[tuple[str, Trainer]]) -> Trainer:
 
 
 @pytest.mark.parametrize("killed_at", [[("tower", 2)], [("language", 1), ("language", 3)]])
-def test_a_killed_run_ends_like_an_uninterrupted_one(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     start: Callable[..., Iterator[tuple[str, Trainer]]], killed_at: list[tuple[str, int]]
 ) -> None:
     whole = train_all(start("whole"))
@@ -291,14 +291,14 @@ def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, toke
     assert len(texts) == 3
 
 
-def test_matching_finds_the_mention_meant() -> None:
+def test_objects_are_matched_to_their_mentions() -> None:
     items = (Item("star", "red", "small", 0, 0, 15), Item("ring", "blue", "small", 2, 2, 15))
     moved, other = Mention("red", "star", None, (1, 1)), Mention("green", "ring", None, (2, 2))
     assert list(match(items, [moved, other])) == [(items[0], moved), (items[1], other)]
     assert list(match(items, [])) == [(items[0], None), (items[1], None)]
 
 
-def test_reading_understands_free_wording() -> None:
+def test_reading_parses_free_wording() -> None:
     text = 'There is a big violet hoop at the very centre; an orange disc in the upper left, and "A RED STAR".'
     assert read_objects(text)[0] == Mention("purple", "ring", "large", (1, 1))
     assert read_events("Then the violet disc slides to the left and ends in the upper left. A red star vanishes.") == [

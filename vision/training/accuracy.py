@@ -169,15 +169,15 @@ def _clip_accuracy(model: Any, processor: Any, count: int, frames: int) -> dict[
     clips = [sample_clip(seeded("heldout", FIRST_SCENE + index)) for index in range(count)]
     pictures = [[picture(scene) for scene in clip.frames(frames)] for clip in clips]
     captions = answer(model, processor, ["Describe the video."] * count, pictures)
-    total = told = kinds = 0
+    total = correct = kinds = 0
     for clip, text in zip(clips, captions, strict=True):
         truth, read = events_of(clip), read_events(text)
         total += len(truth)
-        told += sum(event in read for event in truth)
+        correct += sum(event in read for event in truth)
         kinds += sum(
             min(Counter(e.kind for e in truth)[kind], Counter(e.kind for e in read)[kind]) for kind in _kinds(truth)
         )
-    return {f"video {frames} events": told / total, f"video {frames} kinds": kinds / total}
+    return {f"video {frames} events": correct / total, f"video {frames} kinds": kinds / total}
 
 
 def _kinds(events: Sequence[ReadEvent]) -> set[str]:
