@@ -125,13 +125,12 @@ class FeatureCache:
     def _write(self, number: int, rows: Sequence[ConversationFeatures | None], skipped: Counter[str]) -> None:
         present = [row for row in rows if row is not None]
         width = self.target.config.hidden_size
-        empty = ConversationFeatures(
+        tokens, hidden, mask = (
             torch.zeros(0, dtype=torch.int32),
             torch.zeros(0, width, dtype=self.dtype),
-            torch.zeros(0, width, dtype=self.dtype),
-            torch.zeros(0, dtype=torch.bool),
-            torch.zeros(0, dtype=torch.bool),
+            torch.zeros(0) > 0,
         )
+        empty = ConversationFeatures(tokens, hidden, hidden, mask, mask)  # concatenates to the right dtypes and widths
         tensors = {
             name: torch.cat([getattr(row, name) for row in [empty, *present]])
             for name in ("tokens", "hidden", "shown", "visual", "answer")

@@ -16,14 +16,14 @@ from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
 from mmspec.training.files import atomic
 
-AXES = {"step": "step", "minutes": "minutes"}
-
 
 @click.command()
 @click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--out", required=True, type=OUT_FILE, help="Plot to write, SVG or PNG.")
 @click.option("--name", "names", multiple=True, help="Legend names of the logs; by default their folders' names.")
-@click.option("--against", type=click.Choice(list(AXES)), default="step", show_default=True, help="Horizontal axis.")
+@click.option(
+    "--against", type=click.Choice(["step", "minutes"]), default="step", show_default=True, help="Horizontal axis."
+)
 def main(logs: tuple[Path, ...], out: Path, names: tuple[str, ...], against: str) -> None:
     """Plot loss and acceptance length of one or several runs."""
     draw(logs, out, names, against)
@@ -51,8 +51,8 @@ def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: st
         _line(losses, rows, "train", against, "loss", color=colour, alpha=0.5, label=name)
         _line(losses, rows, "held-out", against, "loss", color=colour, marker=".", label=f"{name}, held-out")
         _line(acceptance, rows, "held-out", against, "mean_acceptance_length", color=colour, marker=".", label=name)
-    losses.set(xlabel=AXES[against], ylabel="loss", yscale="log")
-    acceptance.set(xlabel=AXES[against], ylabel="mean acceptance length, held-out")
+    losses.set(xlabel=against, ylabel="loss", yscale="log")
+    acceptance.set(xlabel=against, ylabel="mean acceptance length, held-out")
     acceptance.axhline(1.0, color="0.6", linewidth=0.8, label="_plain decoding")
     for axes in (losses, acceptance):
         axes.grid(alpha=0.3)

@@ -28,15 +28,12 @@ class LossOutput:
 
 
 def next_token_loss(hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, float]:
-    """Cross-entropy of the next token, with logits computed at labelled positions only.
+    """Returns cross-entropy and accuracy of the next token; logits are computed at labelled positions only.
 
     Args:
         hidden: last hidden states, (batch, length, hidden).
         head: language model head, from (labels, hidden) to logits (labels, vocab).
-        labels: token that follows each position, (batch, length) int64; `IGNORE` where there is no loss.
-
-    Returns:
-        The mean cross-entropy, a scalar, and the top-1 accuracy.
+        labels: (batch, length), as of `TokenBatch`.
     """
     labelled = labels != IGNORE
     truth = labels[labelled]
@@ -45,17 +42,26 @@ def next_token_loss(hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Te
     return F.cross_entropy(logits, truth), accuracy
 
 
-def next_token_batch(rows: Sequence[tuple[Any, Any]], pad: int, multiple: int) -> tuple[Tensor, Tensor]:
-    """Pads token sequences on the right; causal layers need no mask for that.
+@dataclass
+class TokenBatch:
+    """Token sequences, padded on the right; causal layers need no mask for that.
 
-    Args:
-        rows: token ids of a sequence, and for each whether it is to be predicted.
-        pad: padding token id.
-        multiple: the padded length is a multiple of this.
-
-    Returns:
-        Tokens and labels for `next_token_loss`, (batch, length) int64 each.
+    Attributes:
+        tokens: (batch, length) int64.
+        labels: (batch, length) int64, the next token, or `IGNORE` where there is no loss.
     """
+
+    tokens: Tensor
+    labels: Tensor
+
+    @property
+    def label_count(self) -> int:
+        """Number of labels."""
+        return int((self.labels != IGNORE).sum())
+
+
+def pad_tokens(rows: Sequence[tuple[Any, Any]], pad: int, multiple: int) -> TokenBatch:
+    """Pads rows of token ids and, for each, whether it is to be predicted, to a multiple of a length."""
     longest = max(len(ids) for ids, _ in rows) - 1
     length = -(-longest // multiple) * multiple
     tokens, labels = torch.full((len(rows), length), pad), torch.full((len(rows), length), IGNORE)
@@ -63,7 +69,7 @@ def next_token_batch(rows: Sequence[tuple[Any, Any]], pad: int, multiple: int) -
         ids, predicted = (torch.as_tensor(column) for column in row)
         tokens[index, : len(ids) - 1] = ids[:-1]
         labels[index, : len(ids) - 1] = torch.where(predicted[1:], ids[1:].long(), IGNORE)
-    return tokens, labels
+    return TokenBatch(tokens, labels)
 
 
 class RunningMeans:

@@ -7,7 +7,7 @@ group of heads, and a recurrence over the states at the ends of chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -178,17 +178,14 @@ def fast_layers() -> Iterator[None]:
         assert getattr(self, "group_size", x.shape[-1]) == x.shape[-1]  # older releases have one group
         return _RMSNorm.apply(x * F.silu(gate), self.weight, self.variance_epsilon)
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (modeling_bamba, "mamba2_chunk_scan", scan),
-        (modeling_bamba, "causal_conv1d_fn", conv),
-        (modeling_bamba.BambaRMSNorm, "forward", norm),
-        (modeling_bamba.BambaRMSNormGated, "forward", gated),
-    )
-    originals = [getattr(owner, name) for owner, name, _ in replaced]
-    try:
-        for owner, name, function in replaced:
+    bamba: Any = modeling_bamba
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (bamba, "mamba2_chunk_scan", scan),
+            (bamba, "causal_conv1d_fn", conv),
+            (bamba.BambaRMSNorm, "forward", norm),
+            (bamba.BambaRMSNormGated, "forward", gated),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
         yield
-    finally:
-        for (owner, name, _), original in zip(replaced, originals, strict=True):
-            setattr(owner, name, original)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmspec.training.export import export
-from mmspec.training.loss import IGNORE, LossOutput, next_token_batch, next_token_loss
+from mmspec.training.loss import LossOutput, TokenBatch, next_token_loss, pad_tokens
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.sampler import MIXED, TEXT, CurriculumSampler, linear_ramp
 from mmspec.training.tokenizer import folder_tokenizer
@@ -29,19 +28,6 @@ FIRST_KIND = "sums"
 
 FIRST_SHARE, MIXED_FROM = 0.04, 0.08
 """Share of the run on `FIRST_KIND` only, and progress from which examples are of all kinds."""
-
-
-@dataclass
-class TextBatch:
-    """Examples padded on the right; causal layers need no mask for that.
-
-    Attributes:
-        tokens: (batch, length) int64.
-        labels: (batch, length) int64, the next token, or `IGNORE` where there is no loss.
-    """
-
-    tokens: Tensor
-    labels: Tensor
 
 
 class HybridTask:
@@ -82,15 +68,15 @@ class HybridTask:
         self.sampler = CurriculumSampler(lengths, batch, 0, linear_ramp(FIRST_SHARE, MIXED_FROM))
         self.optimisers = Optimisers([(self.network, 1.0)], LearningRates(matrix=rate, other=rate / 2))
 
-    def batch(self, examples: list[tuple[str, int]]) -> TextBatch:
+    def batch(self, examples: list[tuple[str, int]]) -> TokenBatch:
         """Returns the tensors of these examples."""
         return collate([self.data[kind][index] for kind, index in examples])
 
-    def weight(self, batch: TextBatch) -> int:
+    def weight(self, batch: TokenBatch) -> int:
         """Returns the number of labels."""
-        return int((batch.labels != IGNORE).sum())
+        return batch.label_count
 
-    def loss(self, network: Any, batch: TextBatch, generator: torch.Generator, progress: float) -> LossOutput:
+    def loss(self, network: Any, batch: TokenBatch, generator: torch.Generator, progress: float) -> LossOutput:
         """Returns the next-token cross-entropy on the answers."""
         with torch.autocast("cpu", torch.bfloat16):
             return text_loss(network, batch)
@@ -111,7 +97,7 @@ class HybridTask:
         export(self.network, self.tokenizer, folder)
 
 
-def text_loss(network: nn.Module, batch: TextBatch) -> LossOutput:
+def text_loss(network: nn.Module, batch: TokenBatch) -> LossOutput:
     """Returns the next-token cross-entropy of a batch and the accuracy "right"."""
     model: Any = network
     with fast_layers():
@@ -120,6 +106,6 @@ def text_loss(network: nn.Module, batch: TextBatch) -> LossOutput:
     return LossOutput(loss, {"right": accuracy})
 
 
-def collate(rows: Sequence[EncodedText]) -> TextBatch:
+def collate(rows: Sequence[EncodedText]) -> TokenBatch:
     """Pads examples to one length, a multiple of the scan's chunk."""
-    return TextBatch(*next_token_batch([(ids, np.arange(len(ids)) >= prompt) for ids, prompt in rows], 0, CHUNK))
+    return pad_tokens([(ids, np.arange(len(ids)) >= prompt) for ids, prompt in rows], 0, CHUNK)

@@ -174,14 +174,8 @@ def _clip_accuracy(model: Any, processor: Any, count: int, frames: int) -> dict[
         truth, read = events_of(clip), read_events(text)
         total += len(truth)
         correct += sum(event in read for event in truth)
-        kinds += sum(
-            min(Counter(e.kind for e in truth)[kind], Counter(e.kind for e in read)[kind]) for kind in _kinds(truth)
-        )
+        kinds += (Counter(event.kind for event in truth) & Counter(event.kind for event in read)).total()
     return {f"video {frames} events": correct / total, f"video {frames} kinds": kinds / total}
-
-
-def _kinds(events: Sequence[ReadEvent]) -> set[str]:
-    return {event.kind for event in events}
 
 
 def events_of(clip: Clip) -> list[ReadEvent]:

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmspec.training.loss import IGNORE, next_token_batch
+from mmspec.training.loss import IGNORE, TokenBatch, pad_tokens
 from vision.scenes.conversations import (
     SceneConversation,
     lists_only,
@@ -65,18 +65,14 @@ class EncodedExample:
 
 
 @dataclass
-class Batch:
-    """A batch of conversations, padded on the right; causal attention needs no mask for that.
+class ConversationBatch(TokenBatch):
+    """A batch of conversations and their images.
 
     Attributes:
-        tokens: (batch, length) int64.
-        labels: (batch, length) int64, the next token, or `IGNORE` where there is no loss.
         pixels: (images, 3, 96, 96), in order of their placeholders.
         perception: (images, tasks, patches) int64, as of `patch_labels`.
     """
 
-    tokens: Tensor
-    labels: Tensor
     pixels: Tensor
     perception: Tensor
 
@@ -227,9 +223,9 @@ def _make(
     return rows
 
 
-def collate(rows: Sequence[EncodedExample], pad: int) -> Batch:
+def collate(rows: Sequence[EncodedExample], pad: int) -> ConversationBatch:
     """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row."""
-    tokens, labels = next_token_batch([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
+    text = pad_tokens([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
     images, perception = [], []
     unlabelled = np.full((len(TASKS), IMAGE_TOKENS), IGNORE)
     for row in rows:
@@ -237,4 +233,4 @@ def collate(rows: Sequence[EncodedExample], pad: int) -> Batch:
             images.append(render(scene, row.rng))
             perception.append(patch_labels(scene) if row.example.at_rest else unlabelled)
     truth = np.stack(perception) if perception else np.zeros((0, len(TASKS), IMAGE_TOKENS), np.int64)
-    return Batch(tokens, labels, to_pixels(images), torch.from_numpy(truth))
+    return ConversationBatch(text.tokens, text.labels, to_pixels(images), torch.from_numpy(truth))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from mmspec.training.loss import LossOutput, next_token_loss
-from vision.training.batches import Batch
+from vision.training.batches import ConversationBatch
 from vision.training.perception import PerceptionHeads, perception_loss
 
 SDPA_FROM = 400
@@ -32,7 +32,7 @@ class TrainedLlava(nn.Module):
         """Returns patch features (images, 36, width) of pixels (images, 3, 96, 96)."""
         return self.llava.model.vision_tower(pixels).last_hidden_state[:, 1:]
 
-    def forward(self, batch: Batch, perception_weight: float) -> LossOutput:
+    def forward(self, batch: ConversationBatch, perception_weight: float) -> LossOutput:
         """Returns next-token loss plus weighted perception loss.
 
         Its metrics are the two losses, "language" and "perception", and the next-token accuracy "right".

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mmspec.training.export import export
-from mmspec.training.loss import IGNORE, LossOutput
+from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan, TrainingTask
 from mmspec.training.tokenizer import folder_tokenizer
@@ -24,7 +24,7 @@ from vision.scenes.scene import seeded
 from vision.training.architecture import Architecture, llava_config
 from vision.training.batches import (
     CONVERSATIONS,
-    Batch,
+    ConversationBatch,
     ConversationSampler,
     EncodedExample,
     collate,
@@ -180,15 +180,17 @@ class LlavaTask:
         self.optimisers = Optimisers([(model.vision_tower, 0.25), (network.heads, 0.25), (rest, 0.75)])
         self.sampler = ConversationSampler(tokenizer, size)
 
-    def batch(self, examples: list[EncodedExample]) -> Batch:
+    def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
         """Returns the tensors of these conversations."""
         return collate(examples, self.tokenizer.pad_token_id)
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, batch: ConversationBatch) -> int:
         """Returns the number of labels."""
-        return int((batch.labels != IGNORE).sum())
+        return batch.label_count
 
-    def loss(self, network: Any, batch: Batch, generator: torch.Generator | None, progress: float) -> LossOutput:
+    def loss(
+        self, network: Any, batch: ConversationBatch, generator: torch.Generator | None, progress: float
+    ) -> LossOutput:
         """Returns next-token and perception loss."""
         with torch.autocast("cpu", torch.bfloat16):
             return network(batch, PERCEPTION_WEIGHT)
