@@ -14,7 +14,7 @@ from rich.console import Console
 from mmspec import plugins
 from mmspec.budget import Budget
 from mmspec.calibrate import cost_table
-from mmspec.cli.session import TINY, drafter_name, open_pipeline
+from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
 from mmspec.drafter import Drafter, lend
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
@@ -113,7 +113,7 @@ class ModelCache:
         self._loaded.move_to_end(name)
         loaded = self._loaded[name]
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1 if loaded.target.model.num_parameters() < TINY else self._threads)
+            torch.set_num_threads(1 if loaded.target.model.num_parameters() < SINGLE_THREADED else self._threads)
         return loaded
 
     def one_at_a_time(self, work: Generator[T, None, None]) -> Iterator[T]:

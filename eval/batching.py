@@ -48,7 +48,7 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
     target = mmspec.load(model, drafter=None).target
     requests = mixed_requests(count)
     methods: dict[tuple[str, str], tuple[mmspec.Pipeline, int]] = {}
-    for name, drafter in {"plain": None, **parse_drafters(drafters, target.model.config.name_or_path)}.items():
+    for name, drafter in {"plain": None, **parse_drafters(drafters, str(target.model.config.name_or_path))}.items():
         sizes = [1, *map(int, slots.split(","))]
         for size in sizes:
             pipe = mmspec.Pipeline(target, drafter, slots=size)

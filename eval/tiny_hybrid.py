@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.harness.output import Column, make_table
-from ssm.texts import KINDS, Example, correct, example
+from ssm.texts import KINDS, TextExample, correct, example
 from ssm.texts.checking import runs_right
 from ssm.texts.problems import steps_of
 
@@ -45,7 +45,7 @@ def text_accuracy(answer: Answer, problems: int, others: int) -> dict[str, float
     return report
 
 
-def _by_steps(examples: Sequence[Example], right: Sequence[bool]) -> dict[str, float]:
+def _by_steps(examples: Sequence[TextExample], right: Sequence[bool]) -> dict[str, float]:
     steps = [steps_of(one.answer) for one in examples]
     return {
         f"problem of {count} steps": _share([found for found, own in zip(right, steps, strict=True) if own == count])

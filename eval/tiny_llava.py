@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from eval.harness.output import Column, make_table
 from mmspec.support import from_pretrained
 from vision.embedded import tiny_llava
-from vision.training.accuracy import measure
 
 GOALS = {"objects": 0.9, "words": 0.8}
 """Accuracies that the model was trained to reach."""
@@ -42,7 +41,7 @@ def main(model: str | None, scenes: int, threads: int | None) -> None:
     folder = model or tiny_llava()
     began = time.monotonic()
     network = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")
-    report = measure(network, from_pretrained(AutoProcessor, folder), scenes)
+    report = scene_accuracy(network, from_pretrained(AutoProcessor, folder), scenes)
     Console().print(accuracy_table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
     about = {"model": model or "tiny-llava", "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}

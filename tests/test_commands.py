@@ -103,6 +103,7 @@ def test_missing_extras_are_one_line(tmp_path: Path) -> None:
             ("train msd", "this command", "accelerate", "train"),
             ("train flash", "this command", "accelerate", "train"),
             ("train mamba", "this command", "accelerate", "train"),
+            ("train tiny-llava", "this command", "accelerate", "train"),
             ("train tiny-hybrid", "this command", "accelerate", "train"),
             ("demo", "the demo", "gradio", "demo"),
             ("caption FILE", "video backend decord", "decord", "decord"),

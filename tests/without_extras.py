@@ -33,6 +33,7 @@ if __name__ == "__main__":
     clip, folder, decord = str(samples() / "clip.mp4"), str(samples()), ("--video-backend", "decord")
     drafters = {f"train {name}": say("train", name, "--data", str(data), *out) for name in ("msd", "flash", "mamba")}
     others = {
+        "train tiny-llava": say("train", "tiny-llava", *out),
         "train tiny-hybrid": say("train", "tiny-hybrid", *out),
         "demo": say("demo"),
         "caption FILE": say("caption", clip, *decord),

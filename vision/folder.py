@@ -19,7 +19,7 @@ from typing import Any
 
 from mmspec.errors import UserError
 from mmspec.jobs import run_jobs
-from mmspec.training.records import refuse_others, write
+from mmspec.training.files import check_settings, write_text
 
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
 _MEDIA_KEYS = {"image": "images", "video": "videos"}
@@ -134,7 +134,7 @@ def caption_folder(
     done = {name: line for name, line in found.items() if _up_to_date(line, files.get(name))}
     jobs = _make_jobs(list(files), done, batch_size)
     on_start(len(files) - sum(len(job["files"]) for job in jobs), len(files))
-    write(part, "".join(json.dumps(line) + "\n" for line in done.values()))
+    write_text(part, "".join(json.dumps(line) + "\n" for line in done.values()))
     with part.open("a") as file:
         for job, lines in run_jobs(jobs, Captioner, settings, engine, workers):
             new = [line | files[line["file"]] | {"settings": fingerprint} for line in lines if line["file"] not in done]
@@ -149,7 +149,7 @@ def caption_folder(
         raise UserError(
             f"{folder}: expected at least one image or video, received {len(failed)} other files; the first is {first}"
         )
-    write(part, "".join(json.dumps(done[name]) + "\n" for name in sorted(done)))
+    write_text(part, "".join(json.dumps(done[name]) + "\n" for name in sorted(done)))
     os.replace(part, out)
     return sum("error" not in line for line in done.values()), len(failed)
 
@@ -213,6 +213,6 @@ def _read_lines(path: Path, fingerprint: Mapping[str, Any]) -> list[Line]:
                 "another --out"
             )
         if line["settings"] != fingerprint:
-            refuse_others(path, line["settings"], fingerprint)
+            check_settings(path, line["settings"], fingerprint)
         found.append(line)
     return found

@@ -14,7 +14,7 @@ from typing import Any
 from eval.harness.output import write_text
 from eval.suite.evaluator import SuiteSettings
 from mmspec.errors import UserError
-from mmspec.training.records import refuse_others
+from mmspec.training.files import check_settings
 
 Job = dict[str, Any]
 
@@ -52,7 +52,7 @@ class RunRecords:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if settings_file.exists():
-                refuse_others(folder, json.loads(settings_file.read_text()), settings)
+                check_settings(folder, json.loads(settings_file.read_text()), settings)
             else:
                 write_text(settings_file, json.dumps(settings, indent=1) + "\n")
         except (OSError, json.JSONDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The command line: ``mmspec COMMAND``. Commands come from the entry point group ``mmspec.commands``."""
+"""Command-line interface: ``mmspec COMMAND``, with commands from the entry point group ``mmspec.commands``."""
 
 from mmspec.cli.app import main
 

@@ -1,4 +1,4 @@
-"""``main``: runs a command and turns whatever goes wrong into one line and an exit status."""
+"""Entry point of the command line: runs a command, and reports errors in one line with an exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmspec.cli.commands import CLOSED_PIPE, Commands
 from mmspec.errors import UserError
 from mmspec.extras import extra_of, missing
 
-FAILURE, MISTAKE, INTERRUPTED = 1, 2, 128 + 2
+INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 
 cli = click.version_option(__version__, prog_name="mmspec")(
     Commands(
@@ -29,34 +29,34 @@ cli = click.version_option(__version__, prog_name="mmspec")(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Runs the command line.
 
     Args:
-        args: arguments without the program's name; None takes the process's own.
+        args: arguments without the program's name; by default those of the process.
 
     Returns:
-        The exit status: 0; 2 after a mistake of the user's, 1 after a failure of ours, each reported in one line on
-        stderr; 3 where some files of a folder were skipped; 130 after Ctrl-C; 141 where the reader of a pipe went away.
+        The exit status: 0; 1 after an internal error and 2 after a user error, each reported in one line on stderr; 3
+        if some files of a folder were skipped; 130 after Ctrl-C; 141 if stdout was a pipe that has been closed.
     """
-    _be_quiet()
-    _accept_any_text()
+    _silence_libraries()
+    _escape_unencodable()
     try:
         status = cli.main(args, prog_name="mmspec", standalone_mode=False)
         sys.stdout.flush()
     except (UserError, click.ClickException) as error:
-        return _report("error", error, MISTAKE)
+        return _report("error", error, USER_ERROR)
     except (click.Abort, KeyboardInterrupt):
-        return _say("interrupted", INTERRUPTED)
+        return _print_line("interrupted", INTERRUPTED)
     except BrokenPipeError:
         status = CLOSED_PIPE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         extra = extra_of(package)
         if extra is None:
-            return _report("internal error", error, FAILURE)
-        return _report("error", missing("this command", package, extra), MISTAKE)
+            return _report("internal error", error, INTERNAL_ERROR)
+        return _report("error", missing("this command", package, extra), USER_ERROR)
     except Exception as error:
-        return _report("internal error", error, FAILURE)
+        return _report("internal error", error, INTERNAL_ERROR)
     if status == CLOSED_PIPE:
         _discard_output()
     return status if isinstance(status, int) else 0
@@ -67,13 +67,13 @@ def _report(kind: str, error: Exception, status: int) -> int:
         with contextlib.suppress(BrokenPipeError):
             traceback.print_exception(error)
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-    if status == FAILURE:
+    if status == INTERNAL_ERROR:
         message = f"{type(error).__name__}: {message} (--debug shows where)"
-    return _say(f"{kind}: {message}", status)
+    return _print_line(f"{kind}: {message}", status)
 
 
-def _say(message: str, status: int) -> int:
-    """One printable line on stderr, whatever a file's name or another library's message holds."""
+def _print_line(message: str, status: int) -> int:
+    """Prints a message to stderr as one line, with unprintable characters escaped; returns the exit status."""
     line = " ".join(message.split())
     try:
         sys.stdout.flush()
@@ -83,8 +83,8 @@ def _say(message: str, status: int) -> int:
     return status
 
 
-def _be_quiet() -> None:
-    """Keep other libraries' warnings out of the output. Variables that the user has set stay."""
+def _silence_libraries() -> None:
+    """Suppresses warnings of other libraries. Environment variables set by the user take precedence."""
     if os.environ.get("MMSPEC_DEBUG") or "--debug" in sys.argv:
         return
     warnings.simplefilter("ignore")
@@ -93,18 +93,19 @@ def _be_quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def _accept_any_text() -> None:
+def _escape_unencodable() -> None:
+    """Makes stdout and stderr escape characters that their encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started us (``>&-``)
+        if stream is None:  # closed by the shell (``>&-``)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a model may say what the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _discard_output() -> None:
-    """Point stdout at nothing, or the interpreter's last flush would complain about the closed pipe."""
+    """Redirects stdout to null: flushing a closed pipe at exit would raise."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

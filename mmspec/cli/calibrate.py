@@ -13,13 +13,13 @@ from mmspec.cli.options import json_option, model_options, trust_option
 @click.command()
 @model_options
 @trust_option
-@click.option("--refresh", is_flag=True, help="Measure again, even if this was measured before.")
+@click.option("--refresh", is_flag=True, help="Measure again instead of using the cached table.")
 @json_option
 def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
-    """Measure t(N), the time of one verify pass over N nodes, on this machine.
+    """Measure t(N), the time of a verify pass over N nodes, on this machine.
 
-    Decoding picks each step's tree size by this table. It is measured once per model shape, device, dtype and software,
-    and kept in $MMSPEC_CACHE, or else in the user's cache folder.
+    Decoding chooses the tree size of each step from this table. It is measured once per model shape, device, dtype and
+    software versions, and cached in $MMSPEC_CACHE or the user's cache folder.
     """
     from rich.console import Console
     from rich.table import Table
@@ -43,7 +43,7 @@ def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
     threads = f", threads: {facts['threads']}" if facts["threads"] else ""
     out = Console(markup=False, highlight=False)
     out.print(f"{options['model']}: {facts['dtype']} on {facts['device']}{threads}", soft_wrap=True)
-    shown = Table(caption="t(N): one verify pass over N nodes", caption_justify="left")
+    shown = Table(caption="t(N): time of a verify pass over N nodes", caption_justify="left")
     for heading in ("N", "t(N) in ms", "t(N)/t(1)"):
         shown.add_column(heading, justify="right")
     for nodes, seconds in zip(table.tokens, table.seconds, strict=True):

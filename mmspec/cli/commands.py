@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when called, and not before."""
+"""Click groups whose commands are entry points, imported only when called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from mmspec import plugins
 from mmspec.errors import UserError
 
-# Help lines are kept here because reading them from the commands would import torch, and take seconds.
+# Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
 _HELP = {
     "caption": "Describe an image, a video, or a folder of them.",
     "generate": "Answer a text prompt.",
@@ -20,17 +20,17 @@ _HELP = {
     "bench": "Time kernels and whole decoding loops.",
     "demo": "Open the web demo.",
     "info": "Show devices, versions, models and drafters.",
-    "calibrate": "Measure what a tree of N nodes costs here.",
+    "calibrate": "Measure the time of verify passes by tree size.",
     "tiny-llava": "The embedded vision-language model.",
     "tiny-hybrid": "The embedded hybrid language model.",
-    "make-data": "Let a model answer prompts, for its drafters to learn from.",
+    "make-data": "Generate training data for drafters with a model.",
     "msd": "An MSD drafter for a model.",
     "flash": "A FLASH drafter for a model.",
     "mamba": "A Mamba drafter for a model.",
-    "recycle": "A recycle drafter's table for a model.",
+    "recycle": "The table of a recycle drafter for a model.",
 }
 
-CLOSED_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
+CLOSED_PIPE = 128 + 13  # exit status that shells report after SIGPIPE
 
 
 def _debug(ctx: click.Context, parameter: click.Parameter, on: bool) -> None:
@@ -44,7 +44,7 @@ debug_option = click.Option(
 
 
 class Commands(click.Group):
-    """Commands registered as entry points.
+    """A group of commands registered as entry points.
 
     Args:
         plugin_group: ``"commands"`` or ``"train"``, see ``mmspec.plugins``.
@@ -72,7 +72,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # The reader (``| head``) has seen enough. click would call that a failure.
+            # The reader of the pipe has exited, such as ``| head``; click would report a failure.
             raise click.exceptions.Exit(CLOSED_PIPE) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

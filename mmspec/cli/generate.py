@@ -17,7 +17,7 @@ from mmspec.errors import UserError
 def generate(text: str, **options: Any) -> None:
     """Answer TEXT; - reads it from standard input.
 
-    The answer streams to standard output, one line of figures follows on standard error.
+    The answer is streamed to standard output, followed by a line of statistics on standard error.
     """
     prompt = _read_stdin() if text == "-" else text
     if not prompt.strip():

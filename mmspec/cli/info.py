@@ -37,7 +37,7 @@ def info(as_json: bool) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that ``mmspec info`` shows, as plain JSON values."""
+    """Returns what ``mmspec info`` shows, as JSON values."""
     from mmspec.calibrate import cache_folder
 
     return {
@@ -82,7 +82,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _kernels() -> dict[str, str]:
-    """By device: what runs where a kernel exists in Triton."""
+    """Kernel implementation in use, by device."""
     import torch
 
     from mmspec import kernels
@@ -96,7 +96,7 @@ def _model(name: str) -> dict[str, Any]:
         if not (folder / "config.json").is_file():
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    except Exception as error:  # a plug-in may fail in any way; what else is installed should still be listed
+    except Exception as error:  # a plug-in may raise anything; others should still be listed
         return {"name": name, "problem": f"{type(error).__name__}: {error}"}
     return {"name": name, "folder": str(folder), "bytes": size}
 

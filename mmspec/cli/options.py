@@ -1,4 +1,4 @@
-"""Options that several commands share. Names and defaults are those of ``mmspec.load`` and ``Pipeline.generate``."""
+"""Options shared by commands, with names and defaults of ``mmspec.load`` and ``Pipeline.generate``."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _stack(*options: Decorator) -> Decorator:
 
 
 class Output(click.Path):
-    """A file or folder to write. An unwritable path is refused when options are parsed, before a model is loaded.
+    """Path of a file or folder to write, checked for writability when options are parsed, before a model is loaded.
 
-    Missing folders on the way to it are no mistake: the command makes them.
+    Missing parent folders are allowed: the command creates them.
     """
 
     def __init__(self, folder: bool) -> None:
@@ -52,7 +52,7 @@ class Output(click.Path):
                 raise OSError(f"it is not a {kind}")
             while not at.exists():
                 at = at.parent
-            with TemporaryDirectory(dir=at):  # access rights alone do not tell: a superuser passes them on /proc
+            with TemporaryDirectory(dir=at):  # permission bits do not suffice: a superuser passes them on /proc
                 pass
         except OSError as error:
             self.fail(
@@ -72,7 +72,7 @@ device_options = _stack(
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
         default="auto",
         show_default=True,
-        help="auto: float32 for small models on a CPU, else the checkpoint's own.",
+        help="auto: float32 for small models on a CPU, else that of the checkpoint.",
     ),
 )
 
@@ -87,9 +87,7 @@ model_options = _stack(
     device_options,
 )
 
-trust_option = click.option(
-    "--trust-remote-code", is_flag=True, help="Run Python code that the folders of models bring along."
-)
+trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Python code from model folders.")
 
 _DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none for plain decoding."
 
@@ -103,14 +101,14 @@ generation_options = _stack(
     click.option("--top-k", type=click.IntRange(0, 2**31), default=0, show_default=True, help="0 keeps all tokens."),
     click.option("--min-p", type=Number(0, 1), default=0.0, show_default=True),
     click.option("--repetition-penalty", type=Number(0, min_open=True), default=1.0, show_default=True),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."),
-    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of sampling: the same seed gives the same answer."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable."),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of sampling."),
     click.option(
         "--nodes",
         type=click.IntRange(0, 512),
-        help="Drafted nodes per step; by default as many as pay, by measurement.",
+        help="Draft tree nodes per step; by default chosen for speed, from measurements.",
     ),
-    click.option("--compare", is_flag=True, help="Decode plainly too; report speeds and whether the tokens are equal."),
+    click.option("--compare", is_flag=True, help="Compare speed and tokens with plain decoding."),
     json_option,
 )
 

@@ -1,4 +1,4 @@
-"""One answer on the command line: load, stream, figures. Imports torch; commands import this module when they run."""
+"""Answers a request on the command line: load, stream, statistics. Imports torch, so commands import it lazily."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling import SamplingParams
 
-TINY = 20_000_000  # parameters below which threads cost more than they give
+SINGLE_THREADED = 20_000_000  # parameters below which several threads are slower than one
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
 def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = False) -> None:
-    """Answer one request as the options of ``generation_options`` say.
+    """Answers one request with the options of ``generation_options``.
 
     Args:
         request: ``prompt``, ``images``, ``videos``.
         options: values of all options of ``generation_options``.
-        sample: the request is an embedded sample, which embedded models are made for.
+        sample: the request is an embedded sample, so the model's limits are not shown.
     """
     keywords = generation_keywords(options)
     notes = Console(stderr=True)
@@ -55,16 +55,16 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["as_json"]:
         click.echo(json.dumps(as_object(generation, pipe.name, drafter, comparison)))
         return
-    notes.print(figures(generation, drafter), style="dim", markup=False, highlight=False, soft_wrap=True)
+    notes.print(stats_line(generation, drafter), style="dim", markup=False, highlight=False, soft_wrap=True)
     for line in _comparison_lines(comparison, pipe) if comparison else ():
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``.
+    """Returns keywords of ``Pipeline.generate`` from the options of ``generation_options``.
 
     Raises:
-        UserError: one is out of range, which is known before a model is loaded.
+        UserError: one is out of range.
     """
     keywords = {name: options[name] for name in GENERATING}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
@@ -72,7 +72,7 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_limits(notes: Console, model: str) -> None:
-    """Say what an embedded model was trained on, before it answers input of the user's own."""
+    """Prints what an embedded model was trained on, before it answers user input."""
     if limits := plugins.limits(model):
         notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
 
@@ -80,7 +80,7 @@ def show_limits(notes: Console, model: str) -> None:
 def open_pipeline(
     notes: Console, model: str, drafter: str | None, device: str, dtype: str, trust_remote_code: bool = False
 ) -> Pipeline:
-    """``mmspec.load`` with a sign of life on a terminal, and without other libraries' messages."""
+    """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     if is_on_hub(model) and notes.is_terminal:  # a download of gigabytes shows its own progress
@@ -89,13 +89,13 @@ def open_pipeline(
         transformers.logging.disable_progress_bar()
         with notes.status(f"loading {model}"):
             pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
-    if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < TINY:
+    if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)
     return pipe
 
 
 def drafter_name(drafter: Drafter | None) -> str | None:
-    """The name under which a drafter's class is registered; those of several joined by +."""
+    """Returns the registered name of a drafter's class; names of several drafters are joined by +."""
     known = {entry.value: entry.name for entry in plugins.registered("drafters")}
     classes = [type(member) for member in members(drafter)]
     return "+".join(known.get(f"{cls.__module__}:{cls.__qualname__}", cls.__name__) for cls in classes) or None
@@ -104,7 +104,7 @@ def drafter_name(drafter: Drafter | None) -> str | None:
 def as_object(
     generation: Generation, model: str, drafter: str | None, comparison: Comparison | None = None
 ) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Returns the JSON object of ``--json``."""
     content = {
         "text": generation.text,
         "token_ids": generation.token_ids,
@@ -116,8 +116,8 @@ def as_object(
     return content if comparison is None else {**content, "compare": comparison.to_dict()}
 
 
-def figures(generation: Generation, drafter: str | None) -> str:
-    """The one line behind an answer."""
+def stats_line(generation: Generation, drafter: str | None) -> str:
+    """Returns the line of statistics after an answer."""
     stats = generation.stats
     speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.num_spec_steps else "no decoding step to time"
     return " | ".join(
@@ -133,8 +133,8 @@ def figures(generation: Generation, drafter: str | None) -> str:
 
 
 def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
-    """The whole answer; shown as it comes, if ``show``."""
-    # Escape sequences in an answer must not command the user's terminal.
+    """Collects the pieces of an answer; prints them as they arrive if ``show``."""
+    # Escape sequences in an answer must not control the terminal.
     controls = _CONTROLS if sys.stdout.isatty() else {}
     text, token_ids = "", []
     for piece in pieces:
@@ -178,24 +178,24 @@ def _comparison_lines(comparison: Comparison, pipe: Pipeline) -> Iterator[str]:
         yield f"decoding: {ratio:.2f}x plain decoding ({speeds})"
     times = f"{fast.seconds:.3f} against {slow.seconds:.3f} s"
     yield (
-        f"end to end: {comparison.end_to_end_ratio:.2f}x ({times}); medians of {comparison.rounds} rounds in turn, "
-        "after a warm-up, each with a fresh drafter"
+        f"end to end: {comparison.end_to_end_ratio:.2f}x ({times}); medians of {comparison.rounds} interleaved rounds, "
+        "after a warm-up, each with a new drafter"
     )
     if comparison.equal is None:
         yield "tokens: sampled; equal in distribution (with --seed, token by token)"
     elif comparison.equal:
         yield "tokens: equal"
     else:
-        yield f"tokens: {_parting(comparison, pipe)}"
+        yield f"tokens: {_first_difference(comparison, pipe)}"
 
 
-def _parting(comparison: Comparison, pipe: Pipeline) -> str:
+def _first_difference(comparison: Comparison, pipe: Pipeline) -> str:
     found = comparison.difference
     assert found is not None
-    said = [
+    texts = [
         repr(pipe.target.tokenizer.decode([token])) if token is not None else "the end"
         for token in (found.speculative, found.plain)
     ]
-    where = f"differ first at position {found.position}: {said[0]} against {said[1]}"
+    where = f"differ first at position {found.position}: {texts[0]} against {texts[1]}"
     margin = "" if found.margin is None else f", logit margin {found.margin:.3g}"
     return f"{where}{margin} ({str(pipe.model.dtype).removeprefix('torch.')})"

@@ -1,1 +1,1 @@
-"""Training of drafters on what their target says: conversations, the target's features, one run for all kinds."""
+"""Drafter training: conversations, the target's features of them, and the run of a training command."""

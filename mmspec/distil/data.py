@@ -1,13 +1,13 @@
-"""Conversations about images and videos, read from and written to LLaVA's JSON layout.
+"""Conversations about images and videos: reads and writes LLaVA's JSON format.
 
-A record, in a JSON array or one per line (JSON Lines):
+A record of a JSON array or of a JSON Lines file:
 
     {"id": "7", "image": "a.png" | ["a.png", "b.png"], "video": "clip.mp4" | [...],
      "conversations": [{"from": "human", "value": "<image>\\nDescribe the image."},
                        {"from": "gpt", "value": "A red star.", "token_ids": [5, 8, 2]}]}
 
-Marks in the human values say where media stand; media without a mark come first in the first human turn.
-`token_ids`, ours and optional, is an answer as it was generated, its end-of-sequence token included.
+Placeholders in the human values are the positions of the media. Media without a placeholder come first in the first
+human turn. `token_ids`, optional and our extension, are the generated tokens of an answer, end of sequence included.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ ROLES = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
     "system": "system",
 }
-"""Speakers as files name them, and the roles of chat templates."""
+"""Speaker names in files, and their roles in chat templates."""
 
 MEDIA = ("image", "video")
-_MARK = re.compile(r"[ \t]*\n?<(image|video)>\n?")
-_ANY_MARK = re.compile("<image>|<video>")
+_PLACEHOLDER = re.compile(r"[ \t]*\n?<(image|video)>\n?")
+_ANY_PLACEHOLDER = re.compile("<image>|<video>")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation in the form that chat templates take.
+    """A conversation in the format of chat templates.
 
     Attributes:
-        id: no other conversation of its file has it.
+        id: unique in its file.
         messages: `{"role": "user" | "assistant" | "system", "content": ...}`; a user's content is a list of items
             (`{"type": "image", "path": ...}`, `{"type": "video", "path": ...}`, `{"type": "text", "text": ...}`),
-            the others' is text.
-        answers: for each assistant message its tokens as generated, or None where only the text is known.
+            that of the others is a string.
+        answers: generated tokens of each assistant message; None where only the text is known.
     """
 
     id: str
@@ -60,38 +60,38 @@ class Conversation:
 
     @property
     def size(self) -> int:
-        """About how long it is, in characters; an image counts as 1000, a video as 4000."""
+        """Approximate length in characters; an image counts as 1000, a video as 4000."""
         text = sum(len(text_of(message["content"])) for message in self.messages)
         return text + sum(1000 if item["type"] == "image" else 4000 for item in self.media)
 
 
 @dataclass
-class Data:
-    """What a file holds: its usable conversations, and how many records were passed over, by reason."""
+class ConversationFile:
+    """Usable conversations of a file, and the number of skipped records by reason."""
 
     conversations: list[Conversation]
     skipped: Counter[str] = field(default_factory=Counter)
 
 
-def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Data:
-    """Read a file of conversations.
+def read(path: Path, images: Path | None = None, *, answered: bool = True) -> ConversationFile:
+    """Reads a file of conversations.
 
     Args:
         path: a JSON array or JSON Lines.
-        images: the folder that media paths are relative to; the file's own by default.
-        answered: pass over conversations without an answer, and drop what follows the last answer; otherwise keep
+        images: folder that media paths are relative to; by default the folder of the file.
+        answered: skip conversations without an answer, and drop the turns after the last answer; otherwise keep
             every conversation with a question.
 
     Raises:
-        UserError: the file cannot be read, or a record is not as above; names the file and the record's number.
+        UserError: the file cannot be read or a record is malformed; names the file and the number of the record.
     """
-    data = Data([])
+    data = ConversationFile([])
     root = (path.parent if images is None else images).absolute()
     ids: Counter[str] = Counter()
     for number, record in enumerate(_records(path), start=1):
         try:
             found = _conversation(record, root, answered)
-        except _MalformedError as error:
+        except _MalformedRecordError as error:
             raise UserError(f"{path}:{number}: {error}") from None
         if isinstance(found, str):
             data.skipped[found] += 1
@@ -104,7 +104,7 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Da
 
 
 def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
-    """The record of a conversation, its media paths relative to `root`."""
+    """Returns the record of a conversation, with media paths relative to `root`."""
     record: dict[str, Any] = {"id": conversation.id}
     for kind in MEDIA:
         paths = [os.path.relpath(item["path"], root) for item in conversation.media if item["type"] == kind]
@@ -125,10 +125,10 @@ def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
 
 
 def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Part into training and held-out conversations, by a hash of their ids: the same way in every run.
+    """Splits into training and held-out conversations by a hash of their ids, the same in every run.
 
     Args:
-        share: of the held-out ones; where it is above 0, there is at least one.
+        share: of held-out conversations; at least one if it is above 0.
     """
 
     def rank(conversation: Conversation) -> bytes:
@@ -140,23 +140,23 @@ def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Con
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content."""
+    """Returns the text of a message's content."""
     return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with text for content, as the chat templates of text models take them.
+    """Returns messages with strings as content, the format of text models' chat templates.
 
     Raises:
-        UserError: there are images or videos among them.
+        UserError: a message contains images or videos.
     """
     if any(item["type"] in MEDIA for m in messages if not isinstance(m["content"], str) for item in m["content"]):
         raise UserError("a text model reads text only: received a conversation with images or videos")
     return [{**message, "content": text_of(message["content"])} for message in messages]
 
 
-class _MalformedError(Exception):
-    """What is wrong with a record."""
+class _MalformedRecordError(Exception):
+    """A record that violates the format."""
 
 
 def _records(path: Path) -> Iterator[Any]:
@@ -187,9 +187,11 @@ def _lines(path: Path, file: Any) -> Iterator[Any]:
 
 
 def _conversation(record: Any, root: Path, answered: bool) -> Any:
-    """Messages and answers of a record, or the reason to pass it over."""
+    """Messages and answers of a record, or the reason to skip it."""
     if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
-        raise _MalformedError(f"expected an object with a list `conversations`, received {json.dumps(record)[:60]}")
+        raise _MalformedRecordError(
+            f"expected an object with a list `conversations`, received {json.dumps(record)[:60]}"
+        )
     turns = [_turn(turn) for turn in record["conversations"]]
     paths = {kind: _paths(record, kind, root) for kind in MEDIA}
     while turns and turns[0][0] == "assistant":
@@ -200,28 +202,28 @@ def _conversation(record: Any, root: Path, answered: bool) -> Any:
             del turns[-1]
     if all(role != "user" for role, _, _ in turns):
         return "no answer" if answered else "no question"
-    if any(role != "user" and _ANY_MARK.search(text) for role, text, _ in turns):
-        return "a media mark outside of a question"
-    if not any(paths.values()) and any(_ANY_MARK.search(text) for _, text, _ in turns):
-        return "a media mark without media"
+    if any(role != "user" and _ANY_PLACEHOLDER.search(text) for role, text, _ in turns):
+        return "a media placeholder outside of a question"
+    if not any(paths.values()) and any(_ANY_PLACEHOLDER.search(text) for _, text, _ in turns):
+        return "a media placeholder without media"
     messages = _messages(turns, paths)
     return messages, tuple(ids for role, _, ids in turns if role == "assistant")
 
 
 def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-        raise _MalformedError(f"expected turns with `from` and a text `value`, received {json.dumps(turn)[:60]}")
+        raise _MalformedRecordError(f"expected turns with `from` and a text `value`, received {json.dumps(turn)[:60]}")
     role = ROLES.get(turn.get("from", ""))
     if role is None:
-        raise _MalformedError(f"expected turns from {', '.join(ROLES)}, received {turn.get('from')!r}")
+        raise _MalformedRecordError(f"expected turns from {', '.join(ROLES)}, received {turn.get('from')!r}")
     ids = turn.get("token_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
-        raise _MalformedError(f"expected `token_ids` as a list of token numbers, received {json.dumps(ids)[:60]}")
+        raise _MalformedRecordError(f"expected `token_ids` as a list of token numbers, received {json.dumps(ids)[:60]}")
     return role, turn["value"], None if ids is None or role != "assistant" else tuple(ids)
 
 
 def _merged(turns: list[Any]) -> list[Any]:
-    """Turns of the same speaker in a row as one, since chat templates want speakers to alternate."""
+    """Merges consecutive turns of the same speaker: chat templates require alternating roles."""
     merged: list[Any] = []
     for role, text, ids in turns:
         if merged and merged[-1][0] == role:
@@ -235,7 +237,9 @@ def _paths(record: dict[str, Any], kind: str, root: Path) -> list[str]:
     given = record.get(kind)
     listed = [] if given is None else given if isinstance(given, list) else [given]
     if not all(isinstance(path, str) and path for path in listed):
-        raise _MalformedError(f"expected `{kind}` as a path or a list of paths, received {json.dumps(given)[:60]}")
+        raise _MalformedRecordError(
+            f"expected `{kind}` as a path or a list of paths, received {json.dumps(given)[:60]}"
+        )
     return [str(root / path) for path in listed]
 
 
@@ -252,9 +256,9 @@ def _messages(turns: list[Any], paths: dict[str, list[str]]) -> tuple[dict[str, 
 
 
 def _items(text: str, left: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """A question's items; each mark takes the next of the media that are left."""
+    """Splits a question into items; each placeholder takes the next of the remaining media."""
     items: list[dict[str, Any]] = []
-    parts = _MARK.split(text)  # text, kind of mark, text, ...
+    parts = _PLACEHOLDER.split(text)  # text, kind of placeholder, text, ...
     for index, part in enumerate(parts):
         if index % 2 == 0:
             if part:
@@ -262,5 +266,7 @@ def _items(text: str, left: dict[str, list[str]]) -> list[dict[str, Any]]:
         elif left[part]:
             items.append({"type": part, "path": left[part].pop(0)})
         else:
-            raise _MalformedError(f"expected as many files in `{part}` as there are <{part}> marks, received fewer")
+            raise _MalformedRecordError(
+                f"expected as many files in `{part}` as there are <{part}> placeholders, received fewer"
+            )
     return items

@@ -1,4 +1,4 @@
-"""Options that the training commands of drafters share."""
+"""Options shared by the training commands of drafters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 POSITIVE = Number(0, min_open=True)
 SHARE = Number(0, 1)
 
-FREE = ("out", "threads", "cache", "device", "checkpoint_minutes", "report_minutes", "tensorboard")
-"""Options that may change when a run goes on; all others make it another run."""
+RESUMABLE_WITH_OTHER = ("out", "threads", "cache", "device", "checkpoint_minutes", "report_minutes", "tensorboard")
+"""Options whose values may change when a run is resumed."""
 
 DATA = (
     click.option(
@@ -25,56 +25,67 @@ DATA = (
         default="tiny-llava",
         show_default=True,
         metavar="NAME",
-        help="The model to draft for.",
+        help="Target model.",
     ),
     click.option("--text", type=FILE, multiple=True, help="Conversations without media (stage 1); repeatable."),
     click.option("--data", type=FILE, multiple=True, help="Conversations with images or videos; repeatable."),
-    click.option("--images", type=FOLDER, help="Folder of the media; by default each file's own."),
+    click.option("--images", type=FOLDER, help="Folder of the media; by default the folder of each file."),
     click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run."),
     click.option(
-        "--held-out", type=Number(0), default=0.02, show_default=True, help="Not trained on: share or number."
+        "--held-out", type=Number(0), default=0.02, show_default=True, help="Held-out conversations: share or number."
     ),
-    click.option("--cache", type=OUT_FOLDER, help="Keep the target's features here between runs."),
+    click.option("--cache", type=OUT_FOLDER, help="Cache the target's features in this folder."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    click.option("--dtype", default="auto", show_default=True, help="Of the target: as in `mmspec generate`."),
+    click.option("--dtype", default="auto", show_default=True, help="Of the target, as in `mmspec generate`."),
 )
 LENGTH = (
-    click.option("--steps", type=click.IntRange(1), help="Length of the run."),
-    click.option("--minutes", type=POSITIVE, help="Or its wall clock."),
-    click.option("--epochs", type=POSITIVE, help="Or how often to see all data; 1 where nothing is given."),
-    click.option("--text-share", type=SHARE, default=0.3, show_default=True, help="Of the run: stage 1."),
+    click.option("--steps", type=click.IntRange(1), help="Length of the run in optimiser steps."),
+    click.option("--minutes", type=POSITIVE, help="Or in minutes of wall clock."),
+    click.option("--epochs", type=POSITIVE, help="Or in passes over all data.  [default: 1]"),
+    click.option("--text-share", type=SHARE, default=0.3, show_default=True, help="Share of stage 1 in the run."),
     click.option("--batch", type=click.IntRange(1), default=16, show_default=True, help="Over all processes."),
     click.option("--optimiser", type=click.Choice(["muon", "adamw"]), default="muon", show_default=True),
     click.option("--rate", type=POSITIVE, help="Learning rate; by default 3e-3 with muon, 5e-5 with adamw."),
-    click.option("--warmup", type=click.IntRange(1), default=50, show_default=True, help="Steps of rising rate."),
-    click.option("--hold", type=SHARE, default=0.4, show_default=True, help="Share before the rate falls to zero."),
+    click.option("--warmup", type=click.IntRange(1), default=50, show_default=True, help="Steps of linear warm-up."),
+    click.option("--hold", type=SHARE, default=0.4, show_default=True, help="Share of the run before decay."),
     click.option("--seed", type=click.IntRange(0, 2**22), default=0, show_default=True),
     click.option(
         "--precision",
         type=click.Choice(["auto", "float32", "bfloat16"]),
         default="auto",
         show_default=True,
-        help="Of the drafter's passes; auto: bfloat16 on a GPU that has it, else float32.",
+        help="Of the drafter's forward passes; auto: bfloat16 on GPUs that support it, else float32.",
     ),
     click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads."),
 )
 REPORTS = (
     click.option("--checkpoint-minutes", type=Number(0), default=5.0, show_default=True),
-    click.option("--report-minutes", type=Number(0), default=5.0, show_default=True, help="Between held-out reports."),
-    click.option("--prompts", type=click.IntRange(0), default=8, show_default=True, help="Decoded in each report."),
-    click.option("--max-new-tokens", type=click.IntRange(2), default=96, show_default=True, help="Of each of them."),
+    click.option("--report-minutes", type=Number(0), default=5.0, show_default=True, help="Between evaluations."),
+    click.option("--prompts", type=click.IntRange(0), default=8, show_default=True, help="Decoded per evaluation."),
+    click.option("--max-new-tokens", type=click.IntRange(2), default=96, show_default=True, help="Per decoded prompt."),
     click.option("--tensorboard", is_flag=True, help="Log to OUT/tensorboard too."),
 )
 TREES = (
-    click.option("--draft-vocabulary", type=click.IntRange(1), metavar="N", help="Draft the N likeliest tokens only."),
-    click.option("--top-k", type=click.IntRange(1), default=10, show_default=True, help="Saved: nodes per level."),
-    click.option("--depth", type=click.IntRange(1), default=6, show_default=True, help="Saved: levels of its trees."),
-    click.option("--total-tokens", type=click.IntRange(1), default=59, show_default=True, help="Saved: nodes at most."),
+    click.option(
+        "--draft-vocabulary",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Draft the N most frequent tokens only.",
+    ),
+    click.option("--top-k", type=click.IntRange(1), default=10, show_default=True, help="Saved: nodes per tree level."),
+    click.option("--depth", type=click.IntRange(1), default=6, show_default=True, help="Saved: tree depth."),
+    click.option(
+        "--total-tokens",
+        type=click.IntRange(1),
+        default=59,
+        show_default=True,
+        help="Saved: maximum tree nodes.",
+    ),
 )
 
 
-def options(*groups: tuple[Callable, ...]) -> Callable:
-    """A decorator that adds groups of options to a command, in their order."""
+def option_groups(*groups: tuple[Callable, ...]) -> Callable:
+    """Returns a decorator that adds groups of options to a command, in order."""
 
     def decorate(function: Callable) -> Callable:
         for option in reversed([option for group in groups for option in group]):

@@ -1,9 +1,9 @@
-"""The run of a drafter's training command: target, conversations, trainer; what is trained is the caller's."""
+"""The run of a drafter's training command: loads target and conversations, and trains."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -13,55 +13,61 @@ import torch
 import transformers
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from torch import Tensor
 
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
-from mmspec.distil.features import Extractor, FeatureCache
-from mmspec.distil.options import FREE
-from mmspec.distil.tasks import DrafterTask, Extract, frequent
+from mmspec.distil.feature_cache import FeatureCache
+from mmspec.distil.features import Extractor
+from mmspec.distil.options import RESUMABLE_WITH_OTHER
+from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
 from mmspec.pipeline import load
-from mmspec.training.order import MIXED, TEXT
-from mmspec.training.plan import Plan
-from mmspec.training.stopping import stoppable
+from mmspec.training.console import train_with_progress
+from mmspec.training.plan import TrainingPlan
+from mmspec.training.sampler import MIXED, TEXT
 from mmspec.training.trainer import DRAFTER, Trainer
 
-RATES = {"muon": 3e-3, "adamw": 5e-5}
-"""Default learning rates; AdamW's is that of arXiv 2505.14260."""
+MakeSetup = Callable[[Mapping[str, Any], Any, list[Conversation]], DrafterSetup]
+"""Makes network, objective and drafter from the command's options, the target and the training conversations."""
+
+_KINDS = {TEXT: "text", MIXED: "data"}
+_TASK_OPTIONS = ("batch", "prompts", "max_new_tokens", "optimiser", "rate", "text_share", "seed")
 
 
-MakeTask = Callable[[Mapping[str, Any], Any, dict[str, list[Conversation]], list[Conversation], Extract], DrafterTask]
-"""From options, target, conversations to train on by kind, conversations held out, and what gives their features."""
+def train_drafter(options: Mapping[str, Any], make_setup: MakeSetup) -> None:
+    """Trains a drafter, or resumes the run in `options["out"]`.
 
-
-def train(options: Mapping[str, Any], make_task: MakeTask) -> None:
-    """Trains as options say, those of `mmspec.distil.options` among them, or goes on where `--out` was left."""
+    Args:
+        options: values of the command's options, those of `mmspec.distil.options` among them.
+        make_setup: makes what is specific to the kind of drafter.
+    """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options["threads"])
-    plan = _plan(options)
     accelerator = _accelerator(options)
     console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
-    training, held_out = _conversations(options, console)
+    training, held_out = _load_conversations(options, console)
+    examples = list(chain(*training.values()))
+    plan = _plan(options, len(examples))
     target = load(options["target"], None, str(accelerator.device), options["dtype"]).target
     target.model.requires_grad_(False)
-    extract = _extract(options, accelerator, target, [*chain(*training.values()), *held_out], console)
-    task = make_task(options, target, training, held_out, extract)
-    # A file that has grown is other data: places in it are not what they were.
+    extract = _feature_source(options, accelerator, target, [*examples, *held_out], console)
+    setup = make_setup(options, target, examples)
+    chosen = {name: options[name] for name in _TASK_OPTIONS}
+    bfloat16 = _uses_bfloat16(options["precision"], target)
+    task = DrafterTask(target, setup, training, held_out, extract, bfloat16=bfloat16, **chosen)
+    # Examples are sampled by index: a file with more conversations is another data set.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}
-    with _bar(console) as notify, stoppable() as stopped:
-        trainer = Trainer(options["out"], plan, task, accelerator, settings, notify)
-        trainer.train(stopped)
+    done = train_with_progress(Trainer(options["out"], plan, task, accelerator, settings), console)
     if options["tensorboard"]:
         accelerator.end_training()
     for reason, count in getattr(extract, "skipped", {}).items():
-        console.print(f"{count} times a conversation was left out: {reason}", markup=False)
-    ended = f"the drafter lies in {options['out'] / DRAFTER}"
-    left = f"stopped at step {trainer.step}; the same command goes on from here"
-    console.print(ended if trainer.done else left, markup=False)
+        console.print(f"conversations skipped {count} times: {reason}", markup=False)
+    if done:
+        console.print(f"drafter written to {options['out'] / DRAFTER}", markup=False)
 
 
 def _accelerator(options: Mapping[str, Any]) -> Accelerator:
@@ -71,41 +77,48 @@ def _accelerator(options: Mapping[str, Any]) -> Accelerator:
         raise UserError("device cuda: expected a GPU that torch can use, received none")
     tracker = {"log_with": "tensorboard", "project_dir": options["out"]} if options["tensorboard"] else {}
     accelerator = Accelerator(cpu=options["device"] == "cpu", mixed_precision="no", **tracker)
+    if options["batch"] < accelerator.num_processes:
+        raise UserError(
+            f"batch must be at least the {accelerator.num_processes} processes: received {options['batch']}"
+        )
     if tracker:
         accelerator.init_trackers("tensorboard")
     return accelerator
 
 
-def _plan(options: Mapping[str, Any]) -> Plan:
-    chosen = {field.name: options[field.name] for field in fields(Plan)}
-    if all(chosen[name] is None for name in ("steps", "minutes", "epochs")):
-        chosen["epochs"] = 1.0
-    chosen["rate"] = chosen["rate"] or RATES[chosen["optimiser"]]
-    return Plan(**chosen)
+def _plan(options: Mapping[str, Any], examples: int) -> TrainingPlan:
+    """The plan; epochs become steps."""
+    lengths = {name: options[name] for name in ("steps", "minutes", "epochs") if options[name] is not None}
+    if len(lengths) > 1:
+        raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
+    chosen = {field.name: options[field.name] for field in fields(TrainingPlan)}
+    if "steps" not in lengths and "minutes" not in lengths:
+        chosen["steps"] = math.ceil(lengths.get("epochs", 1.0) * examples / options["batch"])
+    return TrainingPlan(**chosen)
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes the run what it is, as JSON values."""
+    """The options that a resumed run must repeat, as JSON values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):
             return str(value.resolve())
         return [plain(one) for one in value] if isinstance(value, tuple) else value
 
-    return {name: plain(value) for name, value in options.items() if name not in FREE}
+    return {name: plain(value) for name, value in options.items() if name not in RESUMABLE_WITH_OTHER}
 
 
-def _conversations(options: Mapping[str, Any], console: Console) -> tuple[dict[str, list], list[Conversation]]:
-    """Conversations to train on, by kind, and those held out."""
+def _load_conversations(options: Mapping[str, Any], console: Console) -> tuple[dict[str, list], list[Conversation]]:
+    """Reads the conversations; returns those to train on, by kind, and the held-out ones."""
     if not options["text"] and not options["data"]:
         raise UserError("expected conversations in --text or --data, received neither")
     found = {kind: _read(options[name], options["images"], console) for kind, name in _KINDS.items()}
     if media := [conversation for conversation in found[TEXT] if conversation.media]:
         raise UserError(f"--text takes conversations without media: {media[0].id} has some; give its file as --data")
     if not found[TEXT]:
-        console.print("no --text: stage 1 is left out, all training is on --data")
+        console.print("no --text: training on --data only, without stage 1")
     elif not found[MIXED]:
-        console.print("no --data: all training is on --text")
+        console.print("no --data: training on --text only")
     total, held = sum(map(len, found.values())), options["held_out"]
     share = held if held < 1 else held / total
     if share >= 1:
@@ -114,34 +127,31 @@ def _conversations(options: Mapping[str, Any], console: Console) -> tuple[dict[s
     return {kind: train for kind, (train, _) in parts.items()}, [one for _, rest in parts.values() for one in rest]
 
 
-_KINDS = {TEXT: "text", MIXED: "data"}
-
-
 def _read(paths: tuple[Path, ...], images: Path | None, console: Console) -> list[Conversation]:
     found: list[Conversation] = []
     for number, path in enumerate(paths):
         file = data.read(path, images)
         for reason, count in file.skipped.items():
-            console.print(f"{path}: {count} records passed over: {reason}", markup=False)
-        # Ids are unique in a file; two files may both count from 1.
+            console.print(f"{path}: {count} records skipped: {reason}", markup=False)
+        # Ids are unique within a file only.
         prefix = f"{number}/" if len(paths) > 1 else ""
         found += [replace(conversation, id=prefix + conversation.id) for conversation in file.conversations]
     return found
 
 
-def _extract(
+def _feature_source(
     options: Mapping[str, Any],
     accelerator: Accelerator,
     target: Any,
-    usable: list[Conversation],
+    conversations: list[Conversation],
     console: Console,
-) -> Extract:
-    """What gives features: the target itself, or a cache that all processes fill together first."""
+) -> ExtractFeatures:
+    """An extractor, or with --cache a feature cache that all processes have filled together."""
     extractor = Extractor(target)
     if options["cache"] is None:
         return extractor
     with accelerator.main_process_first():
-        cache = FeatureCache(options["cache"], extractor, usable)
+        cache = FeatureCache(options["cache"], extractor, conversations)
     with Progress(console=console, disable=console.quiet) as bar:
         task = bar.add_task("features", total=None)
         show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
@@ -150,7 +160,7 @@ def _extract(
     return cache
 
 
-def in_bfloat16(precision: str, target: Any) -> bool:
+def _uses_bfloat16(precision: str, target: Any) -> bool:
     """Whether losses are computed in bfloat16."""
     if precision == "float32" and target.model.dtype != torch.float32:
         raise UserError(f"precision float32 needs a target in float32: it is in {target.model.dtype}; give --dtype too")
@@ -160,37 +170,21 @@ def in_bfloat16(precision: str, target: Any) -> bool:
     return fast or target.model.dtype != torch.float32
 
 
-def draft_vocabulary(count: int | None, target: Any, usable: Iterable[Conversation]) -> Tensor | None:
-    """The tokens of a reduced draft vocabulary, (n,) int64; None for all."""
+def draft_vocabulary(count: int | None, target: Any, conversations: Iterable[Conversation]) -> Tensor | None:
+    """Returns the token ids of a draft vocabulary of `count` tokens, (n,) int64; None for the whole vocabulary."""
     if count is None or count >= target.config.vocab_size:
         return None
     tokenizer = target.tokenizer
 
     def answers() -> Iterator[Sequence[int]]:
-        for conversation in usable:
-            said = (message["content"] for message in conversation.messages if message["role"] == "assistant")
-            for text, token_ids in zip(said, conversation.answers, strict=True):
+        for conversation in conversations:
+            texts = (message["content"] for message in conversation.messages if message["role"] == "assistant")
+            for text, token_ids in zip(texts, conversation.answers, strict=True):
                 yield token_ids or tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    return frequent(answers(), count, target.eos_token_ids).to(target.device)
+    return frequent_tokens(answers(), count, target.eos_token_ids).to(target.device)
 
 
-@contextmanager
-def _bar(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A progress bar; what it gives takes the rows of the log."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=console.quiet) as bar:
-        task = bar.add_task("training", total=1.0, figures="")
-        shown: dict[str, str] = {}
-
-        def notify(row: dict[str, Any]) -> None:
-            if "stage" in row:
-                shown["stage"] = f"stage {row['stage']}"
-            if row["event"] == "train":
-                shown["loss"] = f"loss {row['loss']:.3f}"
-            if "mean_acceptance_length" in row:
-                shown["acceptance"] = f"acceptance {row['mean_acceptance_length']:.2f}"
-            figures = " ".join([f"step {row['step']}", *shown.values()])
-            bar.update(task, completed=row["progress"], figures=figures)
-
-        yield notify
+def tree_settings(options: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the values of `mmspec.distil.options.TREES` that drafters take."""
+    return {name: options[name] for name in ("top_k", "depth", "total_tokens")}

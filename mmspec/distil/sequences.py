@@ -1,7 +1,7 @@
-"""Conversations as the token sequences that a target meets while it answers them, with the answers marked.
+"""Encodes conversations as the token sequences that a target processes while it answers them, with answers marked.
 
-Each token outside the answers is the one that `target.encode` feeds for the messages before an answer; an answer whose
-tokens were recorded stands as it was generated, whatever the tokenizer would make of its text.
+Tokens outside of answers equal those of `target.encode` on the messages before the answer. Answers with recorded tokens
+keep these, even if the tokenizer would encode their text differently.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
 
 CONTEXT = -1
-_Token = tuple[int, int]  # its id, and the number of the answer that it belongs to or CONTEXT
+"""Turn of the tokens outside of answers."""
+
+_Token = tuple[int, int]  # token id; index of its answer, or CONTEXT
 
 
 @dataclass
-class Encoded:
-    """One conversation as a target reads it.
+class EncodedConversation:
+    """Inputs of a target for one conversation.
 
     Attributes:
         tokens: (length,) int64, media placeholders expanded.
-        turn: (length,) int64, the number of the answer that a token belongs to, or `CONTEXT`.
-        visual: (length,) bool, positions that carry image or video features.
-        inputs: what else the model's forward takes (`pixel_values`, ...), on its device.
+        turn: (length,) int64, index of the answer that a token belongs to, or `CONTEXT`.
+        visual: (length,) bool, positions of image and video features.
+        inputs: other arguments of the model's forward (`pixel_values`, ...), on its device.
     """
 
     tokens: Tensor
@@ -40,8 +42,8 @@ class Encoded:
     visual: Tensor
     inputs: dict[str, Any]
 
-    def cut(self, length: int) -> Encoded:
-        """The first `length` positions; all media must lie in them."""
+    def cut(self, length: int) -> EncodedConversation:
+        """Returns the first `length` positions, which must include all media."""
         return replace(self, tokens=self.tokens[:length], turn=self.turn[:length], visual=self.visual[:length])
 
 
@@ -49,12 +51,12 @@ class Encoder:
     """Encodes conversations for one target.
 
     Args:
-        target: the model that answers; its processor or tokenizer must have a chat template.
-        max_length: most positions; by default, and at most, what the target was made for.
-        frames, fps, video_backend: of videos, for targets that take them.
+        target: the target model; its processor or tokenizer must have a chat template.
+        max_length: maximum length in tokens; by default, and at most, the target's context length.
+        frames, fps, video_backend: video sampling, for targets that take videos.
 
     Attributes:
-        settings: what the sequences depend on beside target and conversation, as JSON values.
+        settings: settings that the sequences depend on besides target and conversation, as JSON values.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Encoder:
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
         self.visual_ids = {mark for mark in marks if mark is not None}
         self.stops = {*target.eos_token_ids, target.tokenizer.eos_token_id} - {None}
-        # What a target has that takes images and videos; a text target reads text only.
+        # Only targets that take images and videos have `open_media`.
         self._open_media = getattr(target, "open_media", None)
         renderer = target.processor if self._open_media else target.tokenizer
         if not getattr(renderer, "chat_template", None):
@@ -85,17 +87,16 @@ class Encoder:
 
     @property
     def skipped(self) -> Counter[str]:
-        """How many conversations could not be used so far, by reason."""
+        """Number of skipped conversations so far by reason."""
         return Counter(self._reasons.values())
 
-    def __call__(self, conversation: Conversation) -> Encoded | None:
-        """The conversation, without the turns at its end that are beyond the greatest length.
+    def __call__(self, conversation: Conversation) -> EncodedConversation | None:
+        """Encodes a conversation, without the last turns that exceed the maximum length.
 
-        Where not even one turn fits, its answer is cut; None where its question leaves no room for two tokens of it.
+        If not even the first turn fits, its answer is truncated. Returns None if fewer than two of its tokens fit.
 
         Raises:
-            UserError: a file that cannot be read, or a processor that writes other tokens around media than the chat
-                template.
+            UserError: a file cannot be read, or the processor adds other tokens around media than the chat template.
         """
         encoded = self._encode(conversation)
         if encoded is None or self.max_length is None or len(encoded.tokens) <= self.max_length:
@@ -110,7 +111,7 @@ class Encoder:
             return None
         return shorter.cut(self.max_length)
 
-    def _encode(self, conversation: Conversation) -> Encoded | None:
+    def _encode(self, conversation: Conversation) -> EncodedConversation | None:
         if self._open_media is None:
             messages = shown = data.as_text(conversation.messages)
             media: dict[str, Any] = {}
@@ -123,84 +124,80 @@ class Encoder:
         if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
             self._reasons[conversation.id] = "visual tokens in an answer"
             return None
-        self._check(shown[:last], processed)
+        self._check_expansion(shown[:last], processed)
         tokens = self._expanded(tokens, processed)
         ids, turns = (torch.tensor(column) for column in zip(*tokens, strict=True))
         visual = torch.isin(ids, torch.tensor(sorted(self.visual_ids), dtype=torch.long))
-        return Encoded(ids, turns, visual, prompt.inputs)
+        return EncodedConversation(ids, turns, visual, prompt.inputs)
 
-    def _text(self, messages: list[dict[str, Any]], asking: bool) -> str:
-        return self._render(messages, add_generation_prompt=asking, tokenize=False)
+    def _text(self, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
+        return self._render(messages, add_generation_prompt=generation_prompt, tokenize=False)
 
     def _ids(self, text: str, whole: bool = True) -> list[int]:
-        # As the targets do: for vision, the processor adds a start token; for text, the template writes it.
+        # As in `target.encode`: vision processors add a start token; text templates contain it.
         special = whole and self._open_media is not None
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:
-        """The sequence before placeholders are expanded; ends with the last answer."""
-        text = self._text(messages, asking=False)
+        """The sequence up to the last answer, before placeholders are expanded."""
+        text = self._text(messages, generation_prompt=False)
         spans = self._spans(messages, text)
         pieces = self._pieces(text, [0, *(cut for span in spans for cut in span), len(text)])
         tokens = [(token, CONTEXT) for token in pieces[0]]
         for number, recorded in enumerate(answers[: len(spans)]):
-            said, behind = list(recorded or pieces[2 * number + 1]), pieces[2 * number + 2]
-            written = behind[:1] if behind and behind[0] in self.stops else []
-            ended = recorded is None or said[-1] in self.stops
+            answer, after = list(recorded or pieces[2 * number + 1]), pieces[2 * number + 2]
+            written = after[:1] if after and after[0] in self.stops else []
+            ended = recorded is None or answer[-1] in self.stops
             if number == len(spans) - 1:
-                own = [said.pop()] if recorded is not None and ended else written
+                own = [answer.pop()] if recorded is not None and ended else written
                 close = own or [self.target.tokenizer.eos_token_id]
-                close, behind = close if ended else [], []
+                close, after = close if ended else [], []
             else:
-                # Where the template writes no end of an answer, the next question is not asked behind one.
-                said = said[:-1] if recorded is not None and ended else said
-                close, behind = written, behind[len(written) :]
-            tokens += [(token, number) for token in said]
+                # Between turns, a recorded end-of-sequence token counts only if the template writes one too.
+                answer = answer[:-1] if recorded is not None and ended else answer
+                close, after = written, after[len(written) :]
+            tokens += [(token, number) for token in answer]
             tokens += [(token, number if ended else CONTEXT) for token in close]
-            tokens += [(token, CONTEXT) for token in behind]
+            tokens += [(token, CONTEXT) for token in after]
         return tokens
 
     def _spans(self, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
-        """Where each answer stands in the rendered text, from the end of its generation prompt."""
+        """Start and end of each answer in the rendered text; starts at the end of its generation prompt."""
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt = self._text(messages[:index], asking=True)
-                said = data.text_of(message["content"]).strip()
-                found = text.find(said, len(prompt)) if text.startswith(prompt) else -1
-                if found < 0:
-                    raise UserError(
-                        "the chat template must keep earlier messages as they are: it writes them otherwise once "
-                        "more follow"
-                    )
-                spans.append((len(prompt), found + len(said)))
+                prompt = self._text(messages[:index], generation_prompt=True)
+                answer = data.text_of(message["content"]).strip()
+                start = text.find(answer, len(prompt)) if text.startswith(prompt) else -1
+                if start < 0:
+                    raise UserError("the chat template must render a message the same, whatever follows: it does not")
+                spans.append((len(prompt), start + len(answer)))
         return spans
 
     def _pieces(self, text: str, cuts: list[int]) -> list[list[int]]:
-        """Tokens of the text between cuts, those of the whole text where no token lies across a cut."""
+        """Tokens of the text between cuts; tokenized as a whole if no token crosses a cut."""
         whole = self._ids(text)
         heads = [self._ids(text[:cut]) if cut else [] for cut in cuts]
         if all(whole[: len(head)] == head for head in heads):
             return [whole[len(a) : len(b)] for a, b in pairwise(heads)]
         return [self._ids(text[a:b], whole=a == 0) for a, b in pairwise(cuts)]
 
-    def _check(self, messages: list[dict[str, Any]], processed: list[int]) -> None:
-        plain = self._ids(self._text(messages, asking=True))
+    def _check_expansion(self, messages: list[dict[str, Any]], processed: list[int]) -> None:
+        plain = self._ids(self._text(messages, generation_prompt=True))
         ours, theirs = (self._runs(ids) for ids in (plain, processed))
-        if [run for run in ours if run[0] not in self.visual_ids] != [
-            run for run in theirs if run[0] not in self.visual_ids
-        ] or len(ours) != len(theirs):
+        our_text, their_text = ([run for run in runs if run[0] not in self.visual_ids] for runs in (ours, theirs))
+        if our_text != their_text or len(ours) != len(theirs):
             raise UserError(
                 f"cannot train on these conversations with {type(self.target.model).__name__}: expected a processor "
                 "that only repeats the chat template's image and video tokens, received other tokens around them"
             )
 
     def _runs(self, ids: list[int]) -> list[list[int]]:
-        """The sequence cut into runs of visual tokens and of others."""
+        """Splits a sequence into runs of visual tokens and of other tokens."""
         return [list(run) for _, run in groupby(ids, key=lambda token: token in self.visual_ids)]
 
     def _expanded(self, tokens: list[_Token], processed: list[int]) -> list[_Token]:
-        """Each run of placeholders as the processor expands it."""
+        """Replaces each run of placeholders by the processor's expansion of it."""
         runs = iter([run for run in self._runs(processed) if run[0] in self.visual_ids])
         result: list[_Token] = []
         for visual, group in groupby(tokens, key=lambda token: token[0] in self.visual_ids):
@@ -209,12 +206,12 @@ class Encoder:
 
 
 def _end(turns: Tensor, turn: int) -> int:
-    """Position behind an answer."""
+    """Position after an answer's last token."""
     return int((turns == turn).nonzero()[-1]) + 1
 
 
 def _first_turns(conversation: Conversation, count: int) -> Conversation:
-    """The conversation up to its `count`-th answer."""
-    said = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    messages = conversation.messages[: said[count - 1] + 1]
+    """The conversation up to and including its `count`-th answer."""
+    answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    messages = conversation.messages[: answers[count - 1] + 1]
     return replace(conversation, messages=messages, answers=conversation.answers[:count])

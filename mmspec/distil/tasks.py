@@ -1,12 +1,13 @@
-"""What a drafter is trained on and measured by: conversations, the target's features of them, a loss."""
+"""Training task of a drafter: conversations, the target's features of them, a loss, and held-out acceptance length."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,84 +17,118 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.training.order import Example
-from mmspec.training.plan import Losses
+from mmspec.training.loss import LossOutput
+from mmspec.training.optimisers import LearningRates, Optimisers
+from mmspec.training.sampler import CurriculumSampler, ExampleIndex, linear_ramp
 
-Extract = Callable[[Sequence[Conversation]], Features]
-Loss = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None, float], Losses]
+ExtractFeatures = Callable[[Sequence[Conversation]], Features]
+Objective = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None, float], LossOutput]
 
-HELD_OUT = 64
-"""Held-out conversations that a report measures the loss on, at most."""
+MAX_HELD_OUT = 64
+"""Held-out conversations that the loss is evaluated on, at most."""
+
+RATES = {"muon": 3e-3, "adamw": 5e-5}
+"""Default learning rates; AdamW's is that of arXiv 2505.14260."""
+
+
+@dataclass(frozen=True)
+class DrafterSetup:
+    """What is specific to a kind of drafter in its training.
+
+    Attributes:
+        network: to train, in float32 on the target's device.
+        objective: called with network, target, features, draft ids, generator and the run's progress.
+        drafter: called with a network, draft ids and `tree`; returns the drafter.
+        draft_ids: token ids of a reduced draft vocabulary, (n,) int64; None drafts all tokens.
+        tree: settings of the drafter's trees.
+    """
+
+    network: nn.Module
+    objective: Objective
+    drafter: Callable[..., Any]
+    draft_ids: Tensor | None = None
+    tree: Mapping[str, int] = field(default_factory=dict)
 
 
 class DrafterTask:
-    """Teaches a network to guess what its target says. See `trainer.Task`.
+    """Trains a drafter's network to predict what its target generates. Implements `TrainingTask`.
 
     Args:
         target: the frozen target.
-        network: the drafter's, in float32 on the target's device.
-        objective: called with network, target, features, draft ids, generator and the training's progress.
-        drafter: from a network of its own to the drafter that runs it.
-        training: conversations by kind (`order.TEXT`, `order.MIXED`).
-        held_out: conversations that are not trained on.
-        extract: the target's features of conversations.
-        draft_ids: (n,) int64 or None, as for the objective.
-        batch: conversations whose held-out loss is computed at once.
+        setup: network, objective and drafter.
+        training: conversations by kind: `sampler.TEXT` without and `sampler.MIXED` with images or videos.
+        held_out: conversations for evaluation.
+        extract: returns the target's features of conversations.
+        batch: conversations per step, and per forward pass of the evaluation.
         bfloat16: compute losses under autocast; weights stay in float32.
-        prompts: how many held-out prompts each report decodes.
-        max_new_tokens: of those answers.
+        prompts: held-out prompts that each evaluation decodes.
+        max_new_tokens: length of these answers.
+        optimiser: "muon" trains matrices by Muon and the rest by AdamW at half the rate; "adamw" is the setting of
+            arXiv 2505.14260.
+        rate: learning rate; by default that of `RATES`.
+        text_share: share of the run on text only (stage 1), after which the share of `MIXED` examples rises linearly
+            to 1 (arXiv 2505.14260, section 3.3).
+        seed: of the order of examples.
     """
 
     def __init__(
         self,
         target: Any,
-        network: nn.Module,
-        objective: Loss,
-        drafter: Callable[[nn.Module], Any],
+        setup: DrafterSetup,
         training: Mapping[str, Sequence[Conversation]],
         held_out: Sequence[Conversation],
-        extract: Extract,
+        extract: ExtractFeatures,
         *,
-        draft_ids: Tensor | None = None,
         batch: int = 16,
         bfloat16: bool = False,
         prompts: int = 8,
         max_new_tokens: int = 96,
+        optimiser: Literal["muon", "adamw"] = "muon",
+        rate: float | None = None,
+        text_share: float = 0.3,
+        seed: int = 0,
     ) -> None:
-        self.target, self.network, self.objective, self.drafter = target, network, objective, drafter
-        self.training, self._extract, self.draft_ids = training, extract, draft_ids
-        self.lengths = {kind: [_length(one) for one in found] for kind, found in training.items()}
+        self.target, self.setup, self.network = target, setup, setup.network
+        self.training, self._extract = training, extract
+        lengths = {kind: [one.size for one in found] for kind, found in training.items()}
+        self.sampler = CurriculumSampler(lengths, batch, seed, linear_ramp(text_share))
+        self.optimisers = drafter_optimisers(self.network, optimiser, rate or RATES[optimiser])
         self._bfloat16 = bfloat16
         self._batch, self._max_new_tokens = batch, max_new_tokens
-        asked = [question(conversation) for conversation in _spread(held_out, prompts)]
-        self._prompts = asked if hasattr(target, "open_media") else [data.as_text(messages) for messages in asked]
-        self._held_out = sorted(_spread(held_out, HELD_OUT), key=_length)
+        prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, prompts)]
+        text_only = not hasattr(target, "open_media")
+        self._prompts = [data.as_text(messages) for messages in prompt_messages] if text_only else prompt_messages
+        self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
-    def batch(self, examples: list[Example]) -> Features:
-        """Features of these examples, padded to the longest."""
+    def batch(self, examples: list[ExampleIndex]) -> Features:
+        """Returns the features of these examples, padded to the longest."""
         return self._extract([self.training[kind][index] for kind, index in examples])
 
     def weight(self, batch: Features) -> int:
-        """Guesses that the loss is a mean over: tokens of answers that follow another one's."""
+        """Returns the number of answer tokens that follow another answer token: the loss is a mean over them."""
         return int((batch.answer[:, 2:] & batch.answer[:, 1:-1]).sum())
 
     def loss(
         self, network: nn.Module, batch: Features, generator: torch.Generator | None, progress: float = 1.0
-    ) -> Losses:
-        """The objective's losses of a batch, when this share of the training is behind us."""
+    ) -> LossOutput:
+        """Returns the objective's loss of a batch at a progress from 0 to 1."""
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return self.objective(network, self.target, batch, self.draft_ids, generator, progress)
+            return self.setup.objective(network, self.target, batch, self.setup.draft_ids, generator, progress)
 
-    def held_out(self) -> dict[str, float]:
-        """Mean loss and figures on held-out conversations, and the mean acceptance length of decoding their prompts."""
-        figures = self._held_out_losses()
+    def evaluate(self) -> dict[str, float]:
+        """Returns mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
+        metrics = self._held_out_losses()
         if self._prompts:
-            figures |= self._acceptance()
-        return figures
+            metrics |= self._acceptance()
+        return metrics
 
     def save(self, folder: Path) -> None:
-        """Write the drafter's checkpoint."""
-        self.drafter(copy.deepcopy(self.network)).save(folder, self.target)
+        """Writes the drafter's checkpoint."""
+        self._drafter().save(folder, self.target)
+
+    def _drafter(self) -> Any:
+        """A drafter with a copy of the network."""
+        return self.setup.drafter(copy.deepcopy(self.network), self.setup.draft_ids, **self.setup.tree)
 
     @torch.no_grad()
     def _held_out_losses(self) -> dict[str, float]:
@@ -101,16 +136,16 @@ class DrafterTask:
         weights: dict[str, int] = defaultdict(int)
         for start in range(0, len(self._held_out), self._batch):
             batch = self._extract(self._held_out[start : start + self._batch])
-            # The same noise each time, so that reports compare.
-            losses = self.loss(self.network, batch, torch.Generator(batch.hidden.device).manual_seed(0))
-            for name, value in {"loss": float(losses.total), **losses.figures}.items():
+            # The same noise in every evaluation, so that they are comparable.
+            output = self.loss(self.network, batch, torch.Generator(batch.hidden.device).manual_seed(0))
+            for name, value in {"loss": float(output.total), **output.metrics}.items():
                 sums[name] += value * self.weight(batch)
                 weights[name] += self.weight(batch)
         return {name: sums[name] / weights[name] for name in sums if weights[name]}
 
     def _acceptance(self) -> dict[str, float]:
-        """Tokens per verify step over all prompts, greedy, with trees of the drafter's own size."""
-        drafter = self.drafter(copy.deepcopy(self.network))
+        """Mean acceptance length over all prompts, greedy, with trees of the drafter's own size."""
+        drafter = self._drafter()
         pipe = Pipeline(self.target, drafter)
         emitted = steps = 0
         for prompt in self._prompts:
@@ -123,26 +158,29 @@ class DrafterTask:
         return {"mean_acceptance_length": emitted / steps} if steps else {}
 
 
-def question(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages before the first answer."""
+def drafter_optimisers(network: nn.Module, optimiser: Literal["muon", "adamw"], rate: float) -> Optimisers:
+    """Returns the optimisers of all parameters of a drafter's network."""
+    muon = LearningRates(matrix=rate, other=rate / 2)
+    rates = muon if optimiser == "muon" else LearningRates(matrix=None, other=rate, clip=0.5)
+    # An embedding's rows are updated one by one: not a matrix in Muon's sense.
+    is_matrix = lambda name, parameter: parameter.ndim == 2 and "embed" not in name  # noqa: E731
+    return Optimisers([(network, 1.0)], rates, is_matrix)
+
+
+def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
+    """Returns the messages before the first answer."""
     roles = [message["role"] for message in conversation.messages]
     return list(conversation.messages[: roles.index("assistant")])
 
 
-def frequent(answers: Iterable[Sequence[int]], count: int, always: Sequence[int]) -> Tensor:
-    """The draft vocabulary: `always`, and the most frequent tokens of answers, `count` at most; sorted, int64."""
+def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequence[int]) -> Tensor:
+    """Returns a draft vocabulary: `always` and the most frequent tokens of answers, up to `count`; sorted, int64."""
     seen = Counter(token for answer in answers for token in answer)
     ranked = [*dict.fromkeys(always), *(token for token, _ in seen.most_common() if token not in always)]
     return torch.tensor(sorted(ranked[:count]))
 
 
 def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
-    """So many of them, from all places in the list."""
+    """Up to `count` conversations, evenly spaced in the list."""
     count = min(count, len(conversations))
     return [conversations[place * len(conversations) // count] for place in range(count)]
-
-
-def _length(conversation: Conversation) -> int:
-    """About how long a conversation is: media count most."""
-    text = sum(len(str(message["content"])) for message in conversation.messages)
-    return text + 4000 * len(conversation.media)

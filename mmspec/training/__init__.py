@@ -1,1 +1,1 @@
-"""Training loops that plug-ins share: one resumable trainer, its plan, optimisers and logs."""
+"""The trainer of drafters and embedded models, and what training commands share."""

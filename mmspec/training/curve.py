@@ -1,9 +1,8 @@
-"""Training curves of drafters: ``python -m mmspec.training.curve RUN/log.jsonl OTHER/log.jsonl --out curves.svg``."""
+"""Plots training curves: ``python -m mmspec.training.curve RUN/log.jsonl OTHER/log.jsonl --out curves.svg``."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,32 @@ from matplotlib.figure import Figure
 
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
-
-AXES = {"step": "step", "minutes": "minutes"}
+from mmspec.training.files import atomic
 
 
 @click.command()
 @click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--out", required=True, type=OUT_FILE, help="Picture to write, SVG or PNG.")
-@click.option("--name", "names", multiple=True, help="Name of a log, in their order; by default its folder's.")
+@click.option("--out", required=True, type=OUT_FILE, help="Plot to write, SVG or PNG.")
+@click.option("--name", "names", multiple=True, help="Legend names of the logs; by default their folders' names.")
 @click.option(
-    "--against", type=click.Choice(list(AXES)), default="step", show_default=True, help="What runs rightwards."
+    "--against", type=click.Choice(["step", "minutes"]), default="step", show_default=True, help="Horizontal axis."
 )
 def main(logs: tuple[Path, ...], out: Path, names: tuple[str, ...], against: str) -> None:
-    """Draw loss and acceptance length of one or several runs."""
+    """Plot loss and acceptance length of one or several runs."""
     draw(logs, out, names, against)
 
 
 def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: str = "step") -> None:
-    """Draws losses (training thin, held-out dotted) and mean acceptance lengths, each run in its colour.
+    """Plots losses (training: thin line, held-out: points) and mean acceptance lengths, one colour per run.
 
     Args:
         logs: `log.jsonl` of each run.
-        out: picture to write, whole or not at all; its ending tells the format.
-        names: of the runs; by default their folders'.
-        against: "step" or "minutes".
+        out: file to write; its suffix is the format.
+        names: legend names of the runs; by default their folders' names.
+        against: horizontal axis, "step" or "minutes".
 
     Raises:
-        UserError: another number of names than logs, a log that is none, or a picture that cannot be written.
+        UserError: the numbers of names and logs differ, a file is not a training log, or `out` cannot be written.
     """
     names = names or [log.resolve().parent.name for log in logs]
     if len(names) != len(logs):
@@ -53,8 +51,8 @@ def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: st
         _line(losses, rows, "train", against, "loss", color=colour, alpha=0.5, label=name)
         _line(losses, rows, "held-out", against, "loss", color=colour, marker=".", label=f"{name}, held-out")
         _line(acceptance, rows, "held-out", against, "mean_acceptance_length", color=colour, marker=".", label=name)
-    losses.set(xlabel=AXES[against], ylabel="loss", yscale="log")
-    acceptance.set(xlabel=AXES[against], ylabel="mean acceptance length, held-out")
+    losses.set(xlabel=against, ylabel="loss", yscale="log")
+    acceptance.set(xlabel=against, ylabel="mean acceptance length, held-out")
     acceptance.axhline(1.0, color="0.6", linewidth=0.8, label="_plain decoding")
     for axes in (losses, acceptance):
         axes.grid(alpha=0.3)
@@ -64,7 +62,7 @@ def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: st
 
 
 def read(log: Path) -> list[dict[str, Any]]:
-    """The rows of a log."""
+    """Reads the rows of a training log."""
     try:
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         if all("event" in row and "step" in row for row in rows):
@@ -81,23 +79,19 @@ def _line(axes: Axes, rows: list[dict[str, Any]], event: str, against: str, name
 
 
 def write_figure(figure: Figure, out: Path) -> None:
-    """Write a picture, whole or not at all; its ending tells the format.
+    """Writes a figure atomically; the suffix of `out` is the format, SVG if there is none.
 
     Raises:
         UserError: it cannot be written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part")
     kind = out.suffix.lstrip(".") or "svg"
     try:
         # Without a date and with fixed ids the same log gives the same file.
-        with rc_context({"svg.hashsalt": "mmspec"}):
+        with rc_context({"svg.hashsalt": "mmspec"}), atomic(out) as part:
             figure.savefig(part, format=kind, metadata={"Date": None} if kind == "svg" else None)
-        os.replace(part, out)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write {out}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

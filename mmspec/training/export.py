@@ -1,4 +1,4 @@
-"""Writes a trained model as the folder that transformers loads."""
+"""Exports a trained model as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-MOST_NEW_TOKENS = 256
+MAX_NEW_TOKENS = 256
 
 
-def export(model: PreTrainedModel, reader: Any, folder: Path) -> None:
-    """Saves weights in bfloat16 with configuration and what reads its inputs; replaces each file in one go.
+def export(model: PreTrainedModel, processor: Any, folder: Path) -> None:
+    """Saves bfloat16 weights, configuration and processor; each file is replaced atomically.
 
     Args:
-        model: whatever its own type is, that stays.
-        reader: its tokenizer or processor.
-        folder: made if it is not there; other files in it stay.
+        model: of any dtype; left unchanged.
+        processor: its processor or tokenizer.
+        folder: created if missing; other files in it are kept.
     """
     temporary = folder.parent / (folder.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -31,11 +31,11 @@ def export(model: PreTrainedModel, reader: Any, folder: Path) -> None:
         bos_token_id=text.bos_token_id,
         eos_token_id=text.eos_token_id,
         pad_token_id=text.pad_token_id,
-        max_new_tokens=MOST_NEW_TOKENS,
+        max_new_tokens=MAX_NEW_TOKENS,
         do_sample=False,
     )
     small.save_pretrained(temporary)
-    reader.save_pretrained(temporary)
+    processor.save_pretrained(temporary)
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(temporary.iterdir()):
         os.replace(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""Muon for the matrices inside layers, AdamW for everything else; one learning-rate factor over both."""
+"""Muon for the weight matrices of layers, AdamW for all other parameters, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Rates:
-    """How fast parameters move. The defaults suit the tower on its own.
+class LearningRates:
+    """Learning rates, weight decay and gradient clipping. The defaults are those of the embedded vision tower.
 
     Attributes:
-        matrix: Muon's rate, scaled to the step size of AdamW (`match_rms_adamw`); None leaves matrices to AdamW too.
-        other: AdamW's rate.
+        matrix: of Muon, scaled to match AdamW's update RMS (`match_rms_adamw`); None trains matrices by AdamW too.
+        other: of AdamW.
         decay: weight decay of both.
-        clip: norm that the gradients together are cut to.
+        clip: maximum norm of all gradients together.
     """
 
     matrix: float | None = 4e-3
@@ -25,26 +25,33 @@ class Rates:
     decay: float = 0.01
     clip: float = 1.0
 
+    @property
+    def highest(self) -> float:
+        """The rate that training logs show."""
+        return self.other if self.matrix is None else self.matrix
 
-def is_inside(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix of a layer or projector, and not an embedding or a head."""
+
+def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter is a matrix of a layer or projector, not an embedding or a head."""
     return parameter.ndim == 2 and (".layers." in f".{name}" or "projector" in name)
 
 
 class Optimisers:
-    """Steps several optimisers at `rate` times their own learning rates."""
+    """Muon and AdamW as one optimiser.
+
+    Args:
+        groups: modules, each with a factor on its learning rates. A parameter in two modules belongs to the first.
+        rates: learning rates; `LearningRates()` by default.
+        is_matrix: whether Muon trains a parameter, given its name in its module.
+    """
 
     def __init__(
         self,
         groups: Iterable[tuple[nn.Module, float]],
-        rates: Rates | None = None,
-        is_matrix: Callable[[str, nn.Parameter], bool] = is_inside,
+        rates: LearningRates | None = None,
+        is_matrix: Callable[[str, nn.Parameter], bool] = is_layer_matrix,
     ) -> None:
-        """`groups` are modules with a factor on their rates; a parameter shared by two belongs to the first.
-
-        `is_matrix` says of a parameter, with its name in its module, whether Muon moves it.
-        """
-        rates = self.rates = rates or Rates()
+        rates = self.rates = rates or LearningRates()
         matrices: list[dict] = []
         others: list[dict] = []
         taken: set[int] = set()
@@ -69,26 +76,26 @@ class Optimisers:
             self.all.append(torch.optim.AdamW(others, weight_decay=rates.decay, betas=(0.9, 0.95), fused=True))
         self._base = [[group["lr"] for group in optimiser.param_groups] for optimiser in self.all]
 
-    def step(self, rate: float) -> None:
-        """Clips the gradients, moves every parameter and clears the gradients."""
+    def step(self, factor: float) -> None:
+        """Clips the gradients, takes a step at `factor` times the learning rates, and clears the gradients."""
         nn.utils.clip_grad_norm_(self.parameters, self.rates.clip)
         for optimiser, base in zip(self.all, self._base, strict=True):
             for group, own in zip(optimiser.param_groups, base, strict=True):
-                group["lr"] = own * rate
+                group["lr"] = own * factor
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict]:
-        """State of every optimiser."""
+        """Returns the state of every optimiser."""
         return [optimiser.state_dict() for optimiser in self.all]
 
     def load_state_dict(self, states: list[dict]) -> None:
-        """Restores `state_dict()` of the same groups."""
+        """Restores the `state_dict()` of the same groups."""
         for optimiser, state in zip(self.all, states, strict=True):
             optimiser.load_state_dict(state)
 
 
-def rate(progress: float, step: int, warmup: int, hold: float) -> float:
-    """Learning-rate factor: up over `warmup` steps, full until `hold` of the stage, then straight down to zero."""
-    falling = 1.0 if progress <= hold else max(0.0, (1.0 - progress) / (1.0 - hold))
-    return min(1.0, (step + 1) / warmup) * falling
+def lr_factor(progress: float, step: int, warmup: int, hold: float) -> float:
+    """Learning-rate factor: linear warm-up over `warmup` steps, 1 until progress `hold`, then linear decay to 0."""
+    decay = 1.0 if progress <= hold else max(0.0, (1.0 - progress) / (1.0 - hold))
+    return min(1.0, (step + 1) / warmup) * decay

@@ -1,27 +1,49 @@
-"""A tokenizer built from nothing, for the models that travel with the package."""
+"""Tokenizer and chat template of the embedded models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mmspec.training.files import atomic
+
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first tokens of every vocabulary."""
 
+ROLES = ("USER:", "ASSISTANT:")
 
-def train_tokenizer(
-    texts: Iterable[str], vocabulary: int, alone: str, roles: Sequence[str], special: Sequence[str] = ()
-) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that encodes any text and begins it with `<s>`.
+
+def chat_template(media: str = "") -> str:
+    """Returns the chat template; the tokenizer adds `<s>`. System messages are rendered as a user's.
 
     Args:
-        texts: what merges are learned from.
-        vocabulary: number of tokens, all others included.
-        alone: regular expression of what is never merged with anything before or behind it.
-        roles: words that are a token each, whatever stands around them.
-        special: tokens left out of decoded text, besides `SPECIAL`.
+        media: template of the parts of `message['content']` that are not text. They come before the message's text.
+    """
+    return (
+        "{% for message in messages %}"
+        "{% if message['role'] == 'assistant' %}ASSISTANT: {% else %}USER: {% endif %}"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}" + media + "{% for part in "
+        "message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% endif %}"
+        "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %} {% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, alone: str, special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer that encodes any text and prepends `<s>`.
+
+    Args:
+        texts: training corpus of the merges.
+        vocabulary: number of tokens, special ones and `ROLES` included.
+        alone: regular expression whose matches are never merged with their neighbours.
+        special: special tokens (left out of decoded text) besides `SPECIAL`.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -32,13 +54,13 @@ def train_tokenizer(
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(roles),
+        vocab_size=vocabulary - len(ROLES),
         special_tokens=[*SPECIAL, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    backend.add_tokens([AddedToken(role, normalized=False) for role in roles])
+    backend.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", backend.token_to_id("<s>"))]
     )
@@ -52,3 +74,14 @@ def train_tokenizer(
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
+
+
+def folder_tokenizer(folder: Path, train: Callable[[], PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    """Loads the tokenizer in `folder/tokenizer`; if there is none, trains it and saves it there first."""
+    path = folder / "tokenizer"
+    if not path.exists():
+        trained = train()
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as part:
+            trained.save_pretrained(part)
+    return PreTrainedTokenizerFast.from_pretrained(path)

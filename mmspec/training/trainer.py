@@ -1,14 +1,12 @@
-"""The training run of a drafter or another model, on one device or many: planned by steps, minutes or epochs,
-resumable at any time.
+"""The trainer of drafters and embedded models: one device or several, limited by steps or minutes, resumable.
 
-It knows nothing of what it trains: a `Task` brings the network, its examples and its loss.
+It is independent of what it trains: a `TrainingTask` provides network, optimisers, examples and loss.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,60 +19,59 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from mmspec.errors import UserError
-from mmspec.training import records
+from mmspec.training import files
 from mmspec.training.curve import draw
-from mmspec.training.optimisers import rate
-from mmspec.training.order import Order
-from mmspec.training.plan import Plan, Task
+from mmspec.training.loss import RunningMeans
+from mmspec.training.optimisers import lr_factor
+from mmspec.training.plan import TrainingPlan, TrainingTask
 
-CHECKPOINT, SETTINGS, LOG, CURVE, DRAFTER = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg", "drafter"
-ROWS = 400
-"""Rows of training figures in the log of a whole run."""
+CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
+DRAFTER, MODEL = "drafter", "model"
+LOG_ROWS = 400
+"""Rows of training metrics in the log of a complete run."""
 
 
 class Trainer:
-    """A training run in a folder. Making one picks up the folder's checkpoint when there is one.
+    """A training run in a folder. The constructor resumes from the folder's checkpoint if there is one.
 
     Args:
-        folder: of the run: `checkpoint.pt`, `settings.json`, `log.jsonl`, `curve.svg` and what `result` names.
-        settings: what makes the run what it is, by name; a folder begun with others is refused.
-        notify: is given each row of the log, with the run's progress.
-        result: subfolder that the task saves to.
+        folder: of the run: `checkpoint.pt`, `settings.json`, `log.jsonl`, `curve.svg` and `result`.
+        settings: of the run, as JSON values by name; resuming with other settings is an error.
+        result: subfolder that the task saves the trained model or drafter to.
+
+    Attributes:
+        notify: called with each row of the log, to which the run's `progress` is added.
 
     Raises:
-        UserError: not one of steps, minutes and epochs, no examples, fewer examples per batch than processes, or a
-            folder begun with other settings.
+        UserError: the folder holds a run with other settings, or `accelerator` shards the network.
     """
 
     def __init__(
         self,
         folder: Path,
-        plan: Plan,
-        task: Task,
+        plan: TrainingPlan,
+        task: TrainingTask,
         accelerator: Accelerator,
         settings: Mapping[str, Any] | None = None,
-        notify: Callable[[dict[str, Any]], None] = lambda row: None,
         result: str = DRAFTER,
     ) -> None:
-        _check(plan, task, accelerator)
-        self.folder, self.plan, self.task, self.accelerator, self.notify = folder, plan, task, accelerator, notify
+        _check_replicated(accelerator)
+        self.folder, self.plan, self.task, self.accelerator = folder, plan, task, accelerator
+        self.notify: Callable[[dict[str, Any]], None] = lambda row: None
         self.settings, self.result = json.loads(json.dumps(settings or {})), folder / result
-        self.steps = plan.length(task.lengths)
-        self.order = Order(task.lengths, plan.batch, plan.seed)
-        self.optimisers = plan.optimisers(task.network)
-        self.learner = accelerator.prepare(_Learner(task))
+        self.loss = accelerator.prepare(_LossModule(task))
         self.step, self.seconds = 0, 0.0
-        self._tally = records.Tally()
+        self._means = RunningMeans()
         self._logged = 0
         if (folder / CHECKPOINT).exists():
             self._resume()
-        self._began = time.monotonic() - self.seconds
+        self._start = time.monotonic() - self.seconds
 
     @property
     def progress(self) -> float:
-        """Share of the run that is behind us."""
-        if self.steps is not None:
-            return min(1.0, self.step / self.steps)
+        """Completed share of the run, from 0 to 1."""
+        if self.plan.steps is not None:
+            return min(1.0, self.step / self.plan.steps)
         assert self.plan.minutes is not None
         return min(1.0, self.seconds / (60 * self.plan.minutes))
 
@@ -83,16 +80,16 @@ class Trainer:
         return self.progress >= 1.0
 
     def train(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Trains to the end of the plan, or until `stop()` in any process; writes a checkpoint either way."""
+        """Trains until the plan is complete or `stop()` is true in any process, and writes a checkpoint."""
         if self.done:
             return
         if self.step == 0:
-            self._begin()
+            self._prepare_folder()
         saved = reported = self.seconds
-        while not self._asked(stop) and not self.done:
-            row = self._learn()
-            if self.step == 1 or int(self.progress * ROWS) > self._logged:
-                self._log(row | self._tally.means())
+        while not self._should_stop(stop) and not self.done:
+            row = self._train_step()
+            if self.step == 1 or int(self.progress * LOG_ROWS) > self._logged:
+                self._log(row | self._means.pop())
             if self.seconds - reported >= 60 * self.plan.report_minutes and not self.done:
                 self.report()
                 reported = self.seconds
@@ -105,45 +102,42 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def report(self) -> None:
-        """Measures on held-out examples, writes the drafter and draws the curve; the first process alone."""
+        """Evaluates on held-out examples, saves the result and draws the curve, in the main process."""
         if not self.accelerator.is_main_process:
             return
-        self._log({"event": "held-out", **self.task.held_out()})
+        self._log({"event": "held-out", **self.task.evaluate()})
         self.task.save(self.result)
         draw([self.folder / LOG], self.folder / CURVE)
 
     def save(self) -> None:
-        """Writes the checkpoint whole or not at all; the first process alone."""
+        """Writes the checkpoint atomically, in the main process."""
         if not self.accelerator.is_main_process:
             return
         state = {
             "network": self.task.network.state_dict(),
-            "optimisers": self.optimisers.state_dict(),
-            "order": self.order.state_dict(),
+            "optimisers": self.task.optimisers.state_dict(),
+            "order": self.task.sampler.state_dict(),
             "step": self.step,
-            "seconds": time.monotonic() - self._began,
+            "seconds": time.monotonic() - self._start,
             "settings": self.settings,
         }
-        part = self.folder / (CHECKPOINT + ".part")
-        torch.save(state, part)
-        os.replace(part, self.folder / CHECKPOINT)
+        with files.atomic(self.folder / CHECKPOINT) as part:
+            torch.save(state, part)
 
-    def _learn(self) -> dict[str, Any]:
-        """One step; what to log of it."""
-        share = self.plan.share(self.progress, self.task.lengths)
-        examples = self.order.next(share)
+    def _train_step(self) -> dict[str, Any]:
+        """Takes one optimiser step; returns its row of the log, without loss and metrics."""
+        examples = self.task.sampler.next(self.progress)
         batch = self.task.batch(examples[self.accelerator.process_index :: self.accelerator.num_processes])
-        loss, figures = self.learner(batch, self._generator(), self.progress)
-        self.accelerator.backward(loss * self._weight(batch))
-        factor = rate(self.progress, self.step, self.plan.warmup, self.plan.hold)
-        self.optimisers.step(factor)
-        self._tally.add(loss, figures)
+        loss, metrics = self.loss(batch, self._generator(), self.progress)
+        self.accelerator.backward(loss * self._loss_weight(batch))
+        factor = lr_factor(self.progress, self.step, self.plan.warmup, self.plan.hold)
+        self.task.optimisers.step(factor)
+        self._means.add(loss, metrics)
         self.step += 1
-        stage = 1 if share == 0.0 else 2
-        return {"event": "train", "stage": stage, "share": round(share, 4), "rate": factor * self.plan.rate}
+        return {"event": "train", **self.task.sampler.info, "rate": factor * self.task.optimisers.rates.highest}
 
-    def _weight(self, batch: Any) -> float | Tensor:
-        """Factor on this process's mean loss that makes the mean over processes that of the joint batch."""
+    def _loss_weight(self, batch: Any) -> float | Tensor:
+        """Factor on this process's mean loss such that the mean over processes is that of the joint batch."""
         if self.accelerator.num_processes == 1:
             return 1.0
         own = torch.tensor([float(self.task.weight(batch))], device=self.accelerator.device)
@@ -151,79 +145,76 @@ class Trainer:
         return own / counts.mean().clamp(min=1.0)
 
     def _generator(self) -> torch.Generator:
-        """This step's randomness, another in each process."""
+        """A random generator seeded by plan, step and process."""
         index = self.step * self.accelerator.num_processes + self.accelerator.process_index
         # Of a CPU generator's seed only the low 32 bits count.
         seed = zlib.crc32(f"{self.plan.seed} {index}".encode())
         return torch.Generator(self.accelerator.device).manual_seed(seed)
 
-    def _asked(self, stop: Callable[[], bool]) -> bool:
-        """Whether any process was asked to stop. All take the first one's clock."""
-        self.seconds = time.monotonic() - self._began
+    def _should_stop(self, stop: Callable[[], bool]) -> bool:
+        """Updates the clock to the main process's; returns whether `stop()` is true in any process."""
+        self.seconds = time.monotonic() - self._start
         if self.accelerator.num_processes == 1:
             return stop()
-        mine = torch.tensor([[float(stop()), self.seconds]], device=self.accelerator.device)
-        said = self.accelerator.gather(mine)
-        self.seconds = said[0, 1].item()
-        return bool(said[:, 0].any())
+        own = torch.tensor([[float(stop()), self.seconds]], device=self.accelerator.device)
+        gathered = self.accelerator.gather(own)
+        self.seconds = gathered[0, 1].item()
+        return bool(gathered[:, 0].any())
 
-    def _begin(self) -> None:
-        """A new run: what an earlier one has left without a checkpoint is overwritten."""
+    def _prepare_folder(self) -> None:
+        """Writes the settings, removes the log of an earlier run without a checkpoint, and makes a first report."""
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            records.write(self.folder / SETTINGS, json.dumps(self.settings, indent=2) + "\n")
+            files.write_text(self.folder / SETTINGS, json.dumps(self.settings, indent=2) + "\n")
             (self.folder / LOG).unlink(missing_ok=True)
         self.report()
 
     def _resume(self) -> None:
         state = torch.load(self.folder / CHECKPOINT, weights_only=True, map_location="cpu")
-        records.refuse_others(self.folder, state["settings"], self.settings)
+        files.check_settings(self.folder, state["settings"], self.settings)
         self.task.network.load_state_dict(state["network"])
-        self.optimisers.load_state_dict(state["optimisers"])
-        self.order.load_state_dict(state["order"])
+        self.task.optimisers.load_state_dict(state["optimisers"])
+        self.task.sampler.load_state_dict(state["order"])
         self.step, self.seconds = state["step"], state["seconds"]
-        self._logged = int(self.progress * ROWS)
+        self._logged = int(self.progress * LOG_ROWS)
         if self.accelerator.is_main_process:
-            records.forget(self.folder / LOG, self.step)
+            files.truncate_log(self.folder / LOG, self.step)
 
     def _log(self, row: dict[str, Any]) -> None:
-        """Adds a row to the log, the tracker and what is shown; a loss that is not finite ends the run."""
-        self._logged = int(self.progress * ROWS)
+        """Writes a row to the log and the trackers.
+
+        Raises:
+            UserError: the loss is not finite.
+        """
+        self._logged = int(self.progress * LOG_ROWS)
         if not math.isfinite(loss := row.get("loss", 0.0)):
             raise UserError(f"the loss must stay finite: {loss} at step {self.step}; try a lower --rate")
         if not self.accelerator.is_main_process:
             return
-        figures = {name: float(f"{x:.6g}") for name, x in row.items() if isinstance(x, float)}
-        minutes = round((time.monotonic() - self._began) / 60, 3)
-        row = {"step": self.step, "minutes": minutes, **row, **figures}
-        records.append(self.folder / LOG, row)
-        self.accelerator.log({f"{row['event']}/{name}": x for name, x in figures.items()}, step=self.step)
+        metrics = {name: float(f"{x:.6g}") for name, x in row.items() if isinstance(x, float)}
+        minutes = round((time.monotonic() - self._start) / 60, 3)
+        row = {"step": self.step, "minutes": minutes, **row, **metrics}
+        files.append_row(self.folder / LOG, row)
+        self.accelerator.log({f"{row['event']}/{name}": x for name, x in metrics.items()}, step=self.step)
         self.notify({**row, "progress": self.progress})
 
 
-class _Learner(nn.Module):
-    """The network under its loss: what is copied to many devices, so that one forward pass is one step's."""
+class _LossModule(nn.Module):
+    """Network and loss as one module, so that DistributedDataParallel wraps a whole step's forward pass."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         super().__init__()
         self.network = task.network
         self._loss = task.loss
 
     def forward(self, batch: Any, generator: torch.Generator, progress: float) -> tuple[Tensor, dict[str, float]]:
-        losses = self._loss(self.network, batch, generator, progress)
-        # Every process must have gradients of everything, also where its batch has no use for a part of the network.
+        output = self._loss(self.network, batch, generator, progress)
+        # DistributedDataParallel needs a gradient of every parameter, even if the batch does not use it.
         unused = 0.0 * sum(parameter.sum() for parameter in self.network.parameters())
-        return losses.total + unused, losses.figures
+        return output.total + unused, output.metrics
 
 
-def _check(plan: Plan, task: Task, accelerator: Accelerator) -> None:
-    given = {name: getattr(plan, name) for name in ("steps", "minutes", "epochs") if getattr(plan, name) is not None}
-    if len(given) != 1:
-        raise UserError(f"give one of steps, minutes and epochs: received {given or 'none'}")
-    if not any(task.lengths.values()):
-        raise UserError("training needs at least one conversation beside those held out: received none")
-    if plan.batch < accelerator.num_processes:
-        raise UserError(f"batch must be at least the {accelerator.num_processes} processes: received {plan.batch}")
+def _check_replicated(accelerator: Accelerator) -> None:
     replicated = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in replicated:
-        raise UserError(f"the drafter is copied to every device: {accelerator.distributed_type} would split it")
+        raise UserError(f"the network must be replicated on every device: received {accelerator.distributed_type}")

@@ -1,1 +1,1 @@
-"""Training of state-space drafters on what their target says."""
+"""Training of Mamba drafters."""

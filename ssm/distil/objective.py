@@ -1,8 +1,6 @@
-"""What a Mamba drafter is trained for: the target's distribution of each next token of its answers."""
+"""Distillation loss of the Mamba drafter: forward KL divergence to the target's next-token distribution."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,15 +8,8 @@ from torch.nn import functional as F
 
 from mmspec.distil.features import Features
 from mmspec.target import Target
+from mmspec.training.loss import LossOutput
 from ssm.drafters.network import MambaNetwork
-
-
-@dataclass(frozen=True)
-class Losses:
-    """``total`` is what to minimise, a scalar; ``figures`` are for people."""
-
-    total: Tensor
-    figures: dict[str, float]
 
 
 def forward_kl(
@@ -28,31 +19,31 @@ def forward_kl(
     draft_ids: Tensor | None = None,
     generator: torch.Generator | None = None,
     progress: float = 1.0,
-) -> Losses:
-    """The mean divergence KL(target || drafter) of the next token, behind each answer token that another one follows.
+) -> LossOutput:
+    """Mean KL(target || drafter) of the next token, over answer tokens that are followed by another answer token.
 
     Args:
-        network: what is trained.
-        target: for its head, frozen; its hidden states are those of ``batch``.
-        batch: conversations; what is padding or not an answer has no part in the mean.
-        draft_ids: (n,) int64, the tokens of a reduced draft vocabulary; distributions are over them alone.
-        generator, progress: not used; the trainer tells them to every objective.
+        network: to train.
+        target: for its frozen head; its hidden states are in ``batch``.
+        batch: features of conversations.
+        draft_ids: (n,) int64, a reduced draft vocabulary, to which both distributions are restricted.
+        generator, progress: unused; part of the interface of objectives.
 
     Returns:
-        The mean in nats, and the figures ``kl`` (the same), ``agreement`` (share of places where the drafter's
-        likeliest token is the target's likeliest of all) and ``right`` (where it is the next token of the answer).
+        The loss in nats, and the metrics ``kl`` (the same), ``agreement`` (share of positions where the drafter's
+        argmax is the target's) and ``right`` (where it is the next token of the answer).
     """
-    places = batch.answer[:, :-1] & batch.answer[:, 1:]
-    read, _ = network(batch.tokens, batch.keep)
-    guesses = F.linear(read[:, :-1][places], network.head_rows(draft_ids)).float()
+    positions = batch.answer[:, :-1] & batch.answer[:, 1:]
+    hidden, _ = network(batch.tokens, batch.keep)
+    drafter_logits = F.linear(hidden[:, :-1][positions], network.head_rows(draft_ids)).float()
     with torch.no_grad():
-        logits = target.head(batch.hidden[:, :-1][places]).float()
-        likeliest, said = logits.argmax(-1), batch.tokens[:, 1:][places]
+        logits = target.head(batch.hidden[:, :-1][positions]).float()
+        target_choice, next_token = logits.argmax(-1), batch.tokens[:, 1:][positions]
         truth = (logits if draft_ids is None else logits[:, draft_ids]).log_softmax(-1)
-    count = max(1, len(guesses))
-    kl = F.kl_div(guesses.log_softmax(-1), truth, reduction="sum", log_target=True) / count
-    drafted = guesses.detach().argmax(-1)
+    count = max(1, len(drafter_logits))
+    kl = F.kl_div(drafter_logits.log_softmax(-1), truth, reduction="sum", log_target=True) / count
+    drafted = drafter_logits.detach().argmax(-1)
     drafted = drafted if draft_ids is None else draft_ids[drafted]
-    right = {"agreement": likeliest, "right": said}
-    shares = {name: float((drafted == token).sum()) / count for name, token in right.items()}
-    return Losses(kl, {"kl": float(kl.detach()), **shares})
+    references = {"agreement": target_choice, "right": next_token}
+    shares = {name: float((drafted == token).sum()) / count for name, token in references.items()}
+    return LossOutput(kl, {"kl": float(kl.detach()), **shares})

@@ -1,9 +1,9 @@
-"""Texts that the package generates to train and to measure its own language model: worked solutions, stories, programs.
+"""Generated texts to train and evaluate the embedded language model: worked solutions, stories, programs.
 
-An example follows from its split and index alone; held-out ones are never trained on.
+An example is determined by its split and index. Held-out examples are never trained on.
 """
 
 from ssm.texts.checking import correct
-from ssm.texts.examples import KINDS, SPLITS, Example, example
+from ssm.texts.examples import KINDS, SPLITS, TextExample, example
 
-__all__ = ["KINDS", "SPLITS", "Example", "correct", "example"]
+__all__ = ["KINDS", "SPLITS", "TextExample", "correct", "example"]

@@ -1,18 +1,18 @@
-"""Whether an answer to an example is right."""
+"""Scores answers to examples."""
 
 from __future__ import annotations
 
 import re
 
 from ssm.texts import problems, running, stories
-from ssm.texts.examples import Example
+from ssm.texts.examples import TextExample
 
 
-def correct(example: Example, text: str) -> bool:
-    """Whether an answer to the example's prompt is right, however it is worded.
+def correct(example: TextExample, text: str) -> bool:
+    """Returns whether an answer to the example's prompt is correct in any wording.
 
-    Worked solutions and questions: the line "Answer: ..." at the end. Sums: every result. Stories and rooms: every note
-    is told. Programs: the function gives what the example's own gives, and so does the traced answer if asked for.
+    Problems and questions: the last line "Answer: ..." is compared. Sums: every result. Stories and rooms: every note
+    must be mentioned. Programs: the function's outputs, and the traced answer if there is one.
     """
     if example.kind == "problem":
         return problems.final(text) is not None and problems.final(text) == problems.final(example.answer)
@@ -25,11 +25,11 @@ def correct(example: Example, text: str) -> bool:
     return not stories.missing(example.prompt, text)
 
 
-def runs_right(example: Example, text: str) -> bool:
-    """Whether the program in an answer runs and gives, for a few lists, what the example's own program gives."""
-    wanted = running.outputs(_code(example.answer))
-    assert wanted is not None
-    return running.outputs(_code(text)) == wanted
+def runs_right(example: TextExample, text: str) -> bool:
+    """Returns whether the program in an answer has the same outputs as the example's program for a few lists."""
+    expected = running.outputs(_code(example.answer))
+    assert expected is not None
+    return running.outputs(_code(text)) == expected
 
 
 def _code(text: str) -> str:
@@ -42,5 +42,5 @@ def _last(text: str) -> str | None:
 
 
 def _results(text: str) -> list[str]:
-    """Each line's question and result, what stands between them left out."""
+    """Each line's calculation and final result, without intermediate results."""
     return [" = ".join((line.split("=")[0].strip(), line.split("=")[-1].strip())) for line in text.strip().splitlines()]

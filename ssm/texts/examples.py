@@ -1,4 +1,4 @@
-"""What an example is, and how it is drawn: the split and the index alone decide."""
+"""Generates examples of all kinds, determined by split and index."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ KINDS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
     "question": stories.question,
     "program": programs.program,
 }
-"""What each kind is made by: a prompt and its answer."""
+"""Generators of each kind; they return a prompt and its answer."""
 
 SHARES = {"sums": 0.12, "problem": 0.43, "story": 0.1, "room": 0.08, "question": 0.07, "program": 0.2}
+"""Shares of the kinds in a mix."""
 
 
 @dataclass(frozen=True)
-class Example:
-    """A request and the answer to it; `kind` is one of `KINDS`."""
+class TextExample:
+    """A prompt and its answer; `kind` is one of `KINDS`."""
 
     kind: str
     prompt: str
     answer: str
 
 
-def example(index: int, split: str = "train", kind: str | None = None) -> Example:
-    """The example of this index.
+def example(index: int, split: str = "train", kind: str | None = None) -> TextExample:
+    """Returns the example of an index.
 
     Args:
         index: from 0.
-        split: "train" or "heldout"; the two share no random state, and held-out texts are never trained on.
-        kind: one of `KINDS`; by default drawn, too.
+        split: "train" or "heldout", which share no random state.
+        kind: one of `KINDS`; by default drawn with `SHARES`.
 
     Raises:
         ValueError: unknown split or kind.
@@ -49,4 +50,4 @@ def example(index: int, split: str = "train", kind: str | None = None) -> Exampl
         raise ValueError(f"kind must be one of {', '.join(KINDS)}: got {kind!r}")
     rng = random.Random(f"{split} {index} {kind or ''}")
     drawn = kind or rng.choices(list(SHARES), list(SHARES.values()))[0]
-    return Example(drawn, *KINDS[drawn](rng))
+    return TextExample(drawn, *KINDS[drawn](rng))

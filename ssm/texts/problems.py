@@ -1,4 +1,4 @@
-"""Arithmetic: word problems of two to five steps with worked solutions, and plain sums."""
+"""Arithmetic: word problems of two to five steps with worked solutions, and plain calculations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 from ssm.texts.words import THINGS, person, plural, sentence
 
-MOST = 999
-"""No number is larger."""
+MAX_NUMBER = 999
+"""Largest number in a problem."""
 
 ENDING = "Answer: "
 
 
 @dataclass(frozen=True)
-class Step:
-    """What happens in one sentence of a problem, and the calculation that follows it."""
+class ProblemStep:
+    """A sentence of a problem (`text`), its paraphrase in the solution (`reason`), and its calculation."""
 
-    told: str
-    why: str
+    text: str
+    reason: str
     left: int
     sign: str
     right: int
@@ -36,12 +36,12 @@ class Step:
 
 
 def worked(left: int, sign: str, right: int) -> str:
-    """A calculation as it is written out; a product of a number of two digits goes by tens and ones.
+    """Returns a calculation as text; products of two-digit numbers are split into tens and ones.
 
     Returns:
         For example "6 x 24 = 120 + 24 = 144" or "84 / 4 = 21".
     """
-    result = Step("", "", left, sign, right).result
+    result = ProblemStep("", "", left, sign, right).result
     if sign == "x" and max(left, right) > 10 and max(left, right) % 10:
         small, large = sorted((left, right))
         ones = large % 10
@@ -50,7 +50,7 @@ def worked(left: int, sign: str, right: int) -> str:
 
 
 def sums(rng: random.Random) -> tuple[str, str]:
-    """Three to six calculations, one a line."""
+    """Returns three to six calculations, one per line."""
     lines = []
     for _ in range(rng.randint(3, 6)):
         sign = rng.choice("++--xx/")
@@ -73,12 +73,12 @@ def _operands(sign: str, rng: random.Random) -> tuple[int, int]:
 
 
 def problem(rng: random.Random, steps: int | None = None) -> tuple[str, str]:
-    """A word problem of two to five steps (or `steps`) and its worked solution, which ends in a line "Answer: N"."""
+    """Returns a word problem of two to five steps (or `steps`) and its worked solution, which ends in "Answer: N"."""
     count = steps or rng.choice((2, 2, 2, 3, 3, 3, 4, 4, 5))
     plot = _Plot(rng)
-    for number in range(count):
-        plot.go_on(last=number == count - 1)
-    story = " ".join([plot.opening, *(step.told for step in plot.steps), plot.asked])
+    for _ in range(count):
+        plot.add_step()
+    story = " ".join([plot.opening, *(step.text for step in plot.steps), plot.asked])
     return story, _solution(plot, rng)
 
 
@@ -91,14 +91,14 @@ def _solution(plot: _Plot, rng: random.Random) -> str:
     for number, step in enumerate(plot.steps, start=1):
         shown = worked(step.left, step.sign, step.right)
         if style == 0:
-            lines.append(f"Step {number}: {step.why}. {shown}")
+            lines.append(f"Step {number}: {step.reason}. {shown}")
         elif style == 1:
-            lines.append(f"{sentence(step.why)}, so {shown}.")
+            lines.append(f"{sentence(step.reason)}, so {shown}.")
         elif style == 2:
             word = "First" if number == 1 else "Finally" if number == len(plot.steps) else rng.choice(("Then", "Next"))
-            lines.append(f"{word}, {step.why}: {shown}.")
+            lines.append(f"{word}, {step.reason}: {shown}.")
         else:
-            lines.append(f"{shown}, {rng.choice(('because', 'since'))} {step.why}.")
+            lines.append(f"{shown}, {rng.choice(('because', 'since'))} {step.reason}.")
     result = plot.steps[-1].result
     if rng.random() < 0.5:
         lines.append(f"So {plot.closing} {result} {plot.things}.")
@@ -106,14 +106,14 @@ def _solution(plot: _Plot, rng: random.Random) -> str:
 
 
 class _Plot:
-    """A story about one number; each step changes it."""
+    """Builds a word problem about one number (`now`), which every step changes."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.name, self.pronoun = person(rng)
         self.things = rng.choice(list(THINGS))
         self.one, self.kept, self.place = THINGS[self.things]
-        self.steps: list[Step] = []
+        self.steps: list[ProblemStep] = []
         self.shared = False
         top = rng.choice((12, 30, 60, 99, 250))
         self.now = rng.randint(5, top)
@@ -142,9 +142,9 @@ class _Plot:
             )
         )
 
-    def go_on(self, last: bool) -> None:
-        """Adds a step that fits the number as it stands."""
-        options: list[Callable[[], Step]] = [self._get, self._give]
+    def add_step(self) -> None:
+        """Adds a random step that is possible with the current number."""
+        options: list[Callable[[], ProblemStep]] = [self._get, self._give]
         if self.now <= 400:
             options += [self._packs]
         if self.now >= 6:
@@ -154,7 +154,7 @@ class _Plot:
         if self._divisors():
             options += [self._divide, self._divide]
         step = self.rng.choice(options)()
-        if not 1 <= step.result <= MOST:
+        if not 1 <= step.result <= MAX_NUMBER:
             step = self._give()
         self.steps.append(step)
         self.now = step.result
@@ -162,10 +162,10 @@ class _Plot:
     def _other(self) -> str:
         return person(self.rng, self.name)[0]
 
-    def _get(self) -> Step:
+    def _get(self) -> ProblemStep:
         n = self.rng.randint(2, self.rng.choice((9, 40, 99)))
         other, s, things = self._other(), self.pronoun, self.things
-        told, why = self.rng.choice(
+        text, reason = self.rng.choice(
             (
                 (f"{other} gives {self._her()} {n} more.", f"{other} adds {n}"),
                 (f"Then {s} buys {n} {things}.", f"{s} buys {n}"),
@@ -174,12 +174,12 @@ class _Plot:
                 (f"{other} brings {n} {things} as a present.", f"the present of {other} is {n}"),
             )
         )
-        return Step(told, why, self.now, "+", n)
+        return ProblemStep(text, reason, self.now, "+", n)
 
-    def _give(self) -> Step:
+    def _give(self) -> ProblemStep:
         n = self.rng.randint(1, max(1, min(self.now - 1, self.rng.choice((9, 40, 99)))))
         other, s, things = self._other(), self.pronoun, self.things
-        told, why = self.rng.choice(
+        text, reason = self.rng.choice(
             (
                 (f"{sentence(s)} gives {n} of them to {other}.", f"{other} gets {n}"),
                 (f"Then {s} sells {n} {things}.", f"{s} sells {n}"),
@@ -188,15 +188,15 @@ class _Plot:
                 (f"{n} of the {things} are broken and thrown away.", f"{n} are broken"),
             )
         )
-        return Step(told, why, self.now, "-", n)
+        return ProblemStep(text, reason, self.now, "-", n)
 
-    def _packs(self) -> Step:
+    def _packs(self) -> ProblemStep:
         return self._of_packs("+")
 
-    def _lose_packs(self) -> Step:
+    def _lose_packs(self) -> ProblemStep:
         return self._of_packs("-")
 
-    def _of_packs(self, sign: str) -> Step:
+    def _of_packs(self, sign: str) -> ProblemStep:
         rng, s = self.rng, self.pronoun
         count, each = rng.randint(2, 9), rng.randint(2, rng.choice((9, 12, 20)))
         if sign == "-":
@@ -206,38 +206,38 @@ class _Plot:
             return self._give()
         packs = plural(self.kept)
         verb, done = rng.choice((("buys", "adds"), ("gets", "brings"))) if sign == "+" else ("gives away", "costs")
-        told = rng.choice(
+        text = rng.choice(
             (
                 f"{sentence(s)} {verb} {count} {packs} with {each} {self.things} each.",
                 f"Then {s} {verb} {count} {packs} of {each} {self.things}.",
             )
         )
-        why = f"{count} {packs} of {each} are {worked(count, 'x', each)}, which {done} {total}"
-        return Step(told, why, self.now, sign, total)
+        reason = f"{count} {packs} of {each} are {worked(count, 'x', each)}, which {done} {total}"
+        return ProblemStep(text, reason, self.now, sign, total)
 
-    def _multiply(self) -> Step:
+    def _multiply(self) -> ProblemStep:
         k = self.rng.randint(2, 9 if self.now <= 20 else 5)
-        if self.now * k > MOST:
+        if self.now * k > MAX_NUMBER:
             k = 2
         s, other = self.pronoun, self._other()
         word = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}.get(k, f"{k} times")
-        told, why = self.rng.choice(
+        text, reason = self.rng.choice(
             (
                 (f"After a year {s} has {word} as many.", f"the number grows {k} times"),
                 (f"{other} has {word} as many and gives them all in exchange.", f"{other} has {k} times as many"),
                 (f"The {self.place} makes them {word} as many.", f"they become {k} times as many"),
             )
         )
-        return Step(told, why, self.now, "x", k)
+        return ProblemStep(text, reason, self.now, "x", k)
 
     def _divisors(self) -> list[int]:
-        """Numbers that divide the present one into parts of 2 to 30."""
+        """Divisors of the current number with quotients from 2 to 30."""
         return [k for k in range(2, 10) if self.now % k == 0 and 2 <= self.now // k <= 30]
 
-    def _divide(self) -> Step:
+    def _divide(self) -> ProblemStep:
         k = self.rng.choice(self._divisors())
         s, things = self.pronoun, self.things
-        told, why = self.rng.choice(
+        text, reason = self.rng.choice(
             (
                 (
                     f"{sentence(s)} shares them equally among {k} friends and looks at one share.",
@@ -247,18 +247,18 @@ class _Plot:
                 (f"Only one of every {k} {things} is good, and {s} keeps the good ones.", f"one in {k} is good"),
             )
         )
-        return Step(told, why, self.now, "/", k)
+        return ProblemStep(text, reason, self.now, "/", k)
 
     def _her(self) -> str:
         return "her" if self.pronoun == "she" else "him"
 
 
 def final(text: str) -> int | None:
-    """The number in the last line "Answer: N"; None where there is none."""
+    """Returns the number in the last line "Answer: N", or None."""
     found = re.findall(rf"^{ENDING}(-?\d+)\s*$", text, re.MULTILINE)
     return int(found[-1]) if found else None
 
 
 def steps_of(answer: str) -> int:
-    """Calculations of a worked solution that change the number."""
+    """Returns the number of steps of a worked solution."""
     return sum("=" in line for line in answer.splitlines())

@@ -1,4 +1,4 @@
-"""Small Python functions: a request in words, the program, and sometimes what it gives for a list."""
+"""Small Python functions: a request in words, the program, and sometimes a trace of its output for a list."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a program: how a request may call it, and its expression of `v`, the variable's name."""
+class CodeFragment:
+    """A condition or expression in a program: its wordings in a request, and its code with `{v}` as the variable."""
 
     words: tuple[str, ...]
     code: str
 
 
-def _filters(k: int) -> tuple[Piece, ...]:
+def _filters(k: int) -> tuple[CodeFragment, ...]:
     return (
-        Piece(("the even {n}", "all {n} that are even"), "{v} % 2 == 0"),
-        Piece(("the odd {n}", "all {n} that are odd"), "{v} % 2 == 1"),
-        Piece((f"the {{n}} above {k}", f"all {{n}} larger than {k}"), f"{{v}} > {k}"),
-        Piece((f"the {{n}} below {k}", f"all {{n}} smaller than {k}"), f"{{v}} < {k}"),
-        Piece((f"the {{n}} divisible by {k}", f"all multiples of {k} in {{n}}"), f"{{v}} % {k} == 0"),
-        Piece((f"the {{n}} different from {k}", f"all {{n}} except {k}"), f"{{v}} != {k}"),
+        CodeFragment(("the even {n}", "all {n} that are even"), "{v} % 2 == 0"),
+        CodeFragment(("the odd {n}", "all {n} that are odd"), "{v} % 2 == 1"),
+        CodeFragment((f"the {{n}} above {k}", f"all {{n}} larger than {k}"), f"{{v}} > {k}"),
+        CodeFragment((f"the {{n}} below {k}", f"all {{n}} smaller than {k}"), f"{{v}} < {k}"),
+        CodeFragment((f"the {{n}} divisible by {k}", f"all multiples of {k} in {{n}}"), f"{{v}} % {k} == 0"),
+        CodeFragment((f"the {{n}} different from {k}", f"all {{n}} except {k}"), f"{{v}} != {k}"),
     )
 
 
-def _maps(k: int) -> tuple[Piece, ...]:
+def _maps(k: int) -> tuple[CodeFragment, ...]:
     return (
-        Piece(("doubled", "each taken twice"), "2 * {v}"),
-        Piece(("squared", "each times itself"), "{v} * {v}"),
-        Piece((f"plus {k}", f"with {k} added to each"), f"{{v}} + {k}"),
-        Piece((f"minus {k}", f"with {k} taken from each"), f"{{v}} - {k}"),
-        Piece((f"times {k}", f"each multiplied by {k}"), f"{k} * {{v}}"),
+        CodeFragment(("doubled", "each taken twice"), "2 * {v}"),
+        CodeFragment(("squared", "each times itself"), "{v} * {v}"),
+        CodeFragment((f"plus {k}", f"with {k} added to each"), f"{{v}} + {k}"),
+        CodeFragment((f"minus {k}", f"with {k} taken from each"), f"{{v}} - {k}"),
+        CodeFragment((f"times {k}", f"each multiplied by {k}"), f"{k} * {{v}}"),
     )
 
 
@@ -43,17 +43,17 @@ EMPTY = {"largest": "0", "smallest": "0"}
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a program is to do with a list: keep some, change each, and bring them together."""
+class ProgramSpec:
+    """Specification of a program over a list: filter, map, and reduction (`goal`)."""
 
     numbers: str
-    keep: Piece | None
-    change: Piece | None
+    keep: CodeFragment | None
+    change: CodeFragment | None
     goal: str
     name: str
 
     def apply(self, values: list[int]) -> tuple[list[int], list[int], int | list[int]]:
-        """What is kept, what becomes of it, and the result."""
+        """Returns the filtered values, the mapped values and the result."""
         kept = [v for v in values if self.keep is None or eval(self.keep.code.format(v=v))]
         changed = [eval(self.change.code.format(v=v)) if self.change else v for v in kept]
         goals: dict[str, Callable[[list[int]], int | list[int]]] = {"list": list, "sum": sum, "count": len}
@@ -63,7 +63,7 @@ class Task:
 
 
 def program(rng: random.Random) -> tuple[str, str]:
-    """A request for a function, perhaps for its form and for what it gives, and the answer."""
+    """Returns a request for a function, sometimes with a trace of an input, and its answer."""
     task = _task(rng)
     loop = rng.random() < 0.55
     variable = rng.choice(("x", "n", "v", task.numbers[:-1]))
@@ -76,7 +76,7 @@ def program(rng: random.Random) -> tuple[str, str]:
     return prompt, code
 
 
-def _task(rng: random.Random) -> Task:
+def _task(rng: random.Random) -> ProgramSpec:
     keep = rng.choice(_filters(rng.randint(2, 9))) if rng.random() < 0.7 else None
     change = rng.choice(_maps(rng.randint(2, 9))) if keep is None or rng.random() < 0.5 else None
     goal = rng.choice(tuple(NAMES))
@@ -84,11 +84,11 @@ def _task(rng: random.Random) -> Task:
         keep, change = keep or _filters(5)[0], None
     numbers = rng.choice(NUMBERS)
     name = rng.choice(NAMES[goal]) + rng.choice(("", f"_{numbers}", "_of_list"))
-    return Task(numbers, keep, change, goal, name)
+    return ProgramSpec(numbers, keep, change, goal, name)
 
 
-def _request(task: Task, rng: random.Random) -> str:
-    """The task in words."""
+def _request(task: ProgramSpec, rng: random.Random) -> str:
+    """The specification in words."""
     what = rng.choice(task.keep.words).format(n=task.numbers) if task.keep else f"the {task.numbers}"
     if task.change:
         what += f", {rng.choice(task.change.words)}"
@@ -111,7 +111,7 @@ def _form(loop: bool, rng: random.Random) -> str:
     return rng.choice((" Use a comprehension.", " Keep it short.", " One line is enough.", ""))
 
 
-def _short(task: Task, v: str, rng: random.Random) -> str:
+def _short(task: ProgramSpec, v: str, rng: random.Random) -> str:
     value = task.change.code.format(v=v) if task.change else v
     inner = f"{value} for {v} in {task.numbers}" + (f" if {task.keep.code.format(v=v)}" if task.keep else "")
     calls = {
@@ -127,7 +127,7 @@ def _short(task: Task, v: str, rng: random.Random) -> str:
     return f"{head}    return {calls[task.goal]}"
 
 
-def _looped(task: Task, v: str, rng: random.Random) -> str:
+def _looped(task: ProgramSpec, v: str, rng: random.Random) -> str:
     value = task.change.code.format(v=v) if task.change else v
     lines = [f"def {task.name}({task.numbers}):"]
     if task.goal in EMPTY:
@@ -152,8 +152,8 @@ def _looped(task: Task, v: str, rng: random.Random) -> str:
     return "\n".join([*lines, *body, pad + ends[task.goal], f"    return {result}"])
 
 
-def _guard(task: Task, v: str, skip: bool = False) -> tuple[list[str], str]:
-    """The lines of a loop's body that let only the kept ones through, and the indent of what follows."""
+def _guard(task: ProgramSpec, v: str, skip: bool = False) -> tuple[list[str], str]:
+    """Lines of a loop's body that skip filtered values, and the indent of the next line."""
     if task.keep is None:
         return [], " " * 8
     condition = task.keep.code.format(v=v)
@@ -162,7 +162,7 @@ def _guard(task: Task, v: str, skip: bool = False) -> tuple[list[str], str]:
     return [f"        if {condition}:"], " " * 12
 
 
-def _trace(task: Task, values: list[int]) -> str:
+def _trace(task: ProgramSpec, values: list[int]) -> str:
     kept, changed, result = task.apply(values)
     lines = [f"For {values}:"]
     if task.keep:

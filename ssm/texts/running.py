@@ -1,4 +1,4 @@
-"""Runs small generated programs and nothing else: few kinds of syntax, few functions, a bounded number of lines."""
+"""Sandbox for generated programs: restricted syntax and functions, bounded number of executed lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ALLOWED = (
 )
 FUNCTIONS = {"sum": sum, "len": len, "max": max, "min": min}
 METHODS = ("append",)
-LARGEST = 10_000
-MOST_LINES = 2_000
+MAX_CONSTANT = 10_000
+MAX_LINES = 2_000
 INPUTS: tuple[list[int], ...] = ([3, 8, 5, 12, 6], [7], [], [10, 2, 9, 4, 15, 18, 1], [5, 5, 20, 14])
 
 
 def outputs(source: str) -> list[Any] | None:
-    """What the only function of a program gives for a few lists; None if it breaks a rule, fails or runs too long."""
+    """Returns the outputs of a program's only function for `INPUTS`; None if it is illegal, fails or runs too long."""
     try:
         tree = ast.parse(source)
         if not _allowed(tree):
@@ -31,7 +31,7 @@ def outputs(source: str) -> list[Any] | None:
         exec(compile(tree, "<generated>", "exec"), space)
         function = space[tree.body[0].name]  # type: ignore[attr-defined]
         return [_bounded(function, list(values)) for values in INPUTS]
-    except Exception:  # whatever a generated program may raise
+    except Exception:  # a generated program may raise anything
         return None
 
 
@@ -41,7 +41,9 @@ def _allowed(tree: ast.Module) -> bool:
     return all(
         isinstance(node, ALLOWED)
         and not (isinstance(node, ast.Attribute) and node.attr not in METHODS)
-        and not (isinstance(node, ast.Constant) and not (isinstance(node.value, int) and abs(node.value) < LARGEST))
+        and not (
+            isinstance(node, ast.Constant) and not (isinstance(node.value, int) and abs(node.value) < MAX_CONSTANT)
+        )
         for node in ast.walk(tree)
     )
 
@@ -52,7 +54,7 @@ def _bounded(function: Any, argument: list[int]) -> Any:
     def count(frame: FrameType, event: str, value: Any) -> Any:
         nonlocal lines
         lines += 1
-        if lines > MOST_LINES:
+        if lines > MAX_LINES:
             raise RuntimeError("too many lines")
         return count
 

@@ -1,4 +1,4 @@
-"""Texts from facts: a short story from notes, a room from its things, and questions about a few facts."""
+"""Texts from facts: stories from notes, descriptions of rooms, and questions about a few facts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = ("small", "large", "tall", "round", "old", "new")
 
 
 def story(rng: random.Random) -> tuple[str, str]:
-    """Notes in any order, some left out, and four to seven sentences that tell all of them."""
+    """Returns notes in random order and a story of four to seven sentences that mentions all of them."""
     name, pronoun = person(rng)
     friend, _ = person(rng, name)
     notes = {
@@ -49,8 +49,8 @@ def story(rng: random.Random) -> tuple[str, str]:
     )
     prompt = ask + "".join(f"\n{key}: {value}" for key, value in order)
     first = rng.random() < 0.5
-    told = [*_beginning(notes, pronoun, first, rng), *_middle(notes, pronoun, rng), *_end(notes, pronoun, rng)]
-    return prompt, " ".join(told)
+    sentences = [*_beginning(notes, pronoun, first, rng), *_middle(notes, pronoun, rng), *_end(notes, pronoun, rng)]
+    return prompt, " ".join(sentences)
 
 
 def _beginning(notes: dict[str, str], pronoun: str, by_weather: bool, rng: random.Random) -> list[str]:
@@ -124,7 +124,7 @@ def _end(notes: dict[str, str], pronoun: str, rng: random.Random) -> list[str]:
 
 
 def room(rng: random.Random) -> tuple[str, str]:
-    """Two to five things of a room, told in their order, backwards or by size, as the request says."""
+    """Returns two to five objects of a room and its description, in order or backwards as requested."""
     count = rng.randint(2, 5)
     things = [
         (rng.choice(SIZES), rng.choice(COLOURS), thing, spot)
@@ -136,13 +136,13 @@ def room(rng: random.Random) -> tuple[str, str]:
     else:
         ask = rng.choice(("Describe the room.", "Describe this room in order.", "What does the room look like?"))
     prompt = ask + "".join(f"\n- {thing}: {size}, {colour}, {spot}" for size, colour, thing, spot in things)
-    told = list(reversed(things)) if backwards else things
+    ordered = list(reversed(things)) if backwards else things
     lines = [
         rng.choice(
             (f"The room holds {_number(count)} things.", "This is a quiet room.", f"I see {_number(count)} things.")
         )
     ]
-    for index, (size, colour, thing, spot) in enumerate(told):
+    for index, (size, colour, thing, spot) in enumerate(ordered):
         lines.append(_thing(f"{size} {colour} {thing}", spot, index, rng))
     if rng.random() < 0.4:
         colours = sorted({colour for _, colour, _, _ in things})
@@ -170,7 +170,7 @@ def _number(count: int) -> str:
 
 
 def question(rng: random.Random) -> tuple[str, str]:
-    """Who has what in which colour and where; the answer says which fact it comes from."""
+    """Returns facts about people with a question about one of them; the answer states the fact it is based on."""
     count = rng.randint(3, 5)
     people = rng.sample(SHE + HE, count)
     goods = rng.sample(("kite", "drum", "boat", "bike", "hat", "scarf", "bag", "bell", "ball", "cup"), count)
@@ -202,7 +202,7 @@ def question(rng: random.Random) -> tuple[str, str]:
 
 
 def notes_of(prompt: str) -> list[str]:
-    """Values of a story's notes or a room's things that a text must mention."""
+    """Returns the notes of a prompt (of a story or a room) that the text must mention."""
     notes = re.findall(r"^[a-z]+: (.+)$", prompt, re.MULTILINE)
     for thing, size, colour, spot in re.findall(r"^- ([a-z]+): (\w+), (\w+), (.+)$", prompt, re.MULTILINE):
         notes += [f"{size} {colour} {thing}", spot]
@@ -210,6 +210,6 @@ def notes_of(prompt: str) -> list[str]:
 
 
 def missing(prompt: str, text: str) -> list[str]:
-    """Notes of the prompt that a text leaves out or changes."""
+    """Returns the notes of the prompt that a text does not mention."""
     lower = text.lower()
     return [note for note in notes_of(prompt) if not re.search(rf"\b{re.escape(note.lower())}\b", lower)]

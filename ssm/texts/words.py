@@ -1,4 +1,4 @@
-"""Names and things that the texts are about."""
+"""Names and nouns of the generated texts."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ THINGS = {
     "bottles": ("bottle", "crate", "shop"),
     "candles": ("candle", "pack", "shop"),
 }
-"""Plural: singular, what they are kept in, where they belong."""
+"""By plural: singular, container, place."""
 
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "grey", "purple", "orange")
 
 
 def article(noun: str) -> str:
-    """A noun after "a" or "an"."""
+    """Prepends "a" or "an" to a noun."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def plural(noun: str) -> str:
-    """Of the nouns used here."""
+    """Returns the plural of a noun (of those in this package)."""
     if noun == "shelf":
         return "shelves"
     return noun + ("es" if noun.endswith(("x", "ch", "sh")) else "s")
 
 
 def sentence(text: str) -> str:
-    """With a capital letter in front."""
+    """Capitalises the first letter."""
     return text[0].upper() + text[1:]
 
 
 def person(rng: random.Random, *others: str) -> tuple[str, str]:
-    """A name that is not among `others`, and its pronoun."""
+    """Returns a name that is not among `others`, and its pronoun."""
     while True:
         she = rng.random() < 0.5
         name = rng.choice(SHE if she else HE)
@@ -59,5 +59,5 @@ def person(rng: random.Random, *others: str) -> tuple[str, str]:
 
 
 def listed(words: list[str], last: str = "and") -> str:
-    """Words as an enumeration."""
+    """Joins words with commas and `last`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

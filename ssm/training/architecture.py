@@ -1,4 +1,4 @@
-"""Shape of the embedded model: Mamba-2 layers with two attention layers among them, transformers' Bamba."""
+"""Architecture of the embedded hybrid model: Mamba-2 and attention layers in transformers' Bamba."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from transformers.models.bamba.modeling_bamba import BambaMixer
 from mmspec.training.tokenizer import SPECIAL
 
 STEP_SIZES = (1e-3, 1e-1)
-"""Of a new model's heads, at an input of zero: from the slowest to the fastest (arXiv 2312.00752, section 3.6)."""
+"""Initial step sizes dt of a layer's first and last head, at zero input (arXiv 2312.00752, section 3.6)."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of the model. Widths are in features, `context` in tokens."""
+    """Sizes of the model; `context` and `vocabulary` in tokens."""
 
     width: int = 192
     layers: int = 8
     attention: tuple[int, ...] = (2, 6)
-    """Layers that attend; all others are Mamba-2."""
+    """Indices of the attention layers; all others are Mamba-2."""
     heads: int = 3
     kv_heads: int = 1
     mamba_heads: int = 6
-    """Of twice the width together."""
+    """Heads of a Mamba-2 layer, whose inner width is twice `width`."""
     state: int = 64
     mlp: int = 384
     context: int = 1024
@@ -34,7 +34,7 @@ class Architecture:
 
 
 def bamba_config(size: Architecture) -> BambaConfig:
-    """The transformers configuration. Special tokens have the ids of their places in `SPECIAL`."""
+    """Returns the transformers configuration. The ids of special tokens are their indices in `SPECIAL`."""
     pad, begin, end = range(len(SPECIAL))
     return BambaConfig(
         vocab_size=size.vocabulary,
@@ -58,13 +58,13 @@ def bamba_config(size: Architecture) -> BambaConfig:
 
 
 def new_model(size: Architecture) -> BambaForCausalLM:
-    """A model with random weights.
+    """Returns a model with random weights.
 
-    Its heads begin with step sizes spread over `STEP_SIZES`. By transformers' own choice, 1.3 for all, a state would
-    forget within a token or two.
+    The initial step sizes of its heads are spread over `STEP_SIZES`. With transformers' own, 1.3 for all heads, states
+    decay within a token or two.
     """
     model = BambaForCausalLM(bamba_config(size))
-    slow, fast = (math.log(found) for found in STEP_SIZES)
+    slow, fast = (math.log(size) for size in STEP_SIZES)
     steps = torch.linspace(slow, fast, size.mamba_heads).exp()
     for module in model.modules():
         if isinstance(module, BambaMixer):

@@ -1,4 +1,4 @@
-"""How an example becomes tokens. The prompt format is a plain chat:
+"""Tokenizer and encoding of the hybrid model's examples. The prompt format is a plain chat:
 
 <s>USER: Work out: 3 + 4; 6 x 7 ASSISTANT: 3 + 4 = 7 ... </s>
 """
@@ -10,45 +10,31 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mmspec.training.tokenizer import train_tokenizer
-from ssm.texts import Example
+from mmspec.training.tokenizer import chat_template, train_tokenizer
+from ssm.texts import TextExample
 
-ROLES = ("USER:", "ASSISTANT:")
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}ASSISTANT: {% else %}USER: {% endif %}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %} {% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
-"""The tokenizer adds `<s>`. A system message is treated as a user's."""
-
-Encoded = tuple[np.ndarray, int]
-"""Token ids, and how many of them are the prompt."""
+EncodedText = tuple[np.ndarray, int]
+"""Token ids of prompt and answer, and the number of prompt tokens."""
 
 
-def make_tokenizer(examples: Iterable[Example], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose merges come from these examples; digits are always alone."""
+def make_tokenizer(examples: Iterable[TextExample], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer on these examples; every digit is a token of its own."""
     texts = (f"{example.prompt} {example.answer}" for example in examples)
-    tokenizer = train_tokenizer(texts, vocabulary, r"[0-9]", ROLES)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = train_tokenizer(texts, vocabulary, r"[0-9]")
+    tokenizer.chat_template = chat_template()
     return tokenizer
 
 
-def encode(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
-    """The token ids of conversations of one turn, `</s>` at the end."""
+def encode(examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast) -> list[EncodedText]:
+    """Returns the token ids of single-turn conversations, `</s>` at the end."""
     backend = tokenizer.backend_tokenizer
     prompts = [f"USER: {example.prompt} ASSISTANT:" for example in examples]
     answers = [f" {example.answer}</s>" for example in examples]
-    found = []
+    encoded = []
     for prompt, answer in zip(
         backend.encode_batch(prompts, add_special_tokens=True),
         backend.encode_batch(answers, add_special_tokens=False),
         strict=True,
     ):
-        found.append((np.array(prompt.ids + answer.ids, dtype=np.int16), len(prompt.ids)))
-    return found
+        encoded.append((np.array(prompt.ids + answer.ids, dtype=np.int16), len(prompt.ids)))
+    return encoded

@@ -1,15 +1,14 @@
-"""What a Bamba layer computes over whole sequences, fast to differentiate on a CPU, in place of transformers' own.
+"""Training kernels of Bamba layers on a CPU, with a fast backward pass, in place of transformers' functions.
 
-The recurrence goes by chunks, as in arXiv 2405.21060, section 6: inside a chunk a masked attention whose scores C . B
-are computed once per group of heads and not per head; between chunks a recurrence over the few states at their ends.
+The scan is chunked (arXiv 2405.21060, section 6): masked attention within a chunk, with scores C . B computed once per
+group of heads, and a recurrence over the states at the ends of chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,22 +16,22 @@ from torch.nn import functional as F
 from transformers.models.bamba import modeling_bamba
 
 CHUNK = 32
-"""Positions per chunk. Longer ones spend more on decays inside, shorter ones more on states between."""
+"""Positions per chunk. Longer chunks cost more within chunks, shorter ones more between them."""
 
 
 def chunk_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Outputs y_t = S_t C_t + D x_t of the recurrence S_t = exp(dt_t A) S_{t-1} + dt_t x_t (x) B_t from S = 0.
+    """Mamba-2 scan: y_t = S_t C_t + D x_t, with S_t = exp(dt_t A) S_{t-1} + dt_t x_t (x) B_t and S_0 = 0.
 
-    Decays are computed in float32, products in the type of `x`: mixed operands would cost several times the time.
+    Decays are computed in float32, products in the dtype of `x`: mixed operands would be several times slower.
 
     Args:
         x: inputs, (batch, length, heads, head_dim).
         dt: step sizes, positive, float32, (batch, length, heads).
         a: negative decay rates A, (heads,).
-        b: what is written to, (batch, length, groups, state).
-        c: what is read, as `b`.
-        d: weights D of the inputs themselves, (heads,).
-        chunk: positions computed together; changes nothing but the time it takes.
+        b: input projections B, (batch, length, groups, state).
+        c: output projections C, as `b`.
+        d: skip weights D, (heads,).
+        chunk: positions per chunk; affects the speed only.
 
     Returns:
         (batch, length, heads, head_dim).
@@ -40,7 +39,8 @@ def chunk_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor
     batch, length, heads, head_dim = x.shape
     groups, count, kind = b.shape[2], -(-length // chunk), x.dtype
 
-    def cut(values: Tensor) -> Tensor:
+    def chunked(values: Tensor) -> Tensor:
+        """(batch, length, ...) zero-padded as (batch, count, chunk, ...)."""
         missing = count * chunk - length
         if missing:
             values = F.pad(values, (0, 0) * (values.ndim - 2) + (0, missing))
@@ -50,11 +50,11 @@ def chunk_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor
         """(batch, count, chunk, heads, head_dim) as (batch, count, groups, chunk, features)."""
         return values.reshape(batch, count, chunk, groups, -1).transpose(2, 3)
 
-    # A padded position has dt = 0: it neither decays the state nor writes to it.
-    fade = cut(dt * a).cumsum(2)  # (batch, count, chunk, heads): log of the decay since the chunk's start
-    x = cut(x)
-    written = x * cut(dt).to(kind)[..., None]  # (batch, count, chunk, heads, head_dim)
-    b, c = (cut(values).transpose(2, 3) for values in (b, c))  # (batch, count, groups, chunk, state)
+    # Padded positions have dt = 0: they neither decay the state nor add to it.
+    fade = chunked(dt * a).cumsum(2)  # (batch, count, chunk, heads): log of the decay since the chunk's start
+    x = chunked(x)
+    written = x * chunked(dt).to(kind)[..., None]  # (batch, count, chunk, heads, head_dim)
+    b, c = (chunked(values).transpose(2, 3) for values in (b, c))  # (batch, count, groups, chunk, state)
 
     scores = (c @ b.transpose(-1, -2))[:, :, :, None]  # (batch, count, groups, 1, chunk, chunk)
     weights = _decays(fade.transpose(2, 3), fade.transpose(2, 3), 1).to(kind).unflatten(2, (groups, -1)) * scores
@@ -70,7 +70,7 @@ def chunk_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor
 
 
 def _decays(at: Tensor, since: Tensor, diagonal: int) -> Tensor:
-    """exp(at_i - since_j) for j before i, zero from that diagonal on; of logs (..., positions)."""
+    """exp(at_i - since_j) for j before i, zero from `diagonal` on; of logs (..., positions)."""
     size = at.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=at.device).triu(diagonal)
     return (at[..., :, None] - since[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -80,7 +80,7 @@ def _starts(own: Tensor, fade: Tensor) -> Tensor:
     """States at the start of each chunk.
 
     Args:
-        own: what each chunk adds to the state at its end, (batch, count, groups, state, heads of a group, head_dim).
+        own: contribution of each chunk to its last state, (batch, count, groups, state, heads of a group, head_dim).
         fade: log of each chunk's decay, (batch, count, heads).
     """
     ends = fade.cumsum(1).transpose(1, 2)  # (batch, heads, count)
@@ -91,7 +91,7 @@ def _starts(own: Tensor, fade: Tensor) -> Tensor:
 
 
 class _CausalConv(torch.autograd.Function):
-    """Depthwise convolution over the past as few shifted products: plain autograd pads and copies each of them."""
+    """Causal depthwise convolution as a sum of shifted products, without the padding and copies of plain autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -115,29 +115,29 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _taps(weight: Tensor, x: Tensor) -> Tensor:
-    """Weights by how far they look back, (width, channels). Strided ones would make each product five times slower."""
+    """Weights by lag, (width, channels), contiguous: strided ones make each product five times slower."""
     return weight.flip(1).t().to(x.dtype).contiguous()
 
 
 def _column_sums(values: Tensor) -> Tensor:
-    """Sums over all axes but the last, as a product: in bfloat16 several times faster than `sum`."""
+    """Sums over all axes but the last, as a matrix product: in bfloat16 several times faster than `sum`."""
     rows = values.reshape(-1, values.shape[-1])
     return (rows.new_ones(1, len(rows)) @ rows)[0]
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Depthwise convolution over the past without padding at the end.
+    """Causal depthwise convolution.
 
     Args:
-        x: (batch, length, channels), longer than the convolution is wide.
-        weight: (channels, width), the last column for the present.
+        x: (batch, length, channels), length > width.
+        weight: (channels, width), the last column for the current position.
         bias: (channels,).
     """
     return _CausalConv.apply(x, weight, bias)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight over the last axis: statistics in float32, products in the type of `x`."""
+    """x / rms(x) * weight over the last axis: statistics in float32, products in the dtype of `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -159,7 +159,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @contextmanager
 def fast_layers() -> Iterator[None]:
-    """Inside, transformers' Bamba layers compute whole sequences by the functions of this file. Not for decoding."""
+    """Replaces functions of transformers' Bamba by those of this file within the block. Not for decoding."""
 
     def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
         assert options["initial_states"] is None
@@ -178,9 +178,14 @@ def fast_layers() -> Iterator[None]:
         assert getattr(self, "group_size", x.shape[-1]) == x.shape[-1]  # older releases have one group
         return _RMSNorm.apply(x * F.silu(gate), self.weight, self.variance_epsilon)
 
-    with (
-        mock.patch.multiple(modeling_bamba, mamba2_chunk_scan=scan, causal_conv1d_fn=conv),
-        mock.patch.object(modeling_bamba.BambaRMSNorm, "forward", norm),
-        mock.patch.object(modeling_bamba.BambaRMSNormGated, "forward", gated),
-    ):
+    bamba: Any = modeling_bamba
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (bamba, "mamba2_chunk_scan", scan),
+            (bamba, "causal_conv1d_fn", conv),
+            (bamba.BambaRMSNorm, "forward", norm),
+            (bamba.BambaRMSNormGated, "forward", gated),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
         yield

@@ -56,7 +56,7 @@ class Words:
 
 def test_an_oracle_scores_full_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "answer", lambda model, processor, prompts, images: oracle(prompts, images))
-    report = accuracy.measure(None, Words(), scenes=40)
+    report = accuracy.scene_accuracy(None, Words(), scenes=40)
     assert report["objects invented"] == 0
     assert report["caption tokens"] > 20
     shares = {name: value for name, value in report.items() if name not in ("objects invented", "caption tokens")}
@@ -69,7 +69,7 @@ def test_nonsense_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return ['A mauve star is nowhere and the sign reads "".'] * len(prompts)
 
     monkeypatch.setattr(accuracy, "answer", nonsense)
-    report = accuracy.measure(None, Words(), scenes=40)
+    report = accuracy.scene_accuracy(None, Words(), scenes=40)
     assert report["question text"] == report["question shape"] == 0.0
     zero = {name: value for name, value in report.items() if name.startswith(("video", "objects", "words", "whole"))}
     assert set(zero.values()) == {0.0}
@@ -81,7 +81,7 @@ def test_half_right_captions_count_half(monkeypatch: pytest.MonkeyPatch) -> None
         return [text if index % 2 else "Nothing." for index, text in enumerate(oracle(prompts, images))]
 
     monkeypatch.setattr(accuracy, "answer", every_other)
-    report = accuracy._measure_captions(None, Words(), 40)
+    report = accuracy._caption_accuracy(None, Words(), 40)
     assert report["whole captions"] == 0.5
     assert 0.3 < report["objects"] < 0.7
 
@@ -96,7 +96,7 @@ def test_one_wrong_attribute_spoils_the_object(monkeypatch: pytest.MonkeyPatch, 
         text = text.replace(words[fault], swaps[fault])
     monkeypatch.setattr(accuracy, "answer", lambda model, processor, prompts, images: [text])
     monkeypatch.setattr(accuracy, "sample_scene", lambda rng: scene)
-    report = accuracy._measure_captions(None, Words(), 1)
+    report = accuracy._caption_accuracy(None, Words(), 1)
     assert report["objects"] == 1 - spoilt / 2
     assert report["whole captions"] == 1 - spoilt
     for name in words:
@@ -105,7 +105,7 @@ def test_one_wrong_attribute_spoils_the_object(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_command_prints_a_table_and_one_json_line(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"objects": 0.91, "words": 0.85, "caption tokens": 61.5}
-    monkeypatch.setattr(tiny_llava, "measure", lambda model, processor, scenes: figures)
+    monkeypatch.setattr(tiny_llava, "scene_accuracy", lambda model, processor, scenes: figures)
     for name in ("AutoModelForImageTextToText", "AutoProcessor"):
         monkeypatch.setattr(getattr(tiny_llava, name), "from_pretrained", lambda *args, **kwargs: None)
     result = CliRunner().invoke(tiny_llava.main, ["--model", "somewhere", "--scenes", "3"])
@@ -121,7 +121,7 @@ def test_the_command_prints_a_table_and_one_json_line(monkeypatch: pytest.Monkey
 def test_the_embedded_model_reaches_its_goals() -> None:
     folder = embedded.tiny_llava()
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32")
-    report = accuracy._measure_captions(model, AutoProcessor.from_pretrained(folder), 20)
+    report = accuracy._caption_accuracy(model, AutoProcessor.from_pretrained(folder), 20)
     for name, goal in tiny_llava.GOALS.items():
         assert report[name] >= goal, report
     assert report["caption tokens"] > 25

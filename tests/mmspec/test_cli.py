@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what goes to which stream, and with which status it ends."""
+"""The command line: output on stdout and stderr, and exit status."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Status, standard output and standard error of a command line."""
+    """Runs a command line; returns status, standard output and standard error."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
 
     def call(*args: str) -> tuple[int, str, str]:
@@ -38,7 +38,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     return call
 
 
-def assert_mistake(result: tuple[int, str, str], *expected: str) -> None:
+def assert_user_error(result: tuple[int, str, str], *expected: str) -> None:
     status, out, err = result
     assert status == 2
     assert out == ""
@@ -65,7 +65,7 @@ def test_version(run: Run) -> None:
     assert run("--version") == (0, f"mmspec, version {mmspec.__version__}\n", "")
 
 
-def test_answer_on_stdout_and_figures_on_stderr(run: Run, model: str) -> None:
+def test_answer_on_stdout_and_statistics_on_stderr(run: Run, model: str) -> None:
     status, out, err = run("generate", "Describe", "--model", model, "--max-new-tokens", "12")
     expected = mmspec.load(model, drafter=None).generate("Describe", max_new_tokens=12)
     assert status == 0
@@ -134,7 +134,7 @@ def test_prompt_from_stdin(run: Run, model: str, monkeypatch: pytest.MonkeyPatch
     given = json.loads(run("generate", "-", *args)[1])
     assert given["token_ids"] == json.loads(run("generate", "Ein größeres Quadrat\n", *args)[1])["token_ids"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"A\xff")))
-    assert_mistake(run("generate", "-", *args), "UTF-8", "0xff")
+    assert_user_error(run("generate", "-", *args), "UTF-8", "0xff")
 
 
 def test_calibrate_prints_the_table(run: Run, model: str) -> None:
@@ -149,7 +149,7 @@ def test_calibrate_prints_the_table(run: Run, model: str) -> None:
     assert "t(N)/t(1)" in out
 
 
-def test_info_lists_what_is_registered(run: Run) -> None:
+def test_info_lists_registered_plug_ins(run: Run) -> None:
     facts = json.loads(run("info", "--json")[1])
     assert {"text", "vision"} <= {target["name"] for target in facts["targets"]}
     assert {"ngram", "recycle", "small"} <= {drafter["name"] for drafter in facts["drafters"]}
@@ -183,8 +183,8 @@ def test_info_lists_what_is_registered(run: Run) -> None:
         (["generate", "A", "--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
     ],
 )
-def test_mistakes_found_without_a_model(run: Run, args: list[str], expected: list[str]) -> None:
-    assert_mistake(run(*args), *expected)
+def test_user_errors_found_without_a_model(run: Run, args: list[str], expected: list[str]) -> None:
+    assert_user_error(run(*args), *expected)
 
 
 @pytest.mark.parametrize(
@@ -199,19 +199,19 @@ def test_mistakes_found_without_a_model(run: Run, args: list[str], expected: lis
         (["--drafter", "ngram:x"], ["ngram", "'x'"]),
     ],
 )
-def test_mistakes_about_model_and_drafter(run: Run, model: str, args: list[str], expected: list[str]) -> None:
-    assert_mistake(run("generate", "A", "--model", model, *args), *expected)
+def test_user_errors_about_model_and_drafter(run: Run, model: str, args: list[str], expected: list[str]) -> None:
+    assert_user_error(run("generate", "A", "--model", model, *args), *expected)
 
 
 def test_drafter_of_another_vocabulary(run: Run, model: str, tmp_path: Path) -> None:
     other = save_text_model(tmp_path / "other", vocab=400)
     result = run("generate", "A", "--model", model, "--drafter", f"small:{other}")
-    assert_mistake(result, "vocabulary", "400", "320")
+    assert_user_error(result, "vocabulary", "400", "320")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "", "/" + "x" * 5000])
-def test_a_path_that_is_not_there(run: Run, name: str) -> None:
-    assert_mistake(run("generate", "A", "--model", name), "no such folder", "tiny-llava")
+def test_a_missing_path(run: Run, name: str) -> None:
+    assert_user_error(run("generate", "A", "--model", name), "no such folder", "tiny-llava")
 
 
 def test_damaged_models(run: Run, model: str, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_damaged_models(run: Run, model: str, tmp_path: Path) -> None:
     (tmp_path / "weights" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     (tmp_path / "weights" / "config.json").write_bytes(Path(model, "config.json").read_bytes())
     for name in ("empty", "config", "weights"):
-        assert_mistake(run("generate", "A", "--model", str(tmp_path / name)), str(tmp_path / name))
+        assert_user_error(run("generate", "A", "--model", str(tmp_path / name)), str(tmp_path / name))
 
 
 def test_checkpoint_without_all_its_weights(run: Run, model: str, tmp_path: Path) -> None:
@@ -237,10 +237,10 @@ def test_checkpoint_without_all_its_weights(run: Run, model: str, tmp_path: Path
         (tmp_path / folder).mkdir()
         save_file(changed, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / folder / "config.json").write_bytes(Path(model, "config.json").read_bytes())
-        assert_mistake(run("generate", "A", "--model", str(tmp_path / folder)), lost)
+        assert_user_error(run("generate", "A", "--model", str(tmp_path / folder)), lost)
 
 
-def test_our_own_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("two\nlines \x1b[31m")
 

@@ -1,4 +1,4 @@
-"""Conversations read from LLaVA's JSON layout, and written back."""
+"""Conversations in LLaVA's JSON format: reading and writing."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_reads_arrays_and_lines(tmp_path, lines):
         ("What?", ["image", "video", "text"]),
     ],
 )
-def test_marks_take_media_in_order(tmp_path, value, kinds):
+def test_placeholders_take_media_in_order(tmp_path, value, kinds):
     record = turns(value, "That.", image=["a", "b"][: max(kinds.count("image"), 1)])
     if "video" in kinds:
         record["video"] = "v"
@@ -76,7 +76,7 @@ def test_media_of_later_turns(tmp_path):
     assert [[item["path"][-1] for item in m["content"][:-1]] for m in messages[::2]] == [["z", "x"], ["y"]]
 
 
-def test_sharegpt_habits(tmp_path):
+def test_sharegpt_variants(tmp_path):
     said = [("gpt", "Welcome"), ("user", "a"), ("user", "b"), ("chatgpt", "c"), ("human", "d"), ("bing", "e")]
     record = {"id": "s", "conversations": [{"from": who, "value": what} for who, what in [*said, ("human", "open")]]}
     (found,) = read(write(tmp_path, [record])).conversations
@@ -88,7 +88,7 @@ def test_sharegpt_habits(tmp_path):
     ]
 
 
-def test_passed_over(tmp_path):
+def test_skipped_records(tmp_path):
     records = [
         turns("Only a question"),
         {"conversations": []},
@@ -101,18 +101,18 @@ def test_passed_over(tmp_path):
     assert [found.id for found in data.conversations] == ["6"]
     assert data.skipped == {
         "no answer": 3,
-        "a media mark without media": 1,
-        "a media mark outside of a question": 1,
+        "a media placeholder without media": 1,
+        "a media placeholder outside of a question": 1,
     }
 
 
-def test_questions_alone(tmp_path):
+def test_unanswered_questions(tmp_path):
     data = read(write(tmp_path, [turns("One?"), turns("Two?", "2", "Three?"), {"conversations": []}]), answered=False)
     assert [len(found.messages) for found in data.conversations] == [1, 3]
     assert data.skipped == {"no question": 1}
 
 
-def test_token_ids_and_ids_of_one_s_own(tmp_path):
+def test_token_ids_and_custom_ids(tmp_path):
     record = turns("Q", "A", "R", "B", id="x")
     record["conversations"][1]["token_ids"] = [5, 8, 2]
     first, second = read(write(tmp_path, [record, turns("Q", "A", id="x")])).conversations
@@ -127,7 +127,7 @@ def test_token_ids_and_ids_of_one_s_own(tmp_path):
         ({"conversations": {}}, "list `conversations`"),
         ({"conversations": [{"from": "human"}]}, "expected turns with `from` and a text `value`"),
         ({"conversations": [{"from": "dog", "value": "wau"}]}, "expected turns from human.*received 'dog'"),
-        (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> marks"),
+        (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
         (turns("<video>", "a", image="x"), "as many files in `video`"),
         (turns("q", "a", image=3), "expected `image` as a path or a list of paths, received 3"),
         ({"conversations": [{"from": "gpt", "value": "a", "token_ids": ["a"]}]}, "expected `token_ids` as a list"),
@@ -154,7 +154,7 @@ def test_malformed_files_are_named(tmp_path, content, message):
         read(path)
 
 
-def test_records_come_back(tmp_path):
+def test_records_round_trip(tmp_path):
     records = [
         turns("<image>\n<image>\nWhat?", "A.", "And\n<video>\nthis?", "B.", id="1", image=["a", "d/b"], video="v.mp4"),
         turns("Hi", "Ho", id="2"),

@@ -1,4 +1,4 @@
-"""What a report of drafter training measures, from answers with known steps."""
+"""Acceptance length of a drafter's evaluation, from answers with known steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import torch
 
 from mmspec.distil import tasks
 from mmspec.distil.data import Conversation
-from mmspec.distil.tasks import DrafterTask
+from mmspec.distil.tasks import DrafterSetup, DrafterTask, frequent_tokens
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
 from mmspec.stats import Stats
+from mmspec.training.sampler import TEXT
 
 
 def conversation(name: str) -> Conversation:
@@ -19,12 +20,12 @@ def conversation(name: str) -> Conversation:
 
 
 class Drafter:
-    def __init__(self, network: object) -> None:
+    def __init__(self, network: object, draft_ids: None) -> None:
         self.total_tokens = 7
 
 
-def test_acceptance_is_of_verify_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first token of each answer comes from its prefill; a prompt too long for the target counts nothing."""
+def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of each answer comes from its prefill; a prompt too long for the target is skipped."""
     accepted = {"a": [2, 0, 1], "b": [0], "c": []}
 
     class Scripted:
@@ -42,7 +43,13 @@ def test_acceptance_is_of_verify_steps_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tasks, "Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
-    task = DrafterTask(object(), torch.nn.Linear(1, 1), None, Drafter, {}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
+    setup = DrafterSetup(torch.nn.Linear(1, 1), None, Drafter)  # type: ignore[arg-type]
+    task = DrafterTask(object(), setup, {TEXT: held_out}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}
+
+
+def test_the_most_frequent_tokens_come_first() -> None:
+    assert frequent_tokens([[5, 5, 5, 9, 9], [9, 5, 7]], 2, [2]).tolist() == [2, 5]
+    assert frequent_tokens([[5, 9]], 99, [2, 9]).tolist() == [2, 5, 9]

@@ -1,4 +1,4 @@
-"""Distilling the mamba drafter: its divergence against a plain loop, and `mmspec train mamba` on a tiny text target."""
+"""Distillation of the mamba drafter: KL divergence against a plain loop, and `mmspec train mamba` on a tiny target."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import mmspec
 from mmspec.distil.data import as_text, read
 from mmspec.distil.features import Extractor, Features
-from mmspec.distil.tasks import DrafterTask
+from mmspec.distil.tasks import DrafterSetup, DrafterTask
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
+from mmspec.training.sampler import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG, Trainer
 from mmspec.transformers_target import TransformersTarget
 from ssm.distil.command import mamba
@@ -47,7 +48,7 @@ def network(**changes: Any) -> MambaNetwork:
 
 
 def features(lengths: list[int], answers: list[list[int]], seed: int = 0) -> Features:
-    """Random sequences; `answers` names each row's answer positions. What is padding is full of nonsense."""
+    """Random sequences; `answers` names each row's answer positions. Padding is filled with NaN."""
     g = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     tokens = torch.randint(0, 101, (len(lengths), longest), generator=g)
@@ -87,7 +88,7 @@ def test_the_divergence_equals_a_plain_loop(ids: list[int] | None) -> None:
         right += best == int(batch.tokens[index, at + 1])
     expected = total / len(PLACES)
     torch.testing.assert_close(losses.total, expected, atol=1e-5, rtol=1e-4)
-    assert losses.figures == pytest.approx(
+    assert losses.metrics == pytest.approx(
         {"kl": float(expected.detach()), "agreement": agreed / len(PLACES), "right": right / len(PLACES)}, rel=1e-4
     )
     gradients = [torch.autograd.grad(loss, list(student.parameters())) for loss in (losses.total, expected)]
@@ -111,7 +112,7 @@ def test_padding_does_not_matter() -> None:
 def test_a_batch_without_answers_teaches_nothing() -> None:
     losses = forward_kl(network(), TransformersTarget(shared_model("llama")), features([4, 3], [[2], []]))
     losses.total.backward()
-    assert losses.figures == {"kl": 0.0, "agreement": 0.0, "right": 0.0}
+    assert losses.metrics == {"kl": 0.0, "agreement": 0.0, "right": 0.0}
 
 
 # ---------------------------------------------------------------------- command
@@ -119,7 +120,7 @@ def test_a_batch_without_answers_teaches_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A text target of random weights whose next token hangs on its last one most of all: easy to learn."""
+    """A random text target whose next token depends mostly on the last one: easy to learn."""
     folder = save_text_model(tmp_path_factory.mktemp("target"))
     target = LlamaForCausalLM.from_pretrained(folder)
     for layer in target.model.layers:
@@ -137,7 +138,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def answered(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make-data` makes of prompts for a text target."""
+    """Training data of `make-data` for a text target."""
     folder = tmp_path_factory.mktemp("conversations")
     lines = []
     for number in range(24):
@@ -165,7 +166,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def test_answers_of_a_text_target_are_its_own(model: str, answered: Path) -> None:
+def test_make_data_generates_the_answers_of_a_text_target(model: str, answered: Path) -> None:
     pipe = mmspec.load(model, drafter=None)
     found = read(answered).conversations
     assert len(found) == 24
@@ -175,15 +176,17 @@ def test_answers_of_a_text_target_are_its_own(model: str, answered: Path) -> Non
         assert conversation.answers[0] == tuple(said.token_ids)
 
 
-def test_reports_ask_a_text_target_in_text(model: str, answered: Path) -> None:
+def test_evaluation_prompts_of_a_text_target_are_text(model: str, answered: Path) -> None:
     target, found = mmspec.load(model, drafter=None).target, read(answered).conversations
-    task = DrafterTask(target, network(), forward_kl, Mamba, {}, found[:2], Extractor(target), prompts=2)
+    task = DrafterTask(
+        target, DrafterSetup(network(), forward_kl, Mamba), {TEXT: found}, found[:2], Extractor(target), prompts=2
+    )
     assert task._prompts == [[{"role": "user", "content": found[k].messages[0]["content"][0]["text"]}] for k in (0, 1)]
 
 
-def test_a_drafter_learns_to_guess_its_target(model: str, answered: Path, tmp_path: Path) -> None:
+def test_a_drafter_learns_to_predict_its_target(model: str, answered: Path, tmp_path: Path) -> None:
     said = train(tmp_path, model, "--steps", "60", "--rate", "1e-2", "--top-k", "4", data=answered)
-    assert "the drafter lies in" in said
+    assert "drafter written to" in said
     first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
     assert last["kl"] < 0.6 * first["kl"]
     assert last["agreement"] > first["agreement"] + 0.3
@@ -196,12 +199,12 @@ def test_a_drafter_learns_to_guess_its_target(model: str, answered: Path, tmp_pa
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_resumed_run_is_bit_identical(
     model: str, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--steps", "7", "--prompts", "0", "--layers", "2", "--draft-vocabulary", "12"]
     train(tmp_path / "whole", model, *options, data=answered)
-    learn = Trainer._learn
+    learn = Trainer._train_step
 
     def terminated(run: Trainer) -> dict[str, Any]:
         if run.step == 3:
@@ -209,11 +212,11 @@ def test_a_killed_run_goes_on_bit_for_bit(
         return learn(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_learn", terminated)
-        assert "stopped at step 4; the same command goes on" in train(
+        patch.setattr(Trainer, "_train_step", terminated)
+        assert "stopped at step 4; run the same command again" in train(
             tmp_path / "parts", model, *options, data=answered
         )
-    with pytest.raises(UserError, match=r"state = 4: expected the same to go on, received 8"):
+    with pytest.raises(UserError, match=r"state = 4: expected the same to resume it, received 8"):
         train(tmp_path / "parts", model, *options, "--state", "8", data=answered)
     train(tmp_path / "parts", model, *options, data=answered)
     whole, parts = (load_file(tmp_path / name / DRAFTER / "model.safetensors") for name in ("whole", "parts"))

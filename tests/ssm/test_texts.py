@@ -1,4 +1,4 @@
-"""Generated texts: they follow from their index, are right, vary, and a wrong answer is told from a right one."""
+"""Generated texts are determined by their index, correct and varied; scoring distinguishes wrong answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ssm.texts import KINDS, SPLITS, Example, correct, example
+from ssm.texts import KINDS, SPLITS, TextExample, correct, example
 from ssm.texts.__main__ import main
 from ssm.texts.checking import runs_right
 from ssm.texts.problems import final, problem, steps_of, worked
@@ -21,7 +21,7 @@ from ssm.texts.words import plural
 EACH = {kind: [example(index, "heldout", kind) for index in range(150)] for kind in KINDS}
 
 
-def test_an_example_follows_from_split_and_index() -> None:
+def test_an_example_is_determined_by_split_and_index() -> None:
     assert example(7) == example(7, "train")
     assert example(7) != example(8)
     assert example(7, "heldout") != example(7)
@@ -38,7 +38,7 @@ def test_unknown_splits_and_kinds_are_refused(split: str, kind: str | None) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_own_answer_is_right_and_another_ones_is_not(kind: str) -> None:
+def test_the_reference_answer_is_correct_and_others_are_not(kind: str) -> None:
     examples = EACH[kind]
     assert all(correct(one, one.answer) for one in examples)
     others = [correct(one, other.answer) for one, other in pairwise(examples)]
@@ -67,12 +67,12 @@ def test_a_problem_has_the_numbers_that_its_solution_uses() -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5])
-def test_steps_asked_for_are_the_steps_given(steps: int) -> None:
+def test_problems_have_the_requested_number_of_steps(steps: int) -> None:
     for seed in range(50):
         assert steps_of(problem(random.Random(seed), steps)[1]) == steps
 
 
-def test_products_go_by_tens_and_ones() -> None:
+def test_products_are_split_into_tens_and_ones() -> None:
     assert worked(6, "x", 24) == "6 x 24 = 120 + 24 = 144"
     assert worked(24, "x", 6) == "24 x 6 = 120 + 24 = 144"
     assert worked(6, "x", 20) == "6 x 20 = 120"
@@ -85,14 +85,14 @@ def test_texts_vary_so_that_drafting_is_not_trivial(kind: str) -> None:
     assert len(set(lines)) > 0.3 * len(lines)
 
 
-def test_a_changed_note_is_noticed() -> None:
+def test_a_changed_note_is_detected() -> None:
     one = next(one for one in EACH["room"] if "red" in one.answer)
     assert not correct(one, one.answer.replace("red", "blue"))
 
 
-def test_a_program_is_judged_by_what_it_gives() -> None:
+def test_a_program_is_scored_by_its_outputs() -> None:
     prompt = "Write a function top(items) that returns the largest of the items."
-    one = Example("program", prompt, "def top(items):\n    return max((x for x in items), default=0)")
+    one = TextExample("program", prompt, "def top(items):\n    return max((x for x in items), default=0)")
     same = "def top(items):\n    best = items[0] if items else 0\n    for x in items:\n        if x > best:\n"
     assert runs_right(one, same + "            best = x\n    return best")
     assert not runs_right(one, "def top(items):\n    return min((x for x in items), default=0)")
@@ -111,7 +111,7 @@ def test_a_program_is_judged_by_what_it_gives() -> None:
         "def f(x",
     ],
 )
-def test_programs_that_could_do_harm_are_not_run(source: str) -> None:
+def test_unsafe_programs_are_not_run(source: str) -> None:
     assert outputs(source) is None
     assert outputs("def f(x):\n    return len(x)") == [5, 1, 0, 7, 4]
 

@@ -1,4 +1,4 @@
-"""Training of the embedded hybrid model: layers against transformers', labels, resuming, the folder that comes out."""
+"""Training of the embedded hybrid model: layers against transformers', labels, resuming, export."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from click.testing import CliRunner
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.bamba import modeling_bamba
 from transformers.models.bamba.modeling_bamba import BambaMixer, mamba2_chunk_scan
 
-from mmspec.training.order import MIXED, TEXT
+from mmspec.training.loss import IGNORE
+from mmspec.training.plan import TrainingPlan
+from mmspec.training.sampler import MIXED, POOL, TEXT
 from mmspec.training.trainer import CHECKPOINT, LOG, Trainer
 from ssm.texts import KINDS, example
 from ssm.training.architecture import STEP_SIZES, Architecture, new_model
 from ssm.training.command import tiny_hybrid
 from ssm.training.encoding import encode, make_tokenizer
 from ssm.training.layers import chunk_scan, fast_layers
-from ssm.training.task import IGNORE, HybridTask, Lessons, collate, next_token_loss
+from ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, text_loss
 
 SMALL = Architecture(32, 3, (1,), 2, 1, 4, 8, 32, 256, 400)
 
@@ -42,14 +45,13 @@ def tokenizer():  # type: ignore[no-untyped-def]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., Trainer]:
-    """Starts, or goes on with, a run of the smallest model in a named folder."""
+    """Starts or resumes a run of a tiny model in a named folder."""
 
-    def run(name: str, notify: Callable[[dict], None] = lambda row: None, **settings: object) -> Trainer:
+    def run(name: str, **settings: object) -> Trainer:
         folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        task = HybridTask(folder, 48, SMALL, watched=2)
-        plan = Lessons(**{"steps": 6, "batch": 4, "checkpoint_minutes": 0.0, **settings})  # type: ignore[arg-type]
-        return Trainer(folder, plan, task, Accelerator(cpu=True), {}, notify, result="model")
+        task = HybridTask(folder, 48, batch=4, architecture=SMALL, held_out=2)
+        plan = TrainingPlan(**{"steps": 6, "checkpoint_minutes": 0.0, **settings})  # type: ignore[arg-type]
+        return Trainer(folder, plan, task, Accelerator(cpu=True), result="model")
 
     return run
 
@@ -80,11 +82,11 @@ def test_the_scan_and_its_gradients_equal_those_of_transformers(
         assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()) + 1e-5)
 
 
-def test_a_model_in_fast_layers_is_the_model_of_transformers() -> None:
+def test_fast_layers_equal_those_of_transformers() -> None:
     torch.manual_seed(0)
     model = new_model(SMALL).train()
     tokens = torch.randint(3, 400, (2, 75))
-    found = []
+    found, before = [], modeling_bamba.mamba2_chunk_scan
     for fast in (False, True):
         model.zero_grad()
         if fast:
@@ -94,6 +96,7 @@ def test_a_model_in_fast_layers_is_the_model_of_transformers() -> None:
             hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         (hidden.square() * torch.arange(32)).sum().backward()
         found.append((hidden.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert modeling_bamba.mamba2_chunk_scan is before
     (theirs, slopes), (ours, own) = found
     assert torch.allclose(ours, theirs, atol=1e-5)
     assert own.keys() == slopes.keys()
@@ -101,7 +104,7 @@ def test_a_model_in_fast_layers_is_the_model_of_transformers() -> None:
         assert torch.allclose(own[name], slope, atol=1e-4 * float(slope.abs().max())), name
 
 
-def test_a_new_models_heads_forget_slowly_and_fast() -> None:
+def test_initial_step_sizes_are_spread_over_the_heads() -> None:
     mixers = [module for module in new_model(SMALL).modules() if isinstance(module, BambaMixer)]
     assert len(mixers) == 2
     for mixer in mixers:
@@ -110,7 +113,7 @@ def test_a_new_models_heads_forget_slowly_and_fast() -> None:
         assert steps[-1].item() == pytest.approx(STEP_SIZES[1], rel=1e-3)
 
 
-def test_any_text_survives_the_tokenizer_and_digits_are_alone(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_the_tokenizer_round_trips_any_text_and_splits_digits(tokenizer) -> None:  # type: ignore[no-untyped-def]
     for text in ("Answer: 1207", "def f(x):\n    return 3", "Ünï 漢字 🎉", ""):
         ids = tokenizer(text).input_ids
         assert ids[0] == tokenizer.bos_token_id
@@ -119,7 +122,7 @@ def test_any_text_survives_the_tokenizer_and_digits_are_alone(tokenizer) -> None
     assert len(tokenizer) == 400
 
 
-def test_what_is_learned_is_the_answer_to_the_chats_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_labels_are_the_answer_to_the_chat_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
     for kind in KINDS:
         one = example(3, "heldout", kind)
         ((ids, prompt),) = encode([one], tokenizer)
@@ -139,22 +142,23 @@ def test_padding_changes_no_loss(tokenizer) -> None:  # type: ignore[no-untyped-
     torch.manual_seed(0)
     model = new_model(SMALL)
     short, long = (encode([example(3, kind=kind)], tokenizer)[0] for kind in ("sums", "story"))
-    alone = [next_token_loss(model, collate([row])) for row in (short, long)]
+    alone = [text_loss(model, collate([row])) for row in (short, long)]
     labels = [int((collate([row]).labels != IGNORE).sum()) for row in (short, long)]
-    together = next_token_loss(model, collate([short, long])).total * sum(labels)
+    together = text_loss(model, collate([short, long])).total * sum(labels)
     assert together.item() == pytest.approx(
         sum(n * one.total.item() for n, one in zip(labels, alone, strict=True)), 1e-4
     )
 
 
-def test_calculations_come_first_and_everything_soon() -> None:
-    plan = Lessons(steps=100)
-    assert plan.share(0.0, {}) == plan.share(plan.text_share, {}) == 0.0
-    assert plan.share(plan.mixed_from, {}) == plan.share(1.0, {}) == 1.0
+def test_the_curriculum_starts_with_calculations(start: Callable[..., Trainer]) -> None:
+    sampler = start("curriculum").task.sampler
+    for progress, kinds in ((0.0, {TEXT}), (FIRST_SHARE, {TEXT}), (MIXED_FROM, {MIXED}), (1.0, {MIXED})):
+        pool = [example for _ in range(POOL) for example in sampler.next(progress)]
+        assert {kind for kind, _ in pool} == kinds
 
 
 @pytest.mark.parametrize("killed_at", [1, 4])
-def test_a_killed_run_ends_like_an_uninterrupted_one(start: Callable[..., Trainer], killed_at: int) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(start: Callable[..., Trainer], killed_at: int) -> None:
     whole = start("whole")
     whole.train()
     run = start("killed")
@@ -175,8 +179,8 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(start: Callable[..., Traine
 
 def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Trainer]) -> None:
     rows: list[dict] = []
-    run = start("falls", rows.append, steps=60, warmup=5, checkpoint_minutes=9.0)
-    assert set(run.task.lengths) == {TEXT, MIXED}
+    run = start("falls", steps=60, warmup=5, checkpoint_minutes=9.0)
+    run.notify = rows.append
     run.train()
     first, last = (row for row in rows if row["event"] == "held-out")
     assert all(last[f"{kind} loss"] < first[f"{kind} loss"] for kind in KINDS)
@@ -187,7 +191,7 @@ def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Train
 
 @pytest.mark.slow
 def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssm.training.task.MERGES_FROM", 200)
+    monkeypatch.setattr("ssm.training.task.TOKENIZER_EXAMPLES", 200)
     result = CliRunner().invoke(
         tiny_hybrid, ["--out", str(tmp_path), "--steps", "1", "--batch", "2", "--examples", "16"]
     )

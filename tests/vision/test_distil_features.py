@@ -1,4 +1,4 @@
-"""Sequences equal what the inference path feeds; features equal plain passes of the model, alone and in batches."""
+"""Encoded conversations equal the inputs of inference; features equal plain forward passes, alone and in batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import mmspec
 from mmspec.distil.data import Conversation, text_of
-from mmspec.distil.features import Extractor, FeatureCache, Features, extract
+from mmspec.distil.feature_cache import FeatureCache
+from mmspec.distil.features import Extractor, Features
 from mmspec.distil.sequences import Encoder
 from mmspec.errors import UserError
 from mmspec.transformers_target import TransformersTarget
@@ -70,7 +71,7 @@ def letters(merges=()) -> PreTrainedTokenizerFast:
 
 
 class WithClips(Qwen2VLProcessor):
-    """Qwen's own video processor needs torchvision; this one shows every other frame."""
+    """Qwen's own video processor needs torchvision; this one takes every other frame."""
 
     timestamps = False
 
@@ -156,7 +157,7 @@ def said(text):
 
 
 def talk(*turns, name="c", answers=None):
-    """Turns: the content of a question (or its text), an answer, a question, ..."""
+    """A conversation of alternating questions (content or text) and answers."""
     messages = []
     for number, turn in enumerate(turns):
         role = "assistant" if number % 2 else "user"
@@ -176,14 +177,14 @@ CONVERSATIONS = {
 
 
 def generated(target, text):
-    """An answer as the target says it when its tokens are those of the text."""
+    """Generated tokens of an answer: those of its text."""
     space = " " if "ASSISTANT:" in target.processor.chat_template else ""
     ids = target.tokenizer(space + text, add_special_tokens=False)["input_ids"]
     return [*ids, target.tokenizer.eos_token_id]
 
 
 def inference_path(target, conversation, index):
-    """What `encode` feeds for the messages before one."""
+    """Token ids of `encode` for the messages before one."""
     messages = []
     for message in conversation.messages[:index]:
         content = message["content"] if message["role"] == "user" else [said(message["content"])]
@@ -194,7 +195,7 @@ def inference_path(target, conversation, index):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("topic", CONVERSATIONS)
 @pytest.mark.parametrize("name", TARGETS)
-def test_sequences_are_the_inference_path(name, topic, recorded):
+def test_sequences_equal_the_inference_path(name, topic, recorded):
     target, conversation = TARGETS[name](), CONVERSATIONS[topic]
     answers = [generated(target, m["content"]) for m in conversation.messages if m["role"] == "assistant"]
     if recorded:
@@ -215,8 +216,8 @@ def test_sequences_are_the_inference_path(name, topic, recorded):
     assert bool(encoded.visual.any()) == bool(media)
 
 
-def test_recorded_tokens_stand_as_they_are():
-    """An answer split otherwise than the tokenizer would: its tokens stay, everything else is untouched."""
+def test_recorded_tokens_are_kept():
+    """Recorded tokens that differ from the tokenizer's are kept; all other tokens are unchanged."""
     target = tiny_llava()
     plain = CONVERSATIONS["three turns"]
     split = [*(target.tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in "Blue"), 2]
@@ -228,7 +229,7 @@ def test_recorded_tokens_stand_as_they_are():
         assert got.tokens[got.turn == turn].tolist() == want.tokens[want.turn == turn].tolist()
 
 
-def test_an_answer_that_was_cut_has_no_end():
+def test_a_truncated_answer_has_no_end_token():
     target = tiny_llava()
     plain = CONVERSATIONS["three turns"]
     cut = [tuple(generated(target, m["content"])[:-1]) for m in plain.messages if m["role"] == "assistant"]
@@ -241,7 +242,7 @@ def test_an_answer_that_was_cut_has_no_end():
     assert got.tokens[got.turn == 2].tolist() == list(cut[2])
 
 
-def test_tokens_across_a_seam_are_cut():
+def test_tokens_across_a_boundary_are_split():
     target = VisionTarget(shared_model("llava_next"), llava_next().processor)
     target.processor = LlavaNextProcessor(
         llava_next().processor.image_processor,
@@ -268,15 +269,15 @@ def test_text_targets():
         assert encoded.tokens[: len(start)].tolist() == start
         answer = encoded.tokens[encoded.turn == number]
         assert target.tokenizer.decode(answer) == messages[2 * number + 1]["content"] + "</s>"
-    features = extract(target, [conversation])
+    features = Extractor(target)([conversation])
     hidden = target.model(encoded.tokens[None], output_hidden_states=True).hidden_states[-1]
     torch.testing.assert_close(features.hidden, hidden.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(features.embeds, target.embed(encoded.tokens[None]).detach())
     with pytest.raises(UserError, match="reads text only"):
-        extract(target, [CONVERSATIONS["one turn"]])
+        Extractor(target)([CONVERSATIONS["one turn"]])
 
 
-def test_processors_that_write_other_tokens_are_refused():
+def test_processors_that_add_other_tokens_are_refused():
     target = VisionTarget(shared_model("qwen2_vl"), WithClips(qwen().processor.image_processor, letters()))
     target.processor.chat_template = QWEN
     target.processor.video_processor = object()
@@ -289,7 +290,7 @@ def test_processors_that_write_other_tokens_are_refused():
 def test_templates_that_rewrite_messages_are_refused():
     target = VisionTarget(shared_model("qwen2_vl"), WithClips(qwen().processor.image_processor, letters()))
     target.processor.chat_template = "{{ messages|length }}" + QWEN
-    with pytest.raises(UserError, match="must keep earlier messages"):
+    with pytest.raises(UserError, match="must render a message the same"):
         Encoder(target)(CONVERSATIONS["words"])
     target.processor.chat_template = None
     with pytest.raises(UserError, match="need a chat template"):
@@ -297,7 +298,7 @@ def test_templates_that_rewrite_messages_are_refused():
 
 
 def plain_pass(target, conversation, tokens):
-    """Hidden states of one conversation, by a forward pass of the plain model."""
+    """Hidden states of one conversation by a forward pass of the plain model."""
     prompt = inference_path(target, conversation, len(conversation.messages) - 1)
     inputs = dict(prompt.inputs)
     if "mm_token_type_ids" in inputs:
@@ -330,7 +331,7 @@ def test_features_equal_plain_passes_in_any_batch(name):
 
 def test_embeddings_are_the_projected_image_features():
     target, conversation = tiny_llava(), CONVERSATIONS["several images"]
-    features = extract(target, [conversation])
+    features = Extractor(target)([conversation])
     inputs = inference_path(target, conversation, 1).inputs
     with torch.no_grad():
         shown = torch.cat(list(target.model.get_image_features(**inputs).pooler_output))
@@ -339,8 +340,8 @@ def test_embeddings_are_the_projected_image_features():
     torch.testing.assert_close(features.embeds[text], target.embed(features.tokens[text]).detach())
 
 
-def test_features_serve_autograd():
-    features = extract(tiny_llava(), [CONVERSATIONS["one turn"]])
+def test_features_can_be_used_in_autograd():
+    features = Extractor(tiny_llava())([CONVERSATIONS["one turn"]])
     weight = torch.ones(features.hidden.shape[-1], requires_grad=True)
     for field in fields(Features):
         value = getattr(features, field.name)
@@ -350,7 +351,7 @@ def test_features_serve_autograd():
     assert weight.grad is not None
 
 
-def test_long_conversations_lose_turns_then_text_and_never_half_an_image():
+def test_long_conversations_lose_turns_then_text_but_no_image_tokens():
     target, conversation = tiny_llava(), CONVERSATIONS["later images"]
     full = Encoder(target)(conversation)
     ends = [int((full.turn == turn).nonzero()[-1]) + 1 for turn in range(3)]
@@ -373,7 +374,7 @@ def test_long_conversations_lose_turns_then_text_and_never_half_an_image():
 
 
 def on_disk(folder):
-    """Conversations whose images are files, as caches know them."""
+    """Conversations with images as files."""
     talks = []
     for number in range(7):
         path = folder / f"{number % 2}.png"
@@ -383,7 +384,7 @@ def on_disk(folder):
     return talks
 
 
-def test_cache_gives_the_same_features(tmp_path):
+def test_cache_returns_the_same_features(tmp_path):
     target, talks = tiny_llava(), on_disk(tmp_path)
     cache = FeatureCache(tmp_path / "cache", Extractor(target), talks, shard=3)
     steps = []
@@ -394,14 +395,14 @@ def test_cache_gives_the_same_features(tmp_path):
         "index.json",
     ]
     for picked in ([talks[5], talks[0], talks[3]], [talks[6]], [talks[0]]):
-        want, got = extract(target, picked), cache(picked)
+        want, got = Extractor(target)(picked), cache(picked)
         for field in fields(Features):
             torch.testing.assert_close(getattr(got, field.name), getattr(want, field.name), atol=2e-5, rtol=2e-5)
     with pytest.raises(UserError, match="features of conversation c"):
         cache([CONVERSATIONS["words"]])
 
 
-def test_cache_goes_on_where_it_was_killed(tmp_path):
+def test_a_killed_cache_is_resumed(tmp_path):
     target, talks = tiny_llava(), on_disk(tmp_path)
 
     def begin(**settings):
@@ -423,11 +424,11 @@ def test_cache_goes_on_where_it_was_killed(tmp_path):
     begin().fill()
     assert begin().missing == []
     assert (tmp_path / "cache/000000.safetensors").stat().st_mtime_ns == before
-    want, got = extract(target, talks), begin()(talks)
+    want, got = Extractor(target)(talks), begin()(talks)
     torch.testing.assert_close(got.hidden, want.hidden, atol=2e-5, rtol=2e-5)
 
 
-def test_cache_of_other_things_is_refused(tmp_path):
+def test_cache_of_other_inputs_is_refused(tmp_path):
     target, talks = tiny_llava(), on_disk(tmp_path)
     cache = FeatureCache(tmp_path / "cache", Extractor(target), talks[:2])
     cache.fill()
@@ -457,5 +458,5 @@ def test_cache_in_half_precision_with_a_conversation_too_long(tmp_path):
     assert 0 < len(kept) < len(talks)
     got = cache(talks)
     assert got.hidden.dtype == torch.float32
-    torch.testing.assert_close(got.hidden, extract(target, kept, limit).hidden, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(got.hidden, Extractor(target, limit)(kept).hidden, atol=2e-2, rtol=1e-2)
     assert json.loads((cache.folder / "index.json").read_text())["verifier"]["hidden_size"] == 192

@@ -1,4 +1,4 @@
-"""The losses of several self-fed passes and slots against running every chain by itself."""
+"""Losses over several passes and slots equal those of running every chain separately."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmspec.distil.features import Features
 from mmspec.transformers_target import TransformersTarget
 from tests.drafting import network_for, plain_begin, plain_cell, plain_entries, plain_layer
 from tests.tiny import shared_model
-from vision.distil.objective import Objective
+from vision.distil.objective import HiddenStateObjective
 
 
 def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0):
@@ -27,8 +27,8 @@ def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0):
     return Features(tokens, torch.randn(batch, length, width, generator=g), embeds, visual, answer, keep)
 
 
-def plain_figures(network, target, batch, passes, draft_ids=None, offset=0):
-    """By depth, mean losses over chains, each run by itself from the true states on, and the weight that they have."""
+def plain_metrics(network, target, batch, passes, draft_ids=None, offset=0):
+    """By depth, mean losses over chains, each run separately from its true states, and their weights."""
     slots = network.config.slots
     sums = [[] for _ in range(passes * slots)]
     head = target.head if draft_ids is None else lambda h: target.head(h)[..., draft_ids]
@@ -64,19 +64,19 @@ def plain_figures(network, target, batch, passes, draft_ids=None, offset=0):
 
 
 def check(network, target, batch, passes, draft_ids=None, seed=0):
-    """Losses and gradients."""
-    objective = Objective(passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0)
+    """Compares losses and gradients."""
+    objective = HiddenStateObjective(passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0)
     losses = objective(network, target, batch, draft_ids, torch.Generator().manual_seed(seed))
     slots = network.config.slots
     offset = int(torch.randint(slots, (), generator=torch.Generator().manual_seed(seed)))
-    expected = plain_figures(network, target, batch, passes, draft_ids, offset)
+    expected = plain_metrics(network, target, batch, passes, draft_ids, offset)
     total = 0.0
     for depth, (hidden, token, share) in enumerate(expected):
-        assert losses.figures[f"hidden_{depth + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
-        assert losses.figures[f"token_{depth + 1}"] == pytest.approx(token.item(), rel=1e-4)
+        assert losses.metrics[f"hidden_{depth + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
+        assert losses.metrics[f"token_{depth + 1}"] == pytest.approx(token.item(), rel=1e-4)
         weight = 0.5 ** (depth // slots) * 0.9 ** (depth % slots)
         total = total + share * weight * (0.7 * hidden + 0.3 * token)
-    assert len(losses.figures) == 3 * len(expected)
+    assert len(losses.metrics) == 3 * len(expected)
     torch.testing.assert_close(losses.total, total, rtol=1e-4, atol=1e-5)
     ours = torch.autograd.grad(losses.total, list(network.parameters()))
     theirs = torch.autograd.grad(total, list(network.parameters()))
@@ -107,7 +107,7 @@ def test_slots_equal_chains(slots, passes, seed):
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("span", [0, 4])
 def test_latents_equal_chains(slots, span):
-    """Images of unequal numbers of tokens, some too short for latents, one behind an answer."""
+    """Images of unequal numbers of tokens, some too short for latents, one after an answer."""
     model = shared_model("llama")
     target = TransformersTarget(model)
     batch = random_batch(target, (26, 22), ((12, 20), (9, 14)))
@@ -121,15 +121,15 @@ def test_latents_equal_chains(slots, span):
     check(network_for(model, latents=3, slots=slots, decoupled=False), target, batch, 2, torch.arange(40))
 
 
-def test_glancing_shows_true_states_in_place_of_wrong_guesses():
-    """At first all wrong guesses are replaced, so that a second pass is like a first one; later none are."""
+def test_glancing_replaces_wrong_predictions_by_true_states():
+    """At the start all wrong predictions are replaced, so a second pass equals a first one; at the end none are."""
     model = shared_model("llama")
     target, network = TransformersTarget(model), network_for(model)
     batch = random_batch(target)
 
     def run(glancing, progress):
-        objective = Objective(passes=2, noise=0.0, glancing=glancing)
-        return objective(network, target, batch, None, torch.Generator().manual_seed(0), progress).figures
+        objective = HiddenStateObjective(passes=2, noise=0.0, glancing=glancing)
+        return objective(network, target, batch, None, torch.Generator().manual_seed(0), progress).metrics
 
     assert run(0.0, 0.0) == run(1.0, 1.0)
     shown = run(1.0, 0.0)
@@ -150,7 +150,7 @@ def test_padding_and_short_answers_change_nothing():
     target, network = TransformersTarget(model), network_for(model)
     batch = random_batch(target, answers=((3, 9), (7, 8)))  # nothing follows the one token of the second answer
     alone = Features(**{name: value[:1] for name, value in vars(batch).items()})
-    objective = Objective(passes=3, noise=0.0)
+    objective = HiddenStateObjective(passes=3, noise=0.0)
     torch.testing.assert_close(objective(network, target, batch).total, objective(network, target, alone).total)
     batch.hidden[1, 9:], batch.embeds[1, 9:] = 7.0, -7.0
     torch.testing.assert_close(objective(network, target, batch).total, objective(network, target, alone).total)
@@ -159,14 +159,14 @@ def test_padding_and_short_answers_change_nothing():
 
 
 @pytest.mark.parametrize("size", [0.1, 0.03])
-def test_noise_is_uniform_and_of_its_size(size, monkeypatch):
-    """Of the states that the first pass reads, within size * 512 / entries, as the paper's code draws it."""
+def test_noise_is_uniform_with_its_amplitude(size, monkeypatch):
+    """Noise on the first pass's states is within size * 512 / entries, as in the paper's code."""
     model = shared_model("llama")
     target, network = TransformersTarget(model), network_for(model)
     batch, read = random_batch(target, (65, 65), ((3, 60), (2, 60))), []
     combine = network.combine
     monkeypatch.setattr(network, "combine", lambda e, hidden, v: read.append(hidden) or combine(e, hidden, v))
-    Objective(noise=size)(network, target, batch, None, torch.Generator().manual_seed(0))
+    HiddenStateObjective(noise=size)(network, target, batch, None, torch.Generator().manual_seed(0))
     noise = read[0] - batch.hidden[:, :-1]
     bound = size * 512 / 64
     assert 0.99 * bound < noise.max() <= bound
@@ -175,12 +175,12 @@ def test_noise_is_uniform_and_of_its_size(size, monkeypatch):
     assert noise.std() == pytest.approx(bound / 3**0.5, rel=0.03)
 
 
-def test_noise_is_the_generators():
+def test_noise_comes_from_the_generator():
     model = shared_model("llama")
     target, network = TransformersTarget(model), network_for(model)
     batch = random_batch(target)
     draws = [
-        Objective(noise=0.1)(network, target, batch, None, torch.Generator().manual_seed(seed)).total.item()
+        HiddenStateObjective(noise=0.1)(network, target, batch, None, torch.Generator().manual_seed(seed)).total.item()
         for seed in (1, 1, 2)
     ]
     assert draws[0] == draws[1] != draws[2]

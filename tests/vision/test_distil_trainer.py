@@ -1,394 +1,42 @@
-"""Training of drafters: the loop on a toy task, and `mmspec train msd` on a tiny target."""
+"""`mmspec train msd` and `mmspec train flash` on a tiny target."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
-from mmspec.distil.tasks import frequent
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
-from mmspec.training.curve import draw
-from mmspec.training.optimisers import rate
-from mmspec.training.order import MIXED, POOL, TEXT, Example, Order
-from mmspec.training.plan import Plan
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
 from vision.distil.command import flash, msd
 from vision.drafters.msd import Flash
-
-EXAMPLES = 40
-
-
-@dataclass
-class ToyLosses:
-    total: Tensor
-    figures: dict[str, float]
-
-
-class Toy:
-    """Learns a fixed linear map; the loss of a batch is a mean over its examples' own number of rows."""
-
-    def __init__(self, kinds: tuple[str, ...] = (TEXT, MIXED)) -> None:
-        torch.manual_seed(3)
-        self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in kinds}
-        self.seen: list[list[tuple[str, int]]] = []
-        self.progress: list[float] = []
-
-    def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
-        self.seen.append(examples)
-        parts = []
-        for kind, index in examples:
-            generator = torch.Generator().manual_seed(index + 1000 * (kind == MIXED))
-            parts.append(torch.randn(self.lengths[kind][index], 4, generator=generator))
-        x = torch.cat(parts)
-        return x, x[:, :2] - x[:, 2:]
-
-    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
-        return len(batch[0])
-
-    def loss(
-        self, network: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator, progress: float = 1.0
-    ) -> ToyLosses:
-        x, y = batch
-        self.progress.append(progress)
-        error = (network(x) - y).square().mean()
-        return ToyLosses(error, {"error": float(error.detach()), "noise": float(torch.rand((), generator=generator))})
-
-    def held_out(self) -> dict[str, float]:
-        with torch.no_grad():
-            loss = self.loss(
-                self.network,
-                self.batch([(kind, index) for kind in self.lengths for index in range(9)]),
-                torch.Generator(),
-            ).total
-        return {"loss": float(loss), "mean_acceptance_length": 1.0}
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        torch.save(self.network.state_dict(), folder / "weights.pt")
-
-
-def trainer(folder: Path, toy: Toy | None = None, settings: dict[str, Any] | None = None, **plan: Any) -> Trainer:
-    chosen = {"steps": 30, "batch": 4, "warmup": 2, "rate": 1e-2, "checkpoint_minutes": 0.0, "seed": 1, **plan}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    return Trainer(folder, Plan(**chosen), toy or Toy(), Accelerator(cpu=True), settings)
-
-
-def weights(run: Trainer) -> dict[str, Tensor]:
-    return run.task.network.state_dict()
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
 
 
-def after(steps: int) -> Callable[[], bool]:
-    """Asks to stop once it has been asked `steps` times."""
-    left = iter(range(steps))
-    return lambda: next(left, None) is None
-
-
-class KilledError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
-def test_the_loss_falls_and_everything_is_written(tmp_path: Path, optimiser: str) -> None:
-    run = trainer(tmp_path, steps=60, optimiser=optimiser, rate=5e-2)
-    run.train()
-    log = rows(tmp_path)
-    held_out = [row["loss"] for row in log if row["event"] == "held-out"]
-    assert len(held_out) == 2
-    assert held_out[-1] < 0.5 * held_out[0]
-    trained = [row for row in log if row["event"] == "train"]
-    assert {"step", "minutes", "loss", "error", "rate", "stage", "share"} <= trained[0].keys()
-    assert [row["step"] for row in trained] == list(range(1, 61))
-    assert trained[-1]["rate"] < 0.1 * trained[20]["rate"]
-    assert (tmp_path / CURVE).read_text().lstrip().startswith("<?xml")
-    assert (tmp_path / DRAFTER / "weights.pt").exists()
-    assert not list(tmp_path.glob("**/*.part"))
-
-
-def test_stages_follow_the_plan(tmp_path: Path) -> None:
-    toy = Toy()
-    run = trainer(tmp_path, toy, steps=200, text_share=0.4, report_minutes=99.0, checkpoint_minutes=99.0)
-    run.train()
-    drawn = [[kind == MIXED for kind, _ in examples] for examples in toy.seen[1:-1]]
-    assert not any(map(any, drawn[:80]))
-    for part in (drawn[80:140], drawn[140:]):
-        # The share grows from 0 to 1: a quarter in the first half of stage 2, three quarters in the second.
-        share = sum(map(sum, part)) / sum(map(len, part))
-        assert abs(share - (0.25 if part is drawn[80:140] or part == drawn[80:140] else 0.75)) < 0.12
-    log = [row for row in rows(tmp_path) if row["event"] == "train"]
-    assert {row["stage"] for row in log if row["step"] <= 80} == {1}
-    assert log[-1]["share"] == pytest.approx((199 / 200 - 0.4) / 0.6, abs=1e-3)
-
-
-@pytest.mark.parametrize("kind", [TEXT, MIXED])
-def test_one_kind_alone_makes_one_stage(kind: str) -> None:
-    lengths = {kind: [1, 2]}
-    assert [Plan(steps=1).share(progress, lengths) for progress in (0.0, 0.5, 1.0)] == [float(kind == MIXED)] * 3
-
-
-def test_every_example_is_seen_once_per_epoch() -> None:
-    order = Order({MIXED: list(range(24))}, batch=3, seed=0)
-    epochs = [[example for _ in range(8) for example in order.next(1.0)] for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == [(MIXED, index) for index in range(24)]
-    assert epochs[0] != epochs[1]
-
-
-def test_an_order_goes_on_anywhere() -> None:
-    lengths = {TEXT: [3, 1, 2], MIXED: list(range(7))}
-    whole, begun = Order(lengths, 2, seed=5), Order(lengths, 2, seed=5)
-    expected = [whole.next(share / 30) for share in range(30)]
-    drawn = [begun.next(share / 30) for share in range(11)]
-    resumed = Order(lengths, 2, seed=5)
-    resumed.load_state_dict(begun.state_dict())
-    assert drawn + [resumed.next(share / 30) for share in range(11, 30)] == expected
-
-
-@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
-def test_a_stopped_and_a_killed_run_end_like_an_uninterrupted_one(tmp_path: Path, optimiser: str) -> None:
-    whole = trainer(tmp_path / "whole", optimiser=optimiser)
-    whole.train()
-    trainer(tmp_path / "parts", optimiser=optimiser).train(stop=after(7))
-    killed = trainer(tmp_path / "parts", optimiser=optimiser, checkpoint_minutes=99.0)
-    assert killed.step == 7
-
-    def kill() -> bool:
-        if killed.step == 12:
-            raise KilledError
-        return False
-
-    with pytest.raises(KilledError):
-        killed.train(stop=kill)
-    resumed = trainer(tmp_path / "parts", optimiser=optimiser)
-    assert resumed.step == 7  # what the killed run did after its last checkpoint is done again
-    resumed.train()
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(resumed)[name]), name
-
-    def timeless(folder: Path) -> list[dict[str, Any]]:
-        return [{name: x for name, x in row.items() if name != "minutes"} for row in rows(folder)]
-
-    assert timeless(tmp_path / "parts") == timeless(tmp_path / "whole")
-
-
-def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
-    trainer(tmp_path, steps=3).train()
-    before = (tmp_path / CHECKPOINT).read_bytes()
-    again = trainer(tmp_path, steps=3)
-    assert again.done
-    again.train()
-    assert (tmp_path / CHECKPOINT).read_bytes() == before
-
-
-def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trainer(tmp_path, steps=3)
-    run.train()
-    before = (tmp_path / CHECKPOINT).read_bytes()
-
-    def torn(state: object, path: Path) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", torn)
-    with pytest.raises(OSError, match="disk full"):
-        run.save()
-    assert (tmp_path / CHECKPOINT).read_bytes() == before
-
-
-def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
-    trainer(tmp_path, settings={"batch": 4, "data": ["a"]}).train(stop=after(1))
-    with pytest.raises(UserError, match=r"batch = 4: expected the same to go on, received 8"):
-        trainer(tmp_path, settings={"batch": 8, "data": ["a"]})
-    assert trainer(tmp_path, settings={"batch": 4, "data": ("a",)}).step == 1
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"steps": None}, "one of steps, minutes and epochs: received none"),
-        ({"minutes": 1.0}, "one of steps, minutes and epochs: received"),
-        ({"batch": 0}, "batch must be at least the 1 processes: received 0"),
-    ],
-)
-def test_plans_that_cannot_be_are_refused(tmp_path: Path, plan: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        trainer(tmp_path, **plan)
-
-
-def test_epochs_end_a_run(tmp_path: Path) -> None:
-    run = trainer(tmp_path, steps=None, epochs=0.5, batch=8)
-    run.train()
-    assert run.step == 5  # half of 80 examples
-
-
-def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the whole run ends it and sets rate and progress, wherever it was interrupted: 12 steps of 10 s."""
-    now, learn = [0.0], Trainer._learn
-
-    def slow(run: Trainer) -> dict[str, Any]:
-        now[0] += 10.0
-        return learn(run)
-
-    monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Trainer, "_learn", slow)
-    plan = {"steps": None, "minutes": 2.0, "hold": 0.5, "report_minutes": 99.0, "text_share": 0.25}
-    whole, parts = Toy(), Toy()
-    trainer(tmp_path / "whole", whole, **plan).train()
-    assert whole.progress == pytest.approx([1.0, *(step / 12 for step in range(12)), 1.0])
-    trainer(tmp_path / "parts", parts, **plan).train(stop=after(5))
-    for steps in (4, 99):
-        now[0] = 7000.0 - now[0]  # the clock of another process, another day
-        resumed = trainer(tmp_path / "parts", parts, **plan)
-        assert not resumed.done
-        resumed.train(stop=after(steps))
-    assert (resumed.step, resumed.seconds, resumed.done) == (12, 120.0, True)
-    assert parts.progress == pytest.approx(whole.progress)
-    trained = [row for row in rows(tmp_path / "parts") if row["event"] == "train"]
-    assert trained[-1]["step"] == 12
-    for row in trained:
-        step = row["step"]
-        assert row["minutes"] == pytest.approx(step / 6, abs=1e-3)
-        assert row["rate"] == pytest.approx(1e-2 * rate((step - 1) / 12, step - 1, 2, 0.5), rel=1e-5)
-    assert trainer(tmp_path / "parts", **plan).done
-
-
-def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
-    noise = []
-    for number, seed in enumerate((1, 1, 2)):
-        trainer(tmp_path / str(number), steps=6, seed=seed).train()
-        noise.append([row["noise"] for row in rows(tmp_path / str(number)) if row["event"] == "train"])
-    assert noise[0] == noise[1]
-    assert len({*noise[0], *noise[2]}) == 12
-
-
-def test_a_seed_changes_the_order_of_examples() -> None:
-    """Apart: which examples come first (64 of one length), and which batches are multimodal (half of them)."""
-
-    def first(seed: int) -> set[Example]:
-        order = Order({TEXT: [1] * 64}, batch=1, seed=seed)
-        return {order.next(0.0)[0] for _ in range(POOL)}
-
-    def mixed(seed: int) -> list[int]:
-        order = Order({TEXT: [1] * 9, MIXED: [1] * 9}, batch=4, seed=seed)
-        return [sum(kind == MIXED for _ in range(POOL) for kind, _ in order.next(0.5)) for _ in range(12)]
-
-    assert first(1) == first(1) != first(2)
-    assert mixed(1) == mixed(1) != mixed(2)
-
-
-@pytest.mark.parametrize(
-    ("optimiser", "rates"), [("adamw", [("AdamW", 8e-3)]), ("muon", [("Muon", 8e-3), ("AdamW", 4e-3)])]
-)
-def test_parameters_move_at_their_rates(optimiser: str, rates: list[tuple[str, float]]) -> None:
-    """The first step of AdamW moves a parameter by its rate against the gradient's sign, beside the decay."""
-    network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layer": nn.Linear(4, 3)})
-    plan = Plan(steps=1, optimiser=optimiser, rate=8e-3)  # type: ignore[arg-type]
-    optimisers = plan.optimisers(network)
-    assert [(type(one).__name__, group["lr"]) for one in optimisers.all for group in one.param_groups] == rates
-    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-    for parameter in network.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    signs = {name: torch.sign(parameter.grad) for name, parameter in network.named_parameters()}
-    optimisers.step(0.5)
-    for name, parameter in network.named_parameters():
-        if optimiser == "adamw" or name != "layer.weight":
-            moved = 0.5 * rates[-1][1] * (signs[name] + 0.01 * before[name])
-            torch.testing.assert_close(parameter.detach(), before[name] - moved, atol=1e-6, rtol=1e-4)
-    assert not torch.equal(network["layer"].weight, before["layer.weight"])
-
-
-def test_a_loss_hears_of_the_progress(tmp_path: Path) -> None:
-    toy = Toy()
-    trainer(tmp_path, toy, steps=4).train()
-    assert toy.progress == [1.0, 0.0, 0.25, 0.5, 0.75, 1.0]  # held-out losses are those of the end
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    run = trainer(tmp_path)
-    next(iter(run.task.network.parameters())).data.fill_(float("nan"))
-    run.report = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=r"finite: nan at step 1; try a lower --rate"):
-        run.train()
-
-
-def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)  # what the parent process knew
-    run = trainer(folder, steps=8, batch=5)
-    assert run.accelerator.num_processes == 2
-    # One process alone is asked to stop; both must.
-    run.train(after(stop_at) if stop_at and rank == 1 else lambda: False)
-    run.task.save(folder / f"rank{rank}")
-    torch.distributed.destroy_process_group()
-
-
-def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
-    alone = trainer(tmp_path / "alone", steps=8, batch=5)
-    alone.train()
-    for stop_at in (3, None):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = (port, tmp_path / "both", stop_at)
-        torch.multiprocessing.start_processes(_process, args=arguments, nprocs=2, start_method="fork")
-    for rank in range(2):
-        found = torch.load(tmp_path / "both" / f"rank{rank}" / "weights.pt")
-        for name, value in weights(alone).items():
-            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
-    assert [row["step"] for row in rows(tmp_path / "both")] == [0, *range(1, 9), 8]
-
-
-def test_curves_of_several_runs(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        trainer(tmp_path / name, steps=2).train()
-    logs = [tmp_path / name / LOG for name in ("one", "two")]
-    draw(logs, tmp_path / "both.svg", ["first", "second"], "minutes")
-    draw(logs, tmp_path / "again.svg", ["first", "second"], "minutes")
-    picture = (tmp_path / "both.svg").read_text()
-    assert "<!-- first -->" in picture
-    assert "<!-- second, held-out -->" in picture
-    assert (tmp_path / "again.svg").read_text() == picture
-    draw(logs, tmp_path / "both.png")
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="expected 2 names, received 1"):
-        draw(logs, tmp_path / "x.svg", ["first"])
-    (tmp_path / "bad.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"bad.jsonl: expected the log.jsonl"):
-        draw([tmp_path / "bad.jsonl"], tmp_path / "x.svg")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target of random weights whose next token hangs on its last one most of all: easy to learn."""
+    """A random target whose next token depends mostly on the last one: easy to learn."""
     folder = save_llava(tmp_path_factory.mktemp("target"))
     target = LlavaForConditionalGeneration.from_pretrained(folder)
     for layer in target.model.language_model.layers:
@@ -403,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Conversations that the target has answered: `text`, and `data` with an image each."""
+    """Conversations answered by the target: `text`, and `data` with an image each."""
     folder = tmp_path_factory.mktemp("conversations")
     pipe = mmspec.load(model, drafter=None)
     found = {}
@@ -425,7 +73,7 @@ def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.fixture
 def train(model: str, files: dict[str, Path]) -> Callable[..., str]:
-    """Runs the command in a folder; what it said."""
+    """Runs the command in a folder; returns its output."""
 
     def call(out: Path, *options: str, command: Any = msd, **replaced: Path | None) -> str:
         chosen = {"--text": files["text"], "--data": files["data"], **{f"--{k}": v for k, v in replaced.items()}}
@@ -443,7 +91,7 @@ def saved(out: Path) -> dict[str, Tensor]:
     return load_file(out / DRAFTER / "model.safetensors")
 
 
-def test_msd_learns_to_guess_its_target(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+def test_msd_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     said = train(tmp_path, "--steps", "70", "--rate", "1e-2", "--tensorboard", "--top-k", "4", "--total-tokens", "12")
     first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
     assert last["loss"] < 0.7 * first["loss"]
@@ -451,7 +99,7 @@ def test_msd_learns_to_guess_its_target(model: str, train: Callable[..., str], t
     assert {row["stage"] for row in rows(tmp_path) if row["event"] == "train"} == {1, 2}
     assert "acceptance" in (tmp_path / CURVE).read_text()
     assert list((tmp_path / "tensorboard").glob("**/events.*"))
-    assert "the drafter lies in" in said
+    assert "drafter written to" in said
     drafter = make_drafter(str(tmp_path / DRAFTER))
     assert (drafter.top_k, drafter.depth, drafter.total_tokens) == (4, 6, 12)
     assert drafter.network.config.decoupled
@@ -468,7 +116,7 @@ def test_msd_learns_to_guess_its_target(model: str, train: Callable[..., str], t
         (["--ratio", "2", "--slots", "2", "--passes", "2", "--glancing", "0.4"], 8, 2, 4),
     ],
 )
-def test_flash_learns_to_guess_its_target(
+def test_flash_learns_to_predict_its_target(
     options: list[str],
     latents: int,
     slots: int,
@@ -490,12 +138,12 @@ def test_flash_learns_to_guess_its_target(
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_a_command_given_again_goes_on(
+def test_the_same_command_resumes_the_run(
     train: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--steps", "9", "--prompts", "0"]
     train(tmp_path / "whole", *options)
-    learn = Trainer._learn
+    learn = Trainer._train_step
 
     def terminated(run: Trainer) -> dict[str, Any]:
         if run.step == 4:
@@ -503,9 +151,9 @@ def test_a_command_given_again_goes_on(
         return learn(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_learn", terminated)
-        assert "stopped at step 5; the same command goes on" in train(tmp_path / "parts", *options)
-    with pytest.raises(UserError, match=r"noise = 0.1: expected the same to go on, received 0.2"):
+        patch.setattr(Trainer, "_train_step", terminated)
+        assert "stopped at step 5; run the same command again" in train(tmp_path / "parts", *options)
+    with pytest.raises(UserError, match=r"noise = 0.1: expected the same to resume it, received 0.2"):
         train(tmp_path / "parts", *options, "--noise", "0.2")
     with pytest.raises(UserError, match=r"data = .*: expected the same"):
         train(tmp_path / "parts", *options, data=None)
@@ -515,9 +163,14 @@ def test_a_command_given_again_goes_on(
         assert torch.equal(value, saved(tmp_path / "parts")[name]), name
 
 
-def test_features_from_a_cache_train_alike(train: Callable[..., str], tmp_path: Path) -> None:
+def test_epochs_end_a_run(train: Callable[..., str], tmp_path: Path) -> None:
+    train(tmp_path, "--epochs", "2", "--prompts", "0")
+    assert rows(tmp_path)[-1]["step"] == 7  # 20 conversations are not held out; batches of 6
+
+
+def test_cached_features_train_the_same_drafter(train: Callable[..., str], tmp_path: Path) -> None:
     options = ["--steps", "3", "--prompts", "0", "--no-decoupled", "--heads", "2", "--kv-heads", "1", "--mlp", "16"]
-    assert "no --text: stage 1 is left out" in train(tmp_path / "a", *options, text=None)
+    assert "no --text: training on --data only, without stage 1" in train(tmp_path / "a", *options, text=None)
     train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), text=None)
     assert list((tmp_path / "cache").glob("*.safetensors"))
     for name, value in saved(tmp_path / "a").items():
@@ -563,11 +216,6 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
         train(tmp_path / "other", "--steps", "1", "--start", str(begin), "--mlp", "8")
 
 
-def test_the_most_frequent_tokens_come_first() -> None:
-    assert frequent([[5, 5, 5, 9, 9], [9, 5, 7]], 2, [2]).tolist() == [2, 5]
-    assert frequent([[5, 9]], 99, [2, 9]).tolist() == [2, 5, 9]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -579,14 +227,14 @@ def test_the_most_frequent_tokens_come_first() -> None:
         (["--dtype", "bfloat16", "--precision", "float32"], "precision float32 needs a target in float32"),
     ],
 )
-def test_options_that_cannot_be_are_refused(
+def test_invalid_options_are_refused(
     train: Callable[..., str], tmp_path: Path, options: list[str], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         train(tmp_path, *options)
 
 
-def test_conversations_are_asked_for(train: Callable[..., str], files: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_conversations_are_refused(train: Callable[..., str], files: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"in --text or --data, received neither"):
         train(tmp_path, text=None, data=None)
     with pytest.raises(UserError, match=r"--text takes conversations without media: 0 has some"):

@@ -126,8 +126,8 @@ def flags(options):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max-new-tokens", "4", "max_new_tokens = 3: expected the same to go on, received 4"),
-        ("temperature", "0.5", "temperature = 1.0: expected the same to go on, received 0.5"),
+        ("max-new-tokens", "4", "max_new_tokens = 3: expected the same to resume it, received 4"),
+        ("temperature", "0.5", "temperature = 1.0: expected the same to resume it, received 0.5"),
         ("top-p", "0.5", "top_p = 1.0"),
         ("top-k", "3", "top_k = 0"),
         ("min-p", "0.5", "min_p = 0.0"),
@@ -135,10 +135,10 @@ def flags(options):
         ("stop", "x", "stop = []"),
         ("seed", "2", "seed = 1"),
         ("batch-size", "2", "batch_size = 8"),
-        ("prompt", "What?", 'prompt = null: expected the same to go on, received "What?"'),
+        ("prompt", "What?", 'prompt = null: expected the same to resume it, received "What?"'),
         ("frames", "2", "frames = null"),
         ("fps", "2", "fps = null"),
-        ("dtype", "bfloat16", 'dtype = "auto": expected the same to go on, received "bfloat16"'),
+        ("dtype", "bfloat16", 'dtype = "auto": expected the same to resume it, received "bfloat16"'),
         ("model", "tiny-llava", "model = "),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests of procedural scenes and clips: determinism, disjoint splits, rendering, events."""
+"""Scenes and clips: reproducible, disjoint splits, correct rendering."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, s
 from vision.scenes.vocabulary import BACKGROUNDS, CELL, CHARACTERS, COLOURS, INK, SHAPES, SIDE, SIZES, WORDS
 
 
-def differs(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
-    """Mask of the pixels that visibly differ from a colour."""
+def far(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
+    """Mask of pixels that are visibly another colour."""
     return np.abs(pixels.astype(int) - np.array(colour)).max(-1) > 24
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_same_seed_gives_same_scene_and_pixels(split: str) -> None:
+def test_same_seed_same_scene_and_pixels(split: str) -> None:
     for index in range(20):
         first, second = sample_scene(seeded(split, index)), sample_scene(seeded(split, index))
         assert first == second
@@ -37,7 +37,7 @@ def test_splits_are_disjoint() -> None:
         seeded("test", 0)
 
 
-def test_objects_and_signs_fit_the_grid() -> None:
+def test_objects_are_in_their_grid_cells() -> None:
     for index in range(500):
         scene = sample_scene(seeded("train", index))
         cells = [item.cell for item in scene.items]
@@ -52,35 +52,35 @@ def test_objects_and_signs_fit_the_grid() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_objects_are_drawn_inside_their_cell(shape: str, size: str) -> None:
+def test_an_object_is_drawn_inside_its_cell(shape: str, size: str) -> None:
     rng = random.Random(f"{shape} {size}")
     for row, col in [(0, 0), (1, 2), (2, 1)]:
         for extent in SIZES[size]:
             slack = 5 if size == "small" else 2
             item = Item(shape, "pink", size, row, col, extent, rng.choice((-slack, slack)), rng.choice((-slack, slack)))
             pixels = draw(Scene("black", (item,)))
-            touched = differs(pixels, BACKGROUNDS["black"])
+            touched = far(pixels, BACKGROUNDS["black"])
             inside = touched[row * CELL : (row + 1) * CELL, col * CELL : (col + 1) * CELL]
             assert inside.sum() > 0.2 * extent**2
             assert touched.sum() - inside.sum() <= 0.02 * touched.sum()
 
 
-def test_shapes_are_distinct() -> None:
+def test_shapes_look_different() -> None:
     for extent in (14, 28):
-        masks = [differs(draw(Scene("black", (Item(s, "red", "small", 1, 1, extent),))), (15, 15, 15)) for s in SHAPES]
+        masks = [far(draw(Scene("black", (Item(s, "red", "small", 1, 1, extent),))), (15, 15, 15)) for s in SHAPES]
         for i, first in enumerate(masks):
             for second in masks[:i]:
                 assert (first ^ second).sum() > 0.12 * first.sum()
 
 
-def test_sign_fills_its_patches() -> None:
+def test_a_sign_fills_its_slots_in_order() -> None:
     sign = Sign("AB7", band=3, slot=2, offsets=((0, 0),) * 3)
-    touched = differs(draw(Scene("white", (), sign)), BACKGROUNDS["white"])
+    touched = far(draw(Scene("white", (), sign)), BACKGROUNDS["white"])
     slots = touched.reshape(6, 16, 6, 16).any((1, 3))
     assert np.argwhere(slots).tolist() == [[3, 2], [3, 3], [3, 4]]
 
 
-def test_characters_are_distinct() -> None:
+def test_characters_look_different() -> None:
     def mask(character: str) -> np.ndarray:
         return draw(Scene("black", (), Sign(character, 0, 0, ((0, 0),))))[:16, :16, 0].astype(float)
 
@@ -90,7 +90,7 @@ def test_characters_are_distinct() -> None:
             assert np.abs(first - second).sum() > 800
 
 
-def test_scaled_scene_downsamples_to_scale_one() -> None:
+def test_enlarged_scene_shrinks_to_the_small_one() -> None:
     from PIL import Image
 
     for index in range(10):
@@ -99,7 +99,7 @@ def test_scaled_scene_downsamples_to_scale_one() -> None:
         assert np.abs(np.asarray(shrunk).astype(int) - draw(scene)).mean() < 4
 
 
-def test_vocabulary_is_consistent() -> None:
+def test_vocabulary_is_usable() -> None:
     assert all(1 <= len(word) <= 6 and set(word) <= set(CHARACTERS) for word in WORDS)
     assert len(set(WORDS)) == len(WORDS)
     assert set(INK) == set(BACKGROUNDS)
@@ -112,13 +112,13 @@ def test_vocabulary_is_consistent() -> None:
     assert any(t not in WORDS for t in texts)
 
 
-def test_dense_rows_have_objects_or_signs() -> None:
+def test_rows_of_dense_scenes_have_objects_or_signs() -> None:
     for index in range(50):
         scene, signs = sample_dense(seeded("train", index))
         assert not {item.cell[0] for item in scene.items} & {sign.row for sign in signs}
 
 
-def test_clips_follow_their_events() -> None:
+def test_clips_show_their_events() -> None:
     seen = set()
     for index in range(300):
         clip = sample_clip(seeded("train", index))
@@ -141,14 +141,14 @@ def test_clips_follow_their_events() -> None:
     assert seen == set(EVENTS)
 
 
-def test_clip_frame_counts() -> None:
+def test_a_clip_has_any_number_of_frames() -> None:
     clip = sample_clip(seeded("train", 5))
     assert [len(clip.frames(count)) for count in (1, 4, 8, 16)] == [1, 4, 8, 16]
     assert clip.frames(16)[0] == clip.frames(4)[0]
     assert clip.frames(16)[-1] == clip.frames(4)[-1]
 
 
-def test_objects_do_not_collide() -> None:
+def test_objects_do_not_move_through_each_other() -> None:
     for index in range(300):
         clip = sample_clip(seeded("train", index))
         for scene in clip.frames(9):

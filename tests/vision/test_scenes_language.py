@@ -1,4 +1,4 @@
-"""Tests of captions, questions and conversations: correct, complete and varied."""
+"""Captions, answers and descriptions are true, complete and varied."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from vision.scenes.conversations import (
     words_only,
 )
 from vision.scenes.questions import KINDS, Question, ask
-from vision.scenes.reading import Happening, clauses, read_events, read_names, read_objects, read_places, read_sign
+from vision.scenes.reading import ReadEvent, clauses, read_events, read_names, read_objects, read_places, read_sign
 from vision.scenes.scene import Item, Scene, sample_scene, seeded
-from vision.scenes.wording import preferred_wording
-from vision.training.accuracy import happenings, is_right
+from vision.scenes.wording import scene_habit
+from vision.training.accuracy import events_of, is_right
 
 NUMBER = {word: value for value, word in enumerate(["zero", "one", "two", "three", "four", "five"])}
 ALIASES = {"violet": "purple", "turquoise": "cyan", "disc": "circle", "hoop": "ring", "plus sign": "cross"}
@@ -34,7 +34,7 @@ def singular(noun: str) -> str:
 
 
 def holds(scene: Scene, sentence: str) -> bool:
-    """Whether a sentence makes statements about the scene, all of them true."""
+    """Whether a sentence makes statements and all of them are true of the scene."""
     stated = []
     if '"' in sentence:
         sign = scene.sign
@@ -83,10 +83,10 @@ def test_captions_are_true_complete_and_two_to_six_sentences() -> None:
         assert read_sign(text) == (scene.sign.text if scene.sign else None)
 
 
-def test_checker_rejects_false_sentences() -> None:
+def test_the_checker_detects_false_statements() -> None:
     rng = seeded("train", 6)
     scene = Scene("grey", (Item("star", "red", "small", 0, 1, 15), Item("ring", "blue", "large", 0, 2, 26)))
-    false_sentences = [
+    lies = [
         "A blue star is at the top centre",
         "A red star is in the top left corner",
         "A large red star is at the top centre",
@@ -100,11 +100,11 @@ def test_checker_rejects_false_sentences() -> None:
         'The word "CAT" is written at the top',
         "It is a nice day",
     ]
-    assert all(not holds(scene, sentence) for sentence in false_sentences)
+    assert all(not holds(scene, lie) for lie in lies)
     assert all(holds(scene, sentence) for sentence in clauses(caption(scene, rng)))
 
 
-def test_lists_and_brief_captions_are_true() -> None:
+def test_lists_and_briefs_are_true() -> None:
     for index in range(300):
         rng = seeded("train", index)
         scene = sample_scene(rng)
@@ -117,7 +117,7 @@ def test_lists_and_brief_captions_are_true() -> None:
             assert the_ones
 
 
-def test_captions_are_varied() -> None:
+def test_captions_vary() -> None:
     scene = sample_scene(seeded("train", 40))
     again = {caption(scene, seeded("train", index)) for index in range(500)}
     assert len(again) > 400
@@ -130,11 +130,11 @@ def test_captions_are_varied() -> None:
             text = re.sub(rf"\b\w+ \w+ {name.shape}\b", "OBJECT", text)
         skeletons.add(text)
     assert len(skeletons) > 450
-    assert len({preferred_wording(sample_scene(seeded("train", index))) for index in range(100)}) > 6
+    assert len({scene_habit(sample_scene(seeded("train", index))) for index in range(100)}) > 6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_match_their_key_and_are_true(kind: str) -> None:
+def test_answers_contain_their_key_and_are_true(kind: str) -> None:
     asked = 0
     for index in range(400):
         rng = seeded("train", index)
@@ -150,7 +150,7 @@ def test_answers_match_their_key_and_are_true(kind: str) -> None:
 
 
 def is_true(scene: Scene, question: Question) -> bool:
-    """Whether the key is the correct answer, computed from the question's text."""
+    """Whether the key answers the question, derived from the question's words."""
     key, text = question.key, question.question
     named = read_names(text)
     if question.kind == "background":
@@ -182,13 +182,13 @@ def is_true(scene: Scene, question: Question) -> bool:
     return NUMBER[key] == sum(singular(word) in (item.shape, item.colour) for item in scene.items)
 
 
-def test_clip_captions_state_exactly_the_events() -> None:
+def test_clip_descriptions_state_exactly_the_events() -> None:
     for index in range(600):
         rng = seeded("train", index)
         clip = sample_clip(rng)
         text = describe_clip(clip, rng)
         assert 2 <= len(clauses(text)) <= 5, text
-        assert sorted(map(str, read_events(text))) == sorted(map(str, happenings(clip))), text
+        assert sorted(map(str, read_events(text))) == sorted(map(str, events_of(clip))), text
         opening = read_objects(clauses(text)[0])
         start = clip.at(0.0).items
         assert {(m.colour, m.shape, m.cell) for m in opening} == {(i.colour, i.shape, i.cell) for i in start}, text
@@ -196,13 +196,13 @@ def test_clip_captions_state_exactly_the_events() -> None:
             assert match.group(1) == clip.background
         for match in re.finditer(r"The (\w+ [\w ]+?) (?:stays|does not change|remains)", text):
             (still,) = read_names("the " + match.group(1))
-            assert (still.colour, still.shape) not in {(e.colour, e.shape) for e in happenings(clip)}
-        for move in re.finditer(r"The [^.]*? (?:moves|slides|glides) (to the left|to the right|up|down)", text, re.I):
-            assert move_direction(clip.items, happenings(clip), move.group(0)) == move.group(1), text
+            assert (still.colour, still.shape) not in {(e.colour, e.shape) for e in events_of(clip)}
+        for way in re.finditer(r"The [^.]*? (?:moves|slides|glides) (to the left|to the right|up|down)", text, re.I):
+            assert way_of(clip.items, events_of(clip), way.group(0)) == way.group(1), text
 
 
-def move_direction(items: tuple[Item, ...], truth: list[Happening], clause: str) -> str:
-    """Direction of the move in a clause, computed from the object's start and end cells."""
+def way_of(items: tuple[Item, ...], truth: list[ReadEvent], clause: str) -> str:
+    """The direction of the move in a clause, from the object's initial and final cells."""
     name = read_names(clause)[0]
     item = next(item for item in items if (item.colour, item.shape) == (name.colour, name.shape))
     goal = next(e.detail for e in truth if e.kind == "move" and (e.colour, e.shape) == (name.colour, name.shape))
@@ -221,11 +221,11 @@ def test_clip_questions_have_true_answers() -> None:
             number = next(word for word in NUMBER if re.search(rf"\b{word}\b", answer))
             assert NUMBER[number] == len(clip.at(1.0).items)
             continue
-        assert set(map(str, read_events(answer))) <= set(map(str, happenings(clip))), (question, answer)
+        assert set(map(str, read_events(answer))) <= set(map(str, events_of(clip))), (question, answer)
         assert read_events(answer)
 
 
-def test_conversations_have_matching_images() -> None:
+def test_conversations_fit_their_images() -> None:
     for index in range(100):
         assert len(one_image(seeded("train", index)).scenes) == 1
         assert 2 <= len(several_images(seeded("train", index)).scenes) <= 3
@@ -249,7 +249,7 @@ def test_several_images_are_described_in_order() -> None:
                 assert all(holds(scene, clause) for clause in clauses(part))
 
 
-def test_prompts_and_small_talk_are_varied() -> None:
+def test_prompts_and_small_talk_vary() -> None:
     prompts = {describe_prompt(seeded("train", index), of_video=index % 2 == 0) for index in range(1000)}
     assert len(prompts) > 250
     assert len({small_talk(seeded("train", index)) for index in range(400)}) > 30

@@ -1,12 +1,11 @@
-"""Training of the embedded model: tokenizer, labels, resuming, export."""
+"""Training of the embedded vision-language model: tokenizer, labels, resuming, export."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +13,31 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from mmspec.training.optimisers import rate
+from mmspec.errors import UserError
+from mmspec.training.loss import IGNORE
+from mmspec.training.optimisers import lr_factor
+from mmspec.training.trainer import CHECKPOINT, LOG, MODEL, Trainer
 from vision.scenes.conversations import one_image, several_images, video
 from vision.scenes.drawing import draw
-from vision.scenes.reading import Happening, Mention, read_events, read_objects
+from vision.scenes.reading import Mention, ReadEvent, read_events, read_objects
 from vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, seeded
 from vision.scenes.vocabulary import CHARACTERS, COLOURS, SHAPES
 from vision.training.accuracy import answer, match, picture
 from vision.training.architecture import Architecture, llava_config
-from vision.training.batches import ALL_LESSONS, POOL, Lessons, held_out_batch, render, to_pixels
+from vision.training.batches import (
+    CONVERSATIONS,
+    LISTS_UNTIL,
+    POOL,
+    ConversationSampler,
+    collate,
+    held_out_examples,
+    render,
+    to_pixels,
+)
 from vision.training.command import tiny_llava
-from vision.training.loop import CHECKPOINT, LOG, MODEL, Plan, Run
-from vision.training.network import Network
-from vision.training.perception import IGNORE, TASKS, patch_labels, perception_accuracy, perception_loss
-from vision.training.stages import language_optimisers, tower_optimisers
+from vision.training.network import TrainedLlava
+from vision.training.perception import TASKS, patch_labels, perception_accuracy, perception_loss
+from vision.training.task import TOWER_SHARE, LlavaTask, TowerTask, stages
 from vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
 
 SMALL = Architecture(32, 1, 2, 32, 1, 2, 1, 16, 32, 1024, 512)
@@ -43,23 +53,23 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    examples = [kind.make(seeded("train", index)) for index in range(150) for kind in ALL_LESSONS.values()]
+    examples = [kind.make(seeded("train", index)) for index in range(150) for kind in CONVERSATIONS.values()]
     folder = tmp_path_factory.mktemp("run") / "tokenizer"
     train_tokenizer(corpus(examples), 512).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def start(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Starts, or goes on with, a run of the smallest model in a named folder."""
+def start(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Iterator[tuple[str, Trainer]]]:
+    """Starts or resumes the stages of a run of a tiny model in a named folder."""
 
-    def run(name: str, **plan: object) -> Run:
+    def run(name: str, **changes: Any) -> Iterator[tuple[str, Trainer]]:
         folder = tmp_path / name
         if not folder.exists():
             folder.mkdir()
             shutil.copytree(tokenizer_folder, folder / "tokenizer")
-        settings = {"steps": (3, 6), "size": 0.1, "checkpoint_minutes": 0.0, "architecture": SMALL, **plan}
-        return Run(folder, Plan(**settings))  # type: ignore[arg-type]
+        settings = {"size": 0.1, "steps": (3, 6), "checkpoint_minutes": 0.0, "architecture": SMALL, **changes}
+        return stages(folder, **settings)
 
     return run
 
@@ -67,14 +77,14 @@ def start(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Run]:
 @pytest.mark.parametrize(
     "text", ['It says "CAT7".', "  two\n\nlines\t", "Ünï 漢字 🎉 \u200d", "ABC 12 USER", "a\x00b", ""]
 )
-def test_any_text_survives_the_tokenizer(tokenizer_folder: Path, text: str) -> None:
+def test_the_tokenizer_round_trips_any_text(tokenizer_folder: Path, text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     ids = tokenizer(text).input_ids
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_signs_are_read_character_by_character() -> None:
+def test_signs_are_tokenized_character_by_character() -> None:
     # Texts that would make any free BPE merge these words.
     tokenizer = train_tokenizer(['The sign reads "GREEN". It says "RED" or "4207".'] * 50, 512)
     for text in ("RED", "GREEN", "4207", "QZX", "A", "7"):
@@ -94,7 +104,7 @@ def test_encoding_marks_answers_and_expands_images(tokenizer_folder: Path) -> No
         assert predicted == "".join(f" {text}</s>" for _, text in example.turns)
 
 
-def test_training_prompt_is_the_processors_prompt(tokenizer_folder: Path) -> None:
+def test_training_prompt_equals_the_processors_prompt(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     processor = make_processor(tokenizer)
     example = next(e for e in (one_image(seeded("train", k)) for k in range(99)) if len(e.turns) > 1)
@@ -110,7 +120,7 @@ def test_training_prompt_is_the_processors_prompt(tokenizer_folder: Path) -> Non
     assert prompt.endswith("ASSISTANT:")
 
 
-def test_processor_gives_the_pixels_of_training(tokenizer_folder: Path) -> None:
+def test_the_processors_pixels_equal_those_of_training(tokenizer_folder: Path) -> None:
     processor = make_processor(AutoTokenizer.from_pretrained(tokenizer_folder))
     scene = sample_scene(seeded("train", 2))
     pixels = processor.image_processor(draw(scene), return_tensors="pt")["pixel_values"]
@@ -119,7 +129,7 @@ def test_processor_gives_the_pixels_of_training(tokenizer_folder: Path) -> None:
     assert (large - pixels).abs().mean() < 0.04
 
 
-def test_patch_labels_name_every_patch_of_a_cell() -> None:
+def test_patch_labels_cover_every_patch_of_a_cell() -> None:
     scene = Scene("brown", (Item("star", "pink", "large", 2, 1, 26),), Sign("A7", 0, 3, ((0, 0), (0, 0))))
     labels = dict(zip(TASKS, patch_labels(scene).reshape(-1, 6, 6), strict=True))
     here = np.zeros((6, 6), bool)
@@ -132,30 +142,39 @@ def test_patch_labels_name_every_patch_of_a_cell() -> None:
     assert (labels["background"] == 3).all()
 
 
-def test_perception_loss_ignores_what_has_no_label() -> None:
+def test_perception_loss_ignores_unlabelled_patches() -> None:
     scene, signs = sample_dense(seeded("train", 1))
     labels = torch.from_numpy(patch_labels(scene, signs))[None]
     perfect = [
         torch.nn.functional.one_hot(labels[:, k], classes).float() * 50 for k, classes in enumerate(TASKS.values())
     ]
     assert perception_loss(perfect, labels) < 1e-6
-    assert all(share == 1.0 or np.isnan(share) for share in perception_accuracy(perfect, labels).values())
+    assert set(perception_accuracy(perfect, labels).values()) == {1.0}
+    assert perception_accuracy(perfect, torch.full_like(labels, IGNORE)) == {}
     wrong = [scores.roll(1, -1) for scores in perfect]
     assert perception_loss(wrong, labels) > 10
     assert perception_loss(wrong, torch.full_like(labels, IGNORE)) == 0
 
 
-def test_batches_depend_on_their_step_alone(tokenizer_folder: Path) -> None:
+def test_a_conversation_sampler_resumes_at_any_step(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    first, second = Lessons(tokenizer), Lessons(tokenizer)
-    in_order = [first.batch(step, ALL_LESSONS, 0.1) for step in range(2 * POOL)]
-    for step in (POOL + 1, 2):
-        again = second.batch(step, ALL_LESSONS, 0.1)
-        assert torch.equal(again.tokens, in_order[step].tokens)
-        assert torch.equal(again.pixels, in_order[step].pixels)
-    assert not torch.equal(in_order[0].tokens, in_order[1].tokens)
-    assert len({one.kind for one in in_order[:POOL]}) > 1
-    batch = in_order[0]
+    whole = ConversationSampler(tokenizer, 0.1)
+    # Pools of both curriculum stages: what a pool holds follows from the progress at its first step.
+    progress = [0.9 * LISTS_UNTIL + 0.01 * step for step in range(2 * POOL)]
+    states, in_order = [], []
+    for value in progress:
+        states.append(whole.state_dict())
+        in_order.append([row.ids for row in whole.next(value)])
+    for step in (POOL + 1, 2, POOL):
+        resumed = ConversationSampler(tokenizer, 0.1)
+        resumed.load_state_dict(states[step])
+        assert [[row.ids for row in resumed.next(value)] for value in progress[step:]] == in_order[step:]
+    assert in_order[0] != in_order[1]
+
+
+def test_labels_are_the_next_tokens_of_answers(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    batch = collate(ConversationSampler(tokenizer, 0.1).next(0.5), tokenizer.pad_token_id)
     known = batch.labels != IGNORE
     assert known.any()
     assert batch.tokens.shape[1] % 16 == 0
@@ -164,7 +183,7 @@ def test_batches_depend_on_their_step_alone(tokenizer_folder: Path) -> None:
     assert torch.equal(shifted[known & ~ends], batch.labels[known & ~ends])
 
 
-def test_degraded_pictures_still_show_the_scene() -> None:
+def test_degraded_images_stay_close_to_the_scene() -> None:
     scene = sample_scene(seeded("train", 8))
     clean = draw(scene).astype(int)
     seen = [render(scene, seeded("train", index)) for index in range(60)]
@@ -175,10 +194,10 @@ def test_degraded_pictures_still_show_the_scene() -> None:
 def test_network_equals_transformers_own_forward(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     torch.manual_seed(0)
-    network = Network(llava_config(SMALL, token_ids(tokenizer))).eval()
-    batch = held_out_batch("video4", tokenizer, 3)
+    network = TrainedLlava(llava_config(SMALL, token_ids(tokenizer))).eval()
+    batch = collate(held_out_examples("video4", tokenizer, 3), tokenizer.pad_token_id)
     with torch.no_grad():
-        ours = network(batch, 0.0).language
+        ours = network(batch, 0.0).metrics["language"]
         out = network.llava(input_ids=batch.tokens, pixel_values=batch.pixels)
         theirs = torch.nn.functional.cross_entropy(
             out.logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE
@@ -188,103 +207,72 @@ def test_network_equals_transformers_own_forward(tokenizer_folder: Path) -> None
 
 def test_optimisers_cover_every_trained_parameter_once(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    network = Network(llava_config(SMALL, token_ids(tokenizer)))
-    held = [id(parameter) for parameter in language_optimisers(network).parameters]
+    network = TrainedLlava(llava_config(SMALL, token_ids(tokenizer)))
+    held = [id(parameter) for parameter in LlavaTask(network, tokenizer).optimisers.parameters]
     assert len(held) == len(set(held))
     assert set(held) == {id(parameter) for parameter in network.parameters()}
     tower = {id(p) for module in (network.llava.model.vision_tower, network.heads) for p in module.parameters()}
-    assert {id(parameter) for parameter in tower_optimisers(network).parameters} == tower
+    assert {id(parameter) for parameter in TowerTask(network).optimisers.parameters} == tower
 
 
-def test_rate_rises_holds_and_falls_to_zero() -> None:
-    assert rate(0.0, 0, warmup=10, hold=0.5) == pytest.approx(0.1)
-    assert rate(0.4, 100, warmup=10, hold=0.5) == 1.0
-    assert rate(0.75, 100, warmup=10, hold=0.5) == pytest.approx(0.5)
-    assert rate(1.0, 100, warmup=10, hold=0.5) == 0.0
+def test_learning_rate_warms_up_holds_and_decays_to_zero() -> None:
+    assert lr_factor(0.0, 0, warmup=10, hold=0.5) == pytest.approx(0.1)
+    assert lr_factor(0.4, 100, warmup=10, hold=0.5) == 1.0
+    assert lr_factor(0.75, 100, warmup=10, hold=0.5) == pytest.approx(0.5)
+    assert lr_factor(1.0, 100, warmup=10, hold=0.5) == 0.0
 
 
-@pytest.mark.parametrize("killed_at", [[2], [4, 6]])
-def test_a_killed_run_ends_like_an_uninterrupted_one(start: Callable[..., Run], killed_at: list[int]) -> None:
-    whole = start("whole")
-    whole.train()
-    for steps in killed_at:
-        run = start("killed")
-        done = run.step + (3 if run.stage == "language" else 0)
-
-        def kill(run: Run = run, done: int = done, remaining: int = steps - done) -> bool:
-            taken = run.step + (3 if run.stage == "language" else 0) - done
-            if taken >= remaining:
-                raise KeyboardInterrupt
-            return False
-
-        with pytest.raises(KeyboardInterrupt):
-            run.train(stop=kill)
-    resumed = start("killed")
-    assert (resumed.stage, resumed.step) == (("tower", 2) if killed_at == [2] else ("language", 3))
-    resumed.train()
-    for name, value in whole.network.state_dict().items():
-        assert torch.equal(value, resumed.network.state_dict()[name]), name
+def train_all(runs: Iterator[tuple[str, Trainer]]) -> Trainer:
+    for _, trainer in runs:
+        trainer.train()
+    return trainer
 
 
-def test_a_torn_checkpoint_never_replaces_a_whole_one(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("killed_at", [[("tower", 2)], [("language", 1), ("language", 3)]])
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    start: Callable[..., Iterator[tuple[str, Trainer]]], killed_at: list[tuple[str, int]]
 ) -> None:
-    run = start("torn")
-    run.save()
-    before = (run.folder / CHECKPOINT).read_bytes()
+    whole = train_all(start("whole"))
 
-    def torn(state: object, path: Path) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError("disk full")
+    def train_until(at: tuple[str, int]) -> None:
+        for stage, trainer in start("killed"):
 
-    monkeypatch.setattr(torch, "save", torn)
-    with pytest.raises(OSError, match="disk full"):
-        run.save()
-    assert (run.folder / CHECKPOINT).read_bytes() == before
+            def kill(stage: str = stage, trainer: Trainer = trainer) -> bool:
+                if (stage, trainer.step) == at:
+                    raise KeyboardInterrupt
+                return False
 
+            trainer.train(stop=kill)
 
-def test_the_loss_falls(start: Callable[..., Run]) -> None:
-    rows: list[dict] = []
-    run = start("falls", steps=(20, 80), checkpoint_minutes=9.0, report_minutes=0.0)
-    run.notify = rows.append
-    run.train()
-    for stage in ("tower", "language"):
-        losses = [row["loss"] for row in rows if row["event"] == stage]
-        assert np.mean(losses[-5:]) < 0.93 * losses[0], losses
-    logged = [json.loads(line) for line in (run.folder / LOG).read_text().splitlines()]
-    assert logged == rows
+    for at in killed_at:
+        with pytest.raises(KeyboardInterrupt):
+            train_until(at)
+    stage, resumed = next(start("killed"))
+    assert (stage, resumed.step) == killed_at[-1]
+    resumed = train_all(start("killed"))
+    for name, value in whole.task.network.state_dict().items():
+        assert torch.equal(value, resumed.task.network.state_dict()[name]), name
 
 
-def test_plan_wants_minutes_or_steps(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="minutes or steps"):
-        Run(tmp_path, Plan())
+def test_the_loss_falls_in_both_stages(start: Callable[..., Iterator[tuple[str, Trainer]]]) -> None:
+    for stage, trainer in start("falls", steps=(20, 80), checkpoint_minutes=9.0):
+        rows: list[dict] = []
+        trainer.notify = rows.append
+        trainer.train()
+        losses = [row["loss"] for row in rows if row["event"] == "train"]
+        assert np.mean(losses[-5:]) < 0.93 * losses[0], (stage, losses)
+        first, last = (row["loss"] for row in rows if row["event"] == "held-out")
+        assert last < 0.95 * first
+        assert len((trainer.folder / LOG).read_text().splitlines()) == len(rows)
+        assert (trainer.folder / CHECKPOINT).exists()
+        assert (trainer.folder / MODEL).exists() == (stage == "language")
 
 
-def test_minutes_end_a_run_that_was_resumed(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the whole run sets stage and progress: 3 steps of 10 s for the tower, 9 for everything."""
-    now, seen = [0.0], []
-
-    def step(run: Run, progress: float) -> dict:
-        seen.append((run.stage, run.step, round(progress, 6)))
-        now[0] += 10.0
-        return {"event": run.stage}
-
-    monkeypatch.setattr("vision.training.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Run, "_tower_step", step)
-    monkeypatch.setattr(Run, "_language_step", step)
-    monkeypatch.setattr(Run, "export", lambda run, folder: None)
-    plan = {"steps": None, "minutes": 2.0, "tower_share": 0.25, "export_minutes": 99.0}
-    expected = [("tower", k, round(k / 3, 6)) for k in range(3)] + [("language", k, round(k / 9, 6)) for k in range(9)]
-    for asked in (99, 2, 5):  # steps before the interruption
-        seen.clear()
-        name, left = str(asked), iter(range(asked))
-        start(name, **plan).train(stop=lambda left=left: next(left, None) is None)
-        now[0] = 7000.0 - now[0]  # the clock of another process, another day
-        run = start(name, **plan)
-        run.train()
-        assert (run.stage, run.elapsed) == ("done", 120.0)
-        assert seen == expected
-        assert start(name, **plan).stage == "done"
+def test_minutes_are_split_between_the_stages(start: Callable[..., Iterator[tuple[str, Trainer]]]) -> None:
+    plans = [trainer.plan for _, trainer in start("split", steps=None, minutes=50.0)]
+    assert [plan.minutes for plan in plans] == pytest.approx([50 * TOWER_SHARE, 50 * (1 - TOWER_SHARE)])
+    with pytest.raises(UserError, match="one of steps and minutes: received steps=None, minutes=None"):
+        next(start("neither", steps=None))
 
 
 def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -303,17 +291,17 @@ def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, toke
     assert len(texts) == 3
 
 
-def test_matching_finds_the_mention_meant() -> None:
+def test_objects_are_matched_to_their_mentions() -> None:
     items = (Item("star", "red", "small", 0, 0, 15), Item("ring", "blue", "small", 2, 2, 15))
     moved, other = Mention("red", "star", None, (1, 1)), Mention("green", "ring", None, (2, 2))
     assert list(match(items, [moved, other])) == [(items[0], moved), (items[1], other)]
     assert list(match(items, [])) == [(items[0], None), (items[1], None)]
 
 
-def test_reading_understands_free_wording() -> None:
+def test_reading_parses_free_wording() -> None:
     text = 'There is a big violet hoop at the very centre; an orange disc in the upper left, and "A RED STAR".'
     assert read_objects(text)[0] == Mention("purple", "ring", "large", (1, 1))
     assert read_events("Then the violet disc slides to the left and ends in the upper left. A red star vanishes.") == [
-        Happening("move", "purple", "circle", (0, 0)),
-        Happening("vanish", "red", "star"),
+        ReadEvent("move", "purple", "circle", (0, 0)),
+        ReadEvent("vanish", "red", "star"),
     ]

@@ -1,4 +1,4 @@
-"""A target answers the questions of conversations, many at a time."""
+"""Generates a target's answers to the questions of conversations, in batches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from vision.targets import VisionTarget
 
-_POOL = 8  # batches whose requests are sorted together, so that answers of a batch end at about the same time
+_POOL = 8  # batches sorted together, so that the answers of a batch have similar lengths
 
 
 @dataclass
-class Job:
-    """A conversation in the making.
+class PendingConversation:
+    """A conversation whose answers are being generated.
 
     Attributes:
         id: of the conversation.
-        questions: the content of each user message, as in `data.Conversation`.
-        expected: a guess of the length of each answer, in characters.
-        system: what stands before the first question.
-        known: answers from elsewhere, where there are any.
+        questions: content of each user message, as in `data.Conversation`.
+        expected: estimated length of each answer, in characters.
+        system: system messages.
+        known: reference answers, if there are any.
         messages, answers: those so far.
     """
 
@@ -41,31 +41,34 @@ class Job:
         self.messages += self.system
 
     @property
-    def open(self) -> bool:
+    def pending(self) -> bool:
+        """Whether questions are left to answer."""
         return len(self.answers) < len(self.questions)
 
     @property
-    def likeness(self) -> tuple[int, int]:
-        """Close for questions that cost about the same to answer: visual input, then length of the answer."""
-        asked = self.questions[: len(self.answers) + 1]
-        return sum(item["type"] in data.MEDIA for items in asked for item in items), self.expected[len(self.answers)]
+    def cost(self) -> tuple[int, int]:
+        """Sort key by the cost of the next answer: number of media so far, then expected length."""
+        questions = self.questions[: len(self.answers) + 1]
+        media = sum(item["type"] in data.MEDIA for items in questions for item in items)
+        return media, self.expected[len(self.answers)]
 
-    def ask(self) -> list[dict[str, Any]]:
-        """The messages up to the next question."""
+    def prompt(self) -> list[dict[str, Any]]:
+        """Returns the messages up to the next question."""
         return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
 
-    def hear(self, text: str, token_ids: Sequence[int] | None) -> None:
-        """Take in the next answer, its tokens too where they are known."""
+    def add_answer(self, text: str, token_ids: Sequence[int] | None) -> None:
+        """Appends the next question and its answer; `token_ids` are None where only the text is known."""
         self.messages.append({"role": "user", "content": self.questions[len(self.answers)]})
         self.messages.append({"role": "assistant", "content": text.strip()})
         self.answers.append(None if token_ids is None else tuple(token_ids))
 
     def result(self) -> data.Conversation:
+        """Returns the conversation so far."""
         return data.Conversation(self.id, tuple(self.messages), tuple(self.answers))
 
 
-def job_of(conversation: data.Conversation) -> Job:
-    """The conversation's questions, to be answered anew."""
+def without_answers(conversation: data.Conversation) -> PendingConversation:
+    """Returns the conversation's questions, to be answered by a target."""
     questions, expected = [], []
     for message in conversation.messages:
         if message["role"] == "user":
@@ -74,42 +77,48 @@ def job_of(conversation: data.Conversation) -> Job:
         elif message["role"] == "assistant":
             expected[-1] = len(message["content"])
     system = tuple(message for message in conversation.messages[:1] if message["role"] == "system")
-    return Job(conversation.id, questions, expected, system)
+    return PendingConversation(conversation.id, questions, expected, system)
 
 
-class Answering:
-    """Runs jobs through a pipeline, questions of a kind together.
+class AnswerGenerator:
+    """Generates answers with a pipeline, batching questions of similar cost.
+
+    Args:
+        pipe: of the target.
+        batch: questions per batch.
+        seed: of sampling.
+        keywords: of `Pipeline.generate_batch`.
 
     Attributes:
-        answers, tokens: given so far.
-        failures: why conversations ended early, one line each.
+        answers, tokens: numbers generated so far.
+        failures: errors that ended conversations early, one line each.
     """
 
     def __init__(self, pipe: Pipeline, batch: int, seed: int, keywords: dict[str, Any]) -> None:
         self.pipe, self.batch, self.seed, self.keywords = pipe, batch, seed, keywords
         self.answers = self.tokens = 0
         self.failures: list[str] = []
-        self._reads_text_only = not isinstance(pipe.target, VisionTarget)
+        self._text_only = not isinstance(pipe.target, VisionTarget)
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[list[data.Conversation]]:
-        """The finished conversations of each batch."""
+    def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
+        """Yields the conversations that each batch has completed."""
         stream = iter(jobs)
         while pool := list(islice(stream, _POOL * self.batch)):
             while pool:
-                pool.sort(key=lambda job: job.likeness)
+                pool.sort(key=lambda job: job.cost)
                 for start in range(0, len(pool), self.batch):
                     group = pool[start : start + self.batch]
                     self._answer(group)
-                    yield [job.result() for job in group if not job.open and job.answers]
-                pool = [job for job in pool if job.open]
+                    yield [job.result() for job in group if not job.pending and job.answers]
+                pool = [job for job in pool if job.pending]
 
-    def _answer(self, group: list[Job]) -> None:
+    def _answer(self, group: list[PendingConversation]) -> None:
         first = group[0]
-        # A seed of its own for each batch: equal ones would draw alike.
+        # Batches with the same seed would draw the same random numbers.
         seed = zlib.crc32(f"{self.seed} {first.id} {len(first.answers)}".encode())
         try:
-            requests = [{"prompt": self._shaped(job.ask())} for job in group]
-            said = self.pipe.generate_batch(requests, seed=seed, **self.keywords)
+            requests = [{"prompt": self._formatted(job.prompt())} for job in group]
+            answers = self.pipe.generate_batch(requests, seed=seed, **self.keywords)
         except UserError as error:
             if len(group) > 1:
                 for job in group:
@@ -118,10 +127,10 @@ class Answering:
             self.failures.append(f"{first.id}: {error}")
             del first.questions[len(first.answers) :]
             return
-        for job, answer in zip(group, said, strict=True):
-            job.hear(answer.text, answer.token_ids)
+        for job, answer in zip(group, answers, strict=True):
+            job.add_answer(answer.text, answer.token_ids)
             self.answers += 1
             self.tokens += len(answer.token_ids)
 
-    def _shaped(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return data.as_text(messages) if self._reads_text_only else messages
+    def _formatted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return data.as_text(messages) if self._text_only else messages

@@ -1,5 +1,4 @@
-"""`mmspec train msd` and `mmspec train flash`: drafters for any target, from conversations that the target has (best)
-answered itself."""
+"""`mmspec train msd` and `mmspec train flash`: train drafters of any target, best on the target's own answers."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 import click
 
 from mmspec.cli.options import Number
-from mmspec.distil.options import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES, options
+from mmspec.distil.options import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES, option_groups
 
 OBJECTIVE = (
     click.option(
@@ -18,83 +17,92 @@ OBJECTIVE = (
         type=click.IntRange(1),
         default=3,
         show_default=True,
-        help="Passes over a batch, each fed with the guesses of the one before.",
+        help="Forward passes over a batch, each fed with the predictions before.",
     ),
     click.option("--decay", type=POSITIVE, default=0.8, show_default=True, help="Weight of a pass to the one before."),
-    click.option("--hidden-weight", type=Number(0), default=0.1, show_default=True, help="Of hidden states' distance."),
-    click.option("--token-weight", type=Number(0), default=1.0, show_default=True, help="Of tokens' cross-entropy."),
-    click.option("--noise", type=Number(0), default=0.1, show_default=True, help="On the states that are read."),
+    click.option(
+        "--hidden-weight",
+        type=Number(0),
+        default=0.1,
+        show_default=True,
+        help="Weight of the hidden-state loss.",
+    ),
+    click.option("--token-weight", type=Number(0), default=1.0, show_default=True, help="Weight of the token loss."),
+    click.option("--noise", type=Number(0), default=0.1, show_default=True, help="Noise on the input hidden states."),
 )
 DRAFTER = (
     click.option(
         "--start",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Begin from this drafter: its shape, draft vocabulary and weights where nothing else is asked for.",
+        help="Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
     ),
-    click.option("--decoupled/--no-decoupled", default=None, help="Off: EAGLE, without MSD's paths.  [default: on]"),
+    click.option("--decoupled/--no-decoupled", default=None, help="Off: plain EAGLE.  [default: on]"),
     click.option(
         "--visual-states/--no-visual-states",
         default=None,
-        help="Visual positions see the target's hidden states too, by a projection of their own.  [default: off]",
+        help="Visual positions take the target's hidden states too, by their own projection.  [default: off]",
     ),
-    click.option("--heads", type=click.IntRange(1), help="Of its attention; by default the target's."),
+    click.option("--heads", type=click.IntRange(1), help="Attention heads; by default the target's."),
     click.option("--kv-heads", type=click.IntRange(1), help="By default the target's."),
     click.option("--head-dim", type=click.IntRange(2), help="By default the target's."),
-    click.option("--mlp", type=click.IntRange(1), help="Inside its MLP; by default the target's."),
+    click.option("--mlp", type=click.IntRange(1), help="Intermediate size of the MLP; by default the target's."),
 )
 FLASH = (
     click.option(
-        "--slots", type=click.IntRange(1), default=12, show_default=True, help="Tokens per pass; 1 guesses as MSD does."
+        "--slots", type=click.IntRange(1), default=12, show_default=True, help="Tokens per forward pass; 1 as in MSD."
     ),
-    click.option("--latents", type=click.IntRange(0), help="Per image; 0 keeps all visual tokens, as MSD does."),
+    click.option("--latents", type=click.IntRange(0), help="Latents per image; 0 keeps all visual tokens, as in MSD."),
     click.option("--ratio", type=POSITIVE, default=9.0, show_default=True, help="Or visual tokens per latent."),
     click.option(
         "--span",
         type=click.IntRange(1),
-        help="Visual tokens of an image: longer runs are several images. By default as the target's configuration "
-        "says, else 256.",
+        help="Visual tokens per image; longer runs are split. By default that of the target's configuration, or 256.",
     ),
-    click.option("--slot-decay", type=POSITIVE, default=1.0, show_default=True, help="Weight of a slot to the last."),
+    click.option(
+        "--slot-decay",
+        type=POSITIVE,
+        default=1.0,
+        show_default=True,
+        help="Weight of a slot to the one before.",
+    ),
     click.option(
         "--glancing",
         type=SHARE,
         default=0.0,
         show_default=True,
-        help="Of wrong guesses: replaced by the truth, falling to 0.",
+        help="Share of wrong predictions replaced by the truth, decaying to 0.",
     ),
 )
 
 
-# What `python -m eval.flash` found best: a tree from one pass. MSD's trees are wider, and take a pass per level.
+# The best settings of `python -m eval.flash`: a tree from one pass. MSD's trees are wider and take a pass per level.
 FLASH_DEFAULTS = {"passes": 1, "top_k": 4, "depth": 12}
 
 
 @click.command("msd")
-@options(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES)
-def msd(**given: Any) -> None:
+@option_groups(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES)
+def msd(**options: Any) -> None:
     """Train an MSD drafter: first on text, then on a growing share of images and videos.
 
-    A run that was interrupted goes on when the same command is given again. The drafter comes to lie in OUT/drafter,
-    figures in OUT/log.jsonl and OUT/curve.svg. Several devices: `accelerate launch -m vision.distil.command msd
-    OPTIONS`.
+    Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
+    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m vision.distil.command msd OPTIONS`.
     """
-    from vision.distil.msd import run
+    from vision.distil.msd import train_msd
 
-    run(given)
+    train_msd(options)
 
 
 @click.command("flash", context_settings={"default_map": FLASH_DEFAULTS})
-@options(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES, FLASH)
-def flash(**given: Any) -> None:
-    """Train a FLASH drafter: as `train msd` does, with latents in place of images and several tokens per pass.
+@option_groups(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES, FLASH)
+def flash(**options: Any) -> None:
+    """Train a FLASH drafter: MSD with images compressed to latents and several tokens per forward pass.
 
-    Each of the two is switched apart: --latents 0 sees all visual tokens, --slots 1 guesses one token per pass. All
-    else is as in `train msd`, on several devices too.
+    --latents 0 turns off the compression, --slots 1 the semi-autoregression. All else is as in `train msd`.
     """
-    from vision.distil.msd import run
+    from vision.distil.msd import train_msd
     from vision.drafters.msd import Flash
 
-    run(given, Flash)
+    train_msd(options, Flash)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a network of MSD or FLASH is trained for: the target's next states and tokens, also behind its own guesses.
+"""Training objective of MSD and FLASH: the target's next hidden states and tokens, also after the drafter's own ones.
 
-Entry j of a sequence consumes token j + 1 and the target's state at token j; it guesses the state at token j + 1 and by
-it token j + 2.
+Entry j of a drafter's sequence takes token j + 1 and the target's hidden state at token j. It predicts the hidden state
+at token j + 1, and with the target's head token j + 2.
 """
 
 from __future__ import annotations
@@ -15,44 +15,37 @@ from torch.nn import functional as F
 
 from mmspec.distil.features import Features
 from mmspec.target import Target
-from vision.distil.memory import Memory
+from mmspec.training.loss import LossOutput
+from vision.distil.pass_cache import PassCache
 from vision.drafters.latents import packing, take
 from vision.drafters.network import MSDNetwork, Rotary
 
 
 @dataclass(frozen=True)
-class Losses:
-    """``total`` is what to minimise, a scalar; ``figures`` are for people: losses and shares of guesses right."""
+class HiddenStateObjective:
+    """Losses of a batch over several forward passes, each fed with the predictions of the pass before.
 
-    total: Tensor
-    figures: dict[str, float]
+    The first pass takes the target's true hidden states, as for accepted tokens. Later passes take predicted states for
+    the last tokens and true states before them, as for a node of a tree (the training-time test of EAGLE-3, arXiv
+    2503.01840; a single pass is the training of MSD, arXiv 2505.14260).
 
+    With k slots a pass predicts k states in sequence, each from the state predicted before it and the true token: a
+    tree node matters only if its parent was accepted. The next pass is fed with all k. In the first pass such a chain
+    starts at every entry; every k-th chain, from a random one on, continues in the later passes.
 
-@dataclass(frozen=True)
-class Objective:
-    """Losses of a batch over several passes, each fed with the guesses of the pass before.
-
-    The first pass sees the target's true hidden states, as when an accepted token is absorbed. Later passes see guesses
-    for the last tokens and true states before, as a node of a tree does (the training-time test of EAGLE-3, arXiv
-    2503.01840; one pass is the training of MSD, arXiv 2505.14260).
-
-    With k slots a pass guesses k states in sequence, each from the guess before and the true token before: a node of a
-    tree counts only where its parent was right. The next pass is fed with all k. In the first pass such a chain starts
-    at every entry; every k-th one, from a random entry on, is followed through the later passes.
-
-    Figures are numbered by depth in a tree: ``right_d`` is the share of right tokens, d guesses behind a true state.
+    Metrics are numbered by depth in a tree: ``right_d`` is the accuracy of tokens predicted d steps after a true state.
 
     Attributes:
         passes: passes over a batch.
         decay: weight of a pass relative to the one before.
         slot_decay: weight of a slot relative to the one before.
         hidden_weight: of the smooth L1 distance to the target's hidden state.
-        token_weight: of the cross-entropy with the target's distribution of the next token. The paper weighs the two 1
-            and 0.1, as EAGLE does.
-        noise: uniform noise of this size, times 512 / length, on the hidden states of the first pass.
-        glancing: share of the wrong guesses that are replaced by the target's states before the next pass is fed with
-            them, when training begins; it falls to 0 at the end (Falcon, arXiv 2412.12639, which shows tokens: here
-            tokens within a block are the true ones anyway, as a node counts only where its parent is right).
+        token_weight: of the cross-entropy with the target's next-token distribution. The papers of MSD and EAGLE weight
+            the two 1 and 0.1.
+        noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
+        glancing: share of wrong predictions that are replaced by the target's states before the next pass, at the start
+            of the training; decays linearly to 0 (Falcon, arXiv 2412.12639, replaces tokens: here the tokens of a block
+            are the true ones anyway).
     """
 
     passes: int = 3
@@ -71,83 +64,82 @@ class Objective:
         draft_ids: Tensor | None = None,
         generator: torch.Generator | None = None,
         progress: float = 1.0,
-    ) -> Losses:
-        """Losses on the answers of ``batch``.
+    ) -> LossOutput:
+        """Returns the losses on the answers of ``batch``.
 
         Args:
-            network: what is trained.
-            target: for its embedding and head, both frozen.
-            draft_ids: (n,) int64, the tokens of a reduced draft vocabulary; probabilities are over them alone.
-            generator: source of the noise, of the entry where chains start, and of what glancing replaces.
-            progress: share of the training that is behind us.
+            network: to train.
+            target: for its frozen embedding and head.
+            batch: features of conversations.
+            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
+            generator: of noise, of the first chain, and of the predictions that glancing replaces.
+            progress: of the training, from 0 to 1.
         """
         slots = network.config.slots
         entries = _entries(network, batch, self._noisy(batch.hidden[:, :-1], generator))
         head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-        judge = _Judge(self, entries, head, self.glancing * (1.0 - progress), generator)
-        if judge.count == 0:
-            return Losses(judge.total, judge.figures)
+        losses = _LossSum(self, entries, head, self.glancing * (1.0 - progress), generator)
+        if losses.count == 0:
+            return LossOutput(losses.total, losses.metrics)
         rotary = Rotary(network.config.head_dim, network.config.rope_theta)
         rotary.reserve(batch.hidden.shape[1], batch.embeds)
-        memory = Memory()
+        cache = PassCache()
         x = network.combine(entries.embeds, entries.hidden, entries.visual)
-        outputs = network(x, rotary(entries.positions), memory.attend)
-
+        outputs = network(x, rotary(entries.positions), cache.attend)
+        last, device = x.shape[1] - 1, x.device
         entry, valid = packing(entries.wanted, left=False)
-        guess, carried = network.begin(take(outputs, entry))
+        state, carried = network.begin(take(outputs, entry))
         for number in range(self.passes):
-            states, ends = self._slots(network, entries, judge, entry, guess, carried, valid, number)
+            states, ends = self._predict_slots(network, entries, losses, entry, state, carried, valid, number)
             if number + 1 == self.passes or not bool(ends.any()):
                 break
             if number == 0:
-                first = int(torch.randint(slots, (), generator=generator, device=x.device)) if slots > 1 else 0
+                first = int(torch.randint(slots, (), generator=generator, device=device)) if slots > 1 else 0
                 entry, ends, states = entry[:, first::slots], ends[:, first::slots], states[:, first::slots]
-                memory.follow(entry)
-            link = entry[..., None] + torch.arange(1, slots + 1, device=x.device)
-            link = link.clamp(max=x.shape[1] - 1).flatten(1)
-            fed = network.combine(take(entries.embeds, link), states.flatten(1, 2), None)
-            at = entries.positions
-            outputs = network(fed, rotary(link if isinstance(at, slice) else at.gather(1, link)), memory.attend)
+                cache.start_chains(entry)
+            link = (entry[..., None] + torch.arange(1, slots + 1, device=device)).clamp(max=last).flatten(1)
+            x = network.combine(take(entries.embeds, link), states.flatten(1, 2), None)
+            outputs = network(x, rotary(entries.positions_of(link)), cache.attend)
             entry, valid = entry + slots, ends
-            guess, carried = network.begin(outputs[:, slots - 1 :: slots])
-        return Losses(judge.total, judge.figures)
+            state, carried = network.begin(outputs[:, slots - 1 :: slots])
+        return LossOutput(losses.total, losses.metrics)
 
-    def _slots(
+    def _predict_slots(
         self,
         network: MSDNetwork,
         entries: _Entries,
-        judge: _Judge,
+        losses: _LossSum,
         entry: Tensor,
-        guess: Tensor,
+        state: Tensor,
         carried: Tensor,
         valid: Tensor,
         number: int,
     ) -> tuple[Tensor, Tensor]:
-        """The slots of a pass.
+        """Predicts the states of all slots of a pass and adds their losses.
 
         Args:
-            entry: (batch, chains) int64, where they start.
-            guess: (batch, chains, hidden), the pass's guesses there.
-            carried: (batch, chains, hidden), what their slots carry.
-            valid: (batch, chains) bool, chains that lie within an answer up to there.
+            entry: (batch, chains) int64, the entry of each chain's first slot.
+            state: (batch, chains, hidden), the states predicted in the first slot.
+            carried: (batch, chains, hidden), the recurrent state between slots.
+            valid: (batch, chains) bool, chains that are within an answer so far.
             number: of the pass, from 0.
 
         Returns:
-            What the next pass is fed with, (batch, chains, slots, hidden), and which chains it can continue, (batch,
-            chains) bool.
+            The input states of the next pass, (batch, chains, slots, hidden), and the chains that it can continue,
+            (batch, chains) bool.
         """
         slots, last = network.config.slots, entries.wanted.shape[1] - 1
-        # Later passes follow one chain in ``slots``.
-        share, guesses = slots if number else 1, []
+        # Later passes continue one chain in ``slots``.
+        share, states = slots if number else 1, []
         for slot in range(slots):
-            place = (entry + slot).clamp(max=last)
+            position = (entry + slot).clamp(max=last)
             if slot:
-                carried = network.cell(take(entries.embeds, place), carried)
-                guess = network.cell.guess(carried)
+                carried = network.cell(take(entries.embeds, position), carried)
+                state = network.cell.guess(carried)
             weight = self.decay**number * self.slot_decay**slot * share
-            guesses.append(judge(guess, place, valid, number * slots + slot + 1, weight))
+            states.append(losses.add(state, position, valid, number * slots + slot + 1, weight))
             valid = valid & entries.wanted.gather(1, (entry + slot + 1).clamp(max=last))
-        return torch.stack(guesses, dim=2), valid
+        return torch.stack(states, dim=2), valid
 
     def _noisy(self, hidden: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.noise == 0.0:
@@ -158,10 +150,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class _Entries:
-    """What stands at the entries of a batch, (batch, entries, ...) each.
+    """The drafter's input sequences and targets of a batch, (batch, entries, ...) each.
 
-    ``embeds`` and ``hidden`` are consumed, ``truth`` is the state to be guessed. ``wanted`` marks the entries whose
-    consumed and whose guessed token are both the target's own. ``positions`` is a slice where all entries are there.
+    Attributes:
+        embeds, hidden: inputs.
+        truth: the hidden states to predict.
+        visual: entries of visual tokens.
+        wanted: entries whose input token and predicted token both belong to an answer.
+        positions: of the entries; a slice if none were removed.
     """
 
     embeds: Tensor
@@ -171,11 +167,15 @@ class _Entries:
     wanted: Tensor
     positions: Tensor | slice
 
+    def positions_of(self, entry: Tensor) -> Tensor:
+        """Positions of entries, (batch, n) int64 each."""
+        return entry if isinstance(self.positions, slice) else self.positions.gather(1, entry)
+
 
 def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
-    """The entries of a batch, latents in place of what they stand for; ``hidden``: (batch, entries, hidden)."""
-    said = batch.answer[:, 1:]
-    wanted = said & F.pad(said[:, 1:], (0, 1))
+    """The entries of a batch, images compressed to latents; ``hidden``: (batch, entries, hidden)."""
+    answer = batch.answer[:, 1:]
+    wanted = answer & F.pad(answer[:, 1:], (0, 1))
     embeds, truth, visual = batch.embeds[:, 1:], batch.hidden[:, 1:], batch.visual[:, 1:]
     images = network.images(visual)
     if images is None:
@@ -186,12 +186,12 @@ def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
     return _Entries(take(embeds, order), take(hidden, order), take(truth, order), visual, wanted, order)
 
 
-class _Judge:
-    """Sums up losses; gives guesses back, some of the wrong ones replaced."""
+class _LossSum:
+    """Accumulates the losses of predicted states."""
 
     def __init__(
         self,
-        objective: Objective,
+        objective: HiddenStateObjective,
         entries: _Entries,
         head: Callable[[Tensor], Tensor],
         glancing: float,
@@ -201,41 +201,41 @@ class _Judge:
         self._states = entries.truth
         truth = entries.truth[entries.wanted]
         self.count = len(truth)
-        self._place = entries.wanted.flatten().cumsum(0).view(entries.wanted.shape) - 1
+        self._index = entries.wanted.flatten().cumsum(0).view(entries.wanted.shape) - 1
         with torch.no_grad():
             self._goal = head(truth).float().softmax(-1)
         self.total = truth.new_zeros((), dtype=torch.float32)
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
-    def __call__(self, state: Tensor, entry: Tensor, valid: Tensor, depth: int, weight: float) -> Tensor:
-        """Count guesses.
+    def add(self, state: Tensor, entry: Tensor, valid: Tensor, depth: int, weight: float) -> Tensor:
+        """Adds the losses of predicted states.
 
         Args:
-            state: (batch, chains, hidden).
-            entry: (batch, chains) int64, the entries whose true states they guess.
-            valid: (batch, chains) bool, which of them count.
-            depth: names the figures.
-            weight: of their losses.
+            state: (batch, chains, hidden), the predictions.
+            entry: (batch, chains) int64, the entries that they predict.
+            valid: (batch, chains) bool, predictions with a loss.
+            depth: suffix of the metrics' names.
+            weight: of the losses.
 
         Returns:
-            (batch, chains, hidden), what to feed on.
+            The states to continue with, (batch, chains, hidden): the predictions, some wrong ones replaced by glancing.
         """
-        mine = state[valid]
-        if len(mine) == 0:
+        predicted = state[valid]
+        if len(predicted) == 0:
             return state
         row = torch.arange(len(entry), device=entry.device)[:, None].expand_as(entry)[valid]
-        truth, goal = self._states[row, entry[valid]], self._goal[self._place.gather(1, entry)[valid]]
-        scores = self._head(mine).float().log_softmax(-1)
-        hidden = F.smooth_l1_loss(mine.float(), truth.float())
+        truth, goal = self._states[row, entry[valid]], self._goal[self._index.gather(1, entry)[valid]]
+        scores = self._head(predicted).float().log_softmax(-1)
+        hidden = F.smooth_l1_loss(predicted.float(), truth.float())
         token = -(goal * scores).sum(-1).mean()
-        # Means over the entries of the first pass, so that batches of several processes add up to one.
+        # Normalised by the entries of the first pass, so that the losses of several processes add up.
         loss = self._objective.hidden_weight * hidden + self._objective.token_weight * token
-        self.total = self.total + weight * len(mine) / self.count * loss
+        self.total = self.total + weight * len(predicted) / self.count * loss
         right = scores.argmax(-1) == goal.argmax(-1)
         named = {"hidden": hidden, "token": token, "right": right.float().mean()}
-        self.figures |= {f"{name}_{depth}": float(value.detach()) for name, value in named.items()}
+        self.metrics |= {f"{name}_{depth}": float(value.detach()) for name, value in named.items()}
         if self._glancing == 0.0:
             return state
-        drawn = torch.rand(len(mine), generator=self._generator, device=state.device) < self._glancing
+        drawn = torch.rand(len(predicted), generator=self._generator, device=state.device) < self._glancing
         replaced = torch.zeros_like(valid).masked_scatter(valid, drawn & ~right)
         return torch.where(replaced[..., None], take(self._states, entry).to(state.dtype), state)

@@ -1,8 +1,7 @@
-"""Questions about drawn training scenes and clips, for the target to answer."""
+"""Conversations about drawn training scenes and clips, to be answered by a target."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 
 from PIL import Image
 
-from vision.distil.answering import Job
-from vision.scenes.conversations import Example, one_image, questions_only, several_images, video, words_only
+from mmspec.training.files import atomic
+from vision.distil.answering import PendingConversation
+from vision.scenes.conversations import SceneConversation, one_image, questions_only, several_images, video, words_only
 from vision.scenes.drawing import draw
 from vision.scenes.scene import seeded
 
-KINDS: dict[str, tuple[Callable[[random.Random], Example], float]] = {
+KINDS: dict[str, tuple[Callable[[random.Random], SceneConversation], float]] = {
     "image": (one_image, 0.45),
     "questions": (questions_only, 0.15),
     "several": (several_images, 0.08),
@@ -23,15 +23,15 @@ KINDS: dict[str, tuple[Callable[[random.Random], Example], float]] = {
     "video8": (lambda rng: video(rng, 8), 0.1),
     "words": (words_only, 0.1),
 }
-"""Kinds of conversation and their shares."""
+"""How each kind of conversation is drawn, and its share."""
 
 
-def drawn(indices: Iterable[int], out: Path) -> Iterator[Job]:
-    """Conversations about training scenes; the pictures are saved as `OUT/images/*.png`.
+def scene_conversations(indices: Iterable[int], out: Path) -> Iterator[PendingConversation]:
+    """Draws conversations about training scenes; saves their images as `OUT/images/*.png`.
 
     Args:
-        indices: of training scenes; each gives the same conversation in every run.
-        out: where the pictures go. A clip is several pictures, as models are shown it that take no videos.
+        indices: of training scenes. An index gives the same conversation in every run.
+        out: folder of the data set. A clip is saved as several images, for models that take no videos.
     """
     (out / "images").mkdir(parents=True, exist_ok=True)
     for index in indices:
@@ -45,12 +45,11 @@ def drawn(indices: Iterable[int], out: Path) -> Iterator[Job]:
         questions: list[list[dict[str, Any]]] = [[{"type": "text", "text": asked}] for asked, _ in example.turns]
         questions[0] = pictures + questions[0]
         answers = tuple(answer for _, answer in example.turns)
-        yield Job(name, questions, [len(answer) for answer in answers], known=answers)
+        yield PendingConversation(name, questions, [len(answer) for answer in answers], known=answers)
 
 
 def _saved(scene: Any, path: Path) -> Path:
     if not path.exists():
-        part = path.with_name(path.name + ".part")
-        Image.fromarray(draw(scene)).save(part, format="png")
-        os.replace(part, path)
+        with atomic(path) as part:
+            Image.fromarray(draw(scene)).save(part, format="png")
     return path

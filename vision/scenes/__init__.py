@@ -1,1 +1,1 @@
-"""Synthetic dataset: procedural scenes and clips, rendering, captions, questions and conversations."""
+"""Procedural scenes and clips: sampling, rendering, captions, questions and conversations."""

@@ -1,4 +1,4 @@
-"""Write held-out sample images and a video: `python -m vision.scenes --out DIR`."""
+"""`python -m vision.scenes --out DIR` writes held-out images and a video as files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ SCALE = 4
 
 
 def write_clip(clip: Clip, path: Path, frames: int = 32, rate: int = 8) -> None:
-    """Encode a clip as an H.264 video of 384 x 384 pixels.
-
-    Args:
-        frames: number of frames.
-        rate: frames per second.
-    """
+    """Writes a clip as an H.264 video of 384 x 384 pixels, `rate` frames per second."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=rate)
         stream.width = stream.height = 96 * SCALE
@@ -39,22 +34,24 @@ def write_clip(clip: Clip, path: Path, frames: int = 32, rate: int = 8) -> None:
 @click.command()
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write to.")
 @click.option("--images", type=click.IntRange(0), default=1, show_default=True, help="Number of images.")
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first image.")
-@click.option("--clip", "index", type=click.IntRange(0), default=0, show_default=True, help="Index of the video.")
-def write_samples(out: Path, images: int, first: int, index: int) -> None:
-    """Write held-out images and one video, and print a caption of each."""
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Held-out index of the first.")
+@click.option(
+    "--clip", "film", type=click.IntRange(0), default=0, show_default=True, help="Held-out index of the video."
+)
+def main(out: Path, images: int, first: int, film: int) -> None:
+    """Write held-out images and one video, and print their captions."""
     out.mkdir(parents=True, exist_ok=True)
-    for number in range(first, first + images):
-        rng = seeded("heldout", number)
+    for index in range(first, first + images):
+        rng = seeded("heldout", index)
         scene = sample_scene(rng)
-        path = out / ("scene.png" if images == 1 else f"scene-{number}.png")
+        path = out / ("scene.png" if images == 1 else f"scene-{index}.png")
         Image.fromarray(draw(scene, SCALE)).save(path, optimize=True)
         click.echo(json.dumps({"file": path.name, "caption": caption(scene, rng)}))
-    rng = seeded("heldout", index)
+    rng = seeded("heldout", film)
     clip = sample_clip(rng)
     write_clip(clip, out / "clip.mp4")
     click.echo(json.dumps({"file": "clip.mp4", "caption": describe_clip(clip, rng)}))
 
 
 if __name__ == "__main__":
-    write_samples()
+    main()

@@ -1,4 +1,4 @@
-"""Generate captions of scenes: all objects with colour, shape and position, plus sign, count, background, relations."""
+"""Captions of scenes: colour, shape and position of every object, and some of sign, count, background, relations."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ from vision.scenes.wording import (
     in_reading_order,
     neighbours,
     plural,
-    preferred_wording,
+    scene_habit,
     sign_kind,
 )
 
-MOST_SENTENCES = 6
+MAX_SENTENCES = 6
 
 ORDERS: dict[str, Callable[[Sequence[Item]], list[Item]]] = {
     "rows": in_reading_order,
     "columns": in_column_order,
     "reversed": lambda items: in_reading_order(items)[::-1],
 }
-"""Orders in which a caption can list the objects."""
+"""Orders of the objects in a caption."""
 
 
 def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
-    """Generate a caption of 2-6 sentences that names every object once with colour, shape and position.
+    """Returns a caption of 2-6 sentences that names every object once with colour, shape and position.
+
+    The order is part of the request: with a random order, a model mixes the attributes of the objects that could come
+    next.
 
     Args:
-        order: "rows", reading order; "columns", column by column from the left; or "reversed", reading order backwards.
-            It follows from the prompt and is not sampled: a model that cannot predict which object comes next mixes
-            the colour of one with the shape of another.
+        scene: the scene.
+        rng: of the wording.
+        order: "rows" (reading order), "columns" (column by column, from the left) or "reversed" (of "rows").
     """
-    writer = Writer(rng, preferred_wording(scene), sizes=rng.random() < 0.7)
+    writer = Writer(rng, scene_habit(scene), sizes=rng.random() < 0.7)
     body = _object_sentences(ORDERS[order](scene.items), writer)
     if scene.sign is not None:
         body.insert(writer.pick((0, len(body))), _sign_sentence(scene.sign, writer))
@@ -55,7 +58,7 @@ def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
     if relations:
         extras.append(relations[0])
     wanted = max(2 - len(body), rng.choice((0, 1, 1, 2, 2, 3)))
-    wanted = min(wanted, MOST_SENTENCES - len(body), len(extras))
+    wanted = min(wanted, MAX_SENTENCES - len(body), len(extras))
     chosen = rng.sample(range(len(extras)), wanted)
     opening = [k for k in chosen if k < 2][:1] if rng.random() < 0.4 else []
     closing = [k for k in chosen if k not in opening]
@@ -63,8 +66,8 @@ def caption(scene: Scene, rng: random.Random, order: str = "rows") -> str:
 
 
 def brief(scene: Scene, rng: random.Random) -> str:
-    """Generate a one-sentence caption: number and kind of objects, and the sign."""
-    writer = Writer(rng, preferred_wording(scene), sizes=False)
+    """Returns one sentence with the number of objects or their names, and the sign."""
+    writer = Writer(rng, scene_habit(scene), sizes=False)
     if not scene.items:
         start = writer.pick(("An empty", "A bare", "A plain")) + f" {scene.background} background"
     elif len(scene.items) <= 2:
@@ -79,7 +82,7 @@ def brief(scene: Scene, rng: random.Random) -> str:
 
 
 def listing(scene: Scene) -> str:
-    """List all objects in reading order in a fixed format, the sign last: "A large red star at the top left; ..."."""
+    """Returns a list of all objects in reading order, and the sign: "A large red star at the top left; ..."."""
     parts = []
     for item in in_reading_order(scene.items):
         parts.append(f"a {item.size} {item.colour} {item.shape} {POSITIONS[item.cell][0]}")
@@ -100,7 +103,7 @@ def _object_sentences(items: Sequence[Item], writer: Writer) -> list[str]:
 
 
 def _introduce(items: Sequence[Item], writer: Writer, first: bool, last: bool) -> str:
-    """A sentence that names one or two objects with their positions."""
+    """One sentence that introduces one or two objects with their positions."""
     names = [writer.a(item) for item in items]
     places = [writer.where(item.cell) for item in items]
     if len(items) == 1:
@@ -197,7 +200,7 @@ def _relation_sentences(scene: Scene, writer: Writer) -> list[str]:
     for a, relation, b in neighbours(scene.items):
         if not (distinct(a, scene.items) and distinct(b, scene.items)):
             continue
-        if writer.preferred % 2:
+        if writer.habit % 2:
             a, b = b, a
             relation = {"left": "right", "above": "below"}[relation]
         first, second = "the " + writer.name(a, sized=False), "the " + writer.name(b, sized=False)

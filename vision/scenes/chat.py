@@ -1,4 +1,4 @@
-"""Text-only turns: questions about the model, facts about shapes and colours, invented scenes."""
+"""Turns without an image: the model's identity, facts about shapes and colours, invented scenes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MIXED = {"orange": "red and yellow", "green": "blue and yellow", "purple": "red
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """Sample a text-only question and its answer."""
+    """Returns a question without an image and its answer."""
     kind = rng.randrange(6)
     if kind == 0:
         question = rng.choice(("Who are you?", "What are you?", "Tell me about yourself.", "What is your name?"))
@@ -49,7 +49,7 @@ def small_talk(rng: random.Random) -> tuple[str, str]:
 
 
 def invention(rng: random.Random) -> tuple[str, str]:
-    """Sample a request for an imagined image, answered with the caption of a random scene."""
+    """Returns a request to invent an image, and the caption of a random scene as its answer."""
     question = rng.choice(
         (
             "Imagine a picture and describe it.",

@@ -1,4 +1,4 @@
-"""Procedural video clips: a start scene with one or two events, rendered at any number of frames."""
+"""Short videos: an initial scene with one or two events, rendered at any number of frames."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EVENTS = ("move", "grow", "shrink", "recolour", "appear", "vanish")
 
 @dataclass(frozen=True)
 class Event:
-    """A change of one object.
+    """An event of a clip.
 
     Attributes:
         kind: one of `EVENTS`.
-        index: the object in `Clip.items`.
-        goal: the object after the event; unchanged if it appears or vanishes.
-        start, end: times as fractions of the clip's duration; equal unless the object moves, grows or shrinks.
+        index: of the object.
+        goal: the object after the event; unchanged if it vanishes.
+        start, end: times as shares of the clip's duration. Equal, except for moving, growing and shrinking.
     """
 
     kind: str
@@ -39,17 +39,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Clip:
-    """A background, objects and events.
-
-    `items` are the objects at the beginning, including those that appear later. No two have the same colour and shape.
-    """
+    """Initial objects, including those that appear later, and events. No two objects have the same colour and shape."""
 
     background: str
     items: tuple[Item, ...]
     events: tuple[Event, ...]
 
     def at(self, time: float) -> Scene:
-        """Returns the scene at a time in 0..1."""
+        """Returns the scene at a time from 0 to 1."""
         shown: list[Item] = []
         events = {event.index: event for event in self.events}
         for index, item in enumerate(self.items):
@@ -60,7 +57,7 @@ class Clip:
         return Scene(self.background, tuple(shown))
 
     def frames(self, count: int, first: float = 0.0, last: float = 1.0) -> list[Scene]:
-        """Returns `count` scenes at even intervals from time `first` to time `last`."""
+        """Returns `count` scenes, evenly spaced from time `first` to time `last`."""
         step = (last - first) / max(count - 1, 1)
         return [self.at(first + k * step) for k in range(count)]
 
@@ -85,7 +82,7 @@ def _at(item: Item, event: Event, time: float) -> Item | None:
 
 
 def sample_clip(rng: random.Random) -> Clip:
-    """Sample a clip of 1-3 objects with one or two events on different objects."""
+    """Samples a clip of 1-3 objects with one or two events on different objects."""
     background = rng.choice(tuple(BACKGROUNDS))
     count = rng.choice((1, 1, 2, 2, 3))
     cells = rng.sample([(r, c) for r in range(GRID) for c in range(GRID)], count)
@@ -111,10 +108,10 @@ def _sample_event(rng: random.Random, index: int, items: list[Item], taken: set[
     if kind == "move":
         row, col = item.cell
         line = [(row, c) for c in range(GRID) if c != col] + [(r, col) for r in range(GRID) if r != row]
-        free = [cell for cell in line if not taken & set(_path_cells(item.cell, cell))]
+        free = [cell for cell in line if not taken & set(_cells_on_way(item.cell, cell))]
         if free:
             cell = rng.choice(free)
-            taken.update(_path_cells(item.cell, cell))
+            taken.update(_cells_on_way(item.cell, cell))
             return Event(kind, index, replace(item, row=cell[0], col=cell[1]), start, end), item
         kind = "recolour"
     if kind in ("grow", "shrink"):
@@ -130,17 +127,17 @@ def _sample_event(rng: random.Random, index: int, items: list[Item], taken: set[
     return Event(kind, index, goal, middle, middle), item
 
 
-def _path_cells(start: tuple[int, int], goal: tuple[int, int]) -> list[tuple[int, int]]:
-    """Cells on the straight line from `start` (excluded) to `goal`."""
+def _cells_on_way(start: tuple[int, int], goal: tuple[int, int]) -> list[tuple[int, int]]:
+    """Cells from start (excluded) to goal along a row or a column."""
     steps = max(abs(goal[0] - start[0]), abs(goal[1] - start[1]))
     unit = ((goal[0] - start[0]) // steps, (goal[1] - start[1]) // steps)
     return [(start[0] + k * unit[0], start[1] + k * unit[1]) for k in range(1, steps + 1)]
 
 
 def describe_clip(clip: Clip, rng: random.Random) -> str:
-    """Generate a caption of 2-5 sentences: initial objects, events, unchanged objects or the background."""
-    preferred = tuple(BACKGROUNDS).index(clip.background) + len(clip.items) + len(clip.items[0].colour)
-    writer = Writer(rng, preferred, sizes=False)
+    """Returns 2-5 sentences: the initial objects, the events, and perhaps what does not change or the background."""
+    habit = tuple(BACKGROUNDS).index(clip.background) + len(clip.items) + len(clip.items[0].colour)
+    writer = Writer(rng, habit, sizes=False)
     late = {event.index for event in clip.events if event.kind == "appear"}
     still = [item for k, item in enumerate(clip.items) if k not in {event.index for event in clip.events}]
     sentences = []
@@ -169,11 +166,11 @@ def _event_sentence(item: Item, event: Event, writer: Writer) -> str:
     name = writer.name(item)
     if event.kind == "move":
         rows, cols = event.goal.row - item.row, event.goal.col - item.col
-        direction = ("down" if rows > 0 else "up") if rows else ("to the right" if cols > 0 else "to the left")
+        way = ("down" if rows > 0 else "up") if rows else ("to the right" if cols > 0 else "to the left")
         verb = writer.pick(("moves", "slides", "glides"))
         end = writer.where(event.goal.cell)
         return writer.pick(
-            (f"the {name} {verb} {direction} and ends {end}.", f"the {name} {verb} {direction}, coming to rest {end}.")
+            (f"the {name} {verb} {way} and ends {end}.", f"the {name} {verb} {way}, coming to rest {end}.")
         )
     if event.kind == "grow":
         return writer.pick((f"the {name} grows.", f"the {name} gets bigger.", f"the {name} becomes larger."))
@@ -193,11 +190,11 @@ def _event_sentence(item: Item, event: Event, writer: Writer) -> str:
 
 
 def ask_clip(clip: Clip, rng: random.Random) -> tuple[str, str]:
-    """Sample a question about a clip and its answer."""
+    """Returns a short question about a clip and its answer."""
     event = rng.choice(clip.events)
     item = clip.items[event.index]
     name = f"{item.colour} {rng.choice(SHAPE_WORDS[item.shape])}"
-    writer = Writer(rng, 0, preference=0.0, sizes=False)
+    writer = Writer(rng, 0, loyalty=0.0, sizes=False)
     kind = rng.random()
     if kind < 0.5 or event.kind == "appear":
         question = rng.choice(("What happens in the video?", "What changes?", "What is going on?"))

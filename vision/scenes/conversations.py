@@ -1,4 +1,4 @@
-"""Sample training conversations: images or video frames, and one or more turns about them."""
+"""Training conversations of one or more turns about images or a video."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ORDERED: dict[str, tuple[str, ...]] = {
         "Go through the picture backwards.",
     ),
 }
-"""Prompts that ask for a certain order of objects; keys as in `captions.ORDERS`."""
+"""Requests for a caption in a given order of objects."""
 BOTH = (
     "Describe the images.",
     "Describe all images.",
@@ -76,13 +76,13 @@ ORDINALS = ("first", "second", "third")
 
 
 @dataclass(frozen=True)
-class Example:
-    """One training conversation.
+class SceneConversation:
+    """A conversation about scenes, whose images come before the first user text.
 
     Attributes:
-        scenes: the images or video frames, which precede the first user text.
-        turns: (user text, answer) pairs.
-        at_rest: whether all objects are inside a cell, so that perception labels exist.
+        scenes: of the images, or of the frames of a video.
+        turns: pairs of user text and answer.
+        at_rest: no object is between cells, so the perception task has labels.
     """
 
     scenes: tuple[Scene, ...]
@@ -107,7 +107,7 @@ _DETAILS = ("", " in detail", " for me", " in a few sentences", " carefully", " 
 
 
 def describe_prompt(rng: random.Random, of_video: bool = False) -> str:
-    """Sample a prompt for a full description; there are thousands of wordings."""
+    """Returns a request for a full description in one of some thousands of wordings."""
     if rng.random() < 0.6:
         return rng.choice(VIDEO if of_video else DESCRIBE)
     thing = f"{rng.choice(('the', 'this'))} {rng.choice(_FILMS if of_video else _PICTURES)}"
@@ -117,7 +117,7 @@ def describe_prompt(rng: random.Random, of_video: bool = False) -> str:
 
 
 def casual(prompt: str, rng: random.Random) -> str:
-    """Sometimes drop a prompt's initial capital or final punctuation, as users do."""
+    """Returns the prompt, sometimes without its capital letter or full stop."""
     draw = rng.random()
     if draw < 0.08:
         return prompt[0].lower() + prompt[1:]
@@ -128,15 +128,15 @@ def casual(prompt: str, rng: random.Random) -> str:
     return prompt
 
 
-def lists_only(rng: random.Random) -> Example:
-    """Sample one image with its object list and up to two questions: the most labels per token."""
+def lists_only(rng: random.Random) -> SceneConversation:
+    """One image, its list of objects in fixed wording, and up to two questions."""
     scene = sample_scene(rng, sign_share=0.5)
     turns = [(rng.choice(LIST), listing(scene)), *_questions(scene, rng, rng.randint(0, 2))]
-    return Example((scene,), tuple(turns))
+    return SceneConversation((scene,), tuple(turns))
 
 
-def one_image(rng: random.Random) -> Example:
-    """Sample one image, usually with a caption first, then questions."""
+def one_image(rng: random.Random) -> SceneConversation:
+    """One image: usually a caption first, then questions."""
     scene = sample_scene(rng)
     draw = rng.random()
     turns: list[tuple[str, str]] = []
@@ -154,20 +154,20 @@ def one_image(rng: random.Random) -> Example:
         turns.append((casual(describe_prompt(rng), rng), caption(scene, rng)))
     if not turns:
         turns.append((describe_prompt(rng), caption(scene, rng)))
-    return Example((scene,), tuple(turns))
+    return SceneConversation((scene,), tuple(turns))
 
 
-def questions_only(rng: random.Random) -> Example:
-    """Sample one image and 4-7 questions, without a caption that contains the answers."""
+def questions_only(rng: random.Random) -> SceneConversation:
+    """One image and four to seven questions without a caption."""
     while True:
         scene = sample_scene(rng)
         turns = _questions(scene, rng, rng.randint(4, 7))
         if turns:
-            return Example((scene,), tuple(turns))
+            return SceneConversation((scene,), tuple(turns))
 
 
-def several_images(rng: random.Random) -> Example:
-    """Sample two or three simple images, described in order, with questions about one of them."""
+def several_images(rng: random.Random) -> SceneConversation:
+    """Two or three simple images described in order, with a question about one of them."""
     scenes = tuple(_simple_scene(rng) for _ in range(rng.choice((2, 2, 3))))
     turns = []
     if rng.random() < 0.8:
@@ -184,11 +184,11 @@ def several_images(rng: random.Random) -> Example:
     if rng.random() < 0.4:
         background = scenes[which].background
         turns.append((f"What is the background of the {ORDINALS[which]} image?", capital(f"it is {background}.")))
-    return Example(scenes, tuple(turns))
+    return SceneConversation(scenes, tuple(turns))
 
 
-def video(rng: random.Random, frames: int) -> Example:
-    """Sample a clip at `frames` frames, usually with a caption first, then a question."""
+def video(rng: random.Random, frames: int) -> SceneConversation:
+    """A clip of `frames` frames: usually its description, sometimes a question."""
     clip = sample_clip(rng)
     scenes = clip.frames(frames, rng.uniform(0, 0.06), rng.uniform(0.94, 1.0))
     turns = []
@@ -196,14 +196,14 @@ def video(rng: random.Random, frames: int) -> Example:
         turns.append((casual(describe_prompt(rng, of_video=True), rng), describe_clip(clip, rng)))
     if not turns or rng.random() < 0.4:
         turns.append(ask_clip(clip, rng))
-    return Example(tuple(scenes), tuple(turns), at_rest=False)
+    return SceneConversation(tuple(scenes), tuple(turns), at_rest=False)
 
 
-def words_only(rng: random.Random) -> Example:
-    """Sample a text-only conversation: 1-3 turns of small talk, or an invented scene."""
+def words_only(rng: random.Random) -> SceneConversation:
+    """No image: one to three turns of small talk, or an invented scene."""
     if rng.random() < 0.4:
-        return Example((), (invention(rng),))
-    return Example((), tuple(small_talk(rng) for _ in range(rng.randint(1, 3))))
+        return SceneConversation((), (invention(rng),))
+    return SceneConversation((), tuple(small_talk(rng) for _ in range(rng.randint(1, 3))))
 
 
 def _simple_scene(rng: random.Random) -> Scene:

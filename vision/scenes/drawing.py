@@ -1,4 +1,4 @@
-"""Render scenes as images: antialiased shapes and characters on a plain background."""
+"""Renders scenes: antialiased shapes and characters on a plain background."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vision.scenes.scene import Item, Scene, Sign
 from vision.scenes.vocabulary import BACKGROUNDS, CELL, COLOURS, INK, SIDE, SLOT
 
 Mask = np.ndarray
-"""Coverage in 0..1, float32, (height, width, 1)."""
+"""Coverage 0..1, float32, (height, width, 1)."""
 
 _OVERSAMPLING = 6
 
 
 def draw(scene: Scene, scale: int = 1, extra_signs: Iterable[Sign] = ()) -> np.ndarray:
-    """Render a scene as uint8 RGB of shape (96 * scale, 96 * scale, 3)."""
+    """Renders a scene as uint8 RGB, (96 * scale, 96 * scale, 3)."""
     canvas = np.empty((SIDE * scale, SIDE * scale, 3), np.float32)
     canvas[:] = BACKGROUNDS[scene.background]
     for item in scene.items:
@@ -47,15 +47,15 @@ def _blend_sign(canvas: np.ndarray, sign: Sign, ink: tuple[int, int, int], scale
 
 
 def _blend(canvas: np.ndarray, mask: Mask, top: int, left: int, colour: tuple[int, int, int]) -> None:
-    """Alpha-blend a colour over the canvas in place, clipped to the canvas."""
+    """Blends a mask over the canvas, clipped to it."""
     height, width = canvas.shape[:2]
     y0, x0 = max(top, 0), max(left, 0)
     y1, x1 = min(top + mask.shape[0], height), min(left + mask.shape[1], width)
     if y0 >= y1 or x0 >= x1:
         return
-    clipped = mask[y0 - top : y1 - top, x0 - left : x1 - left]
+    cut = mask[y0 - top : y1 - top, x0 - left : x1 - left]
     window = canvas[y0:y1, x0:x1]
-    window += clipped * (np.asarray(colour, np.float32) - window)
+    window += cut * (np.asarray(colour, np.float32) - window)
 
 
 @lru_cache(maxsize=4096)
@@ -103,6 +103,5 @@ def _glyph_mask(character: str, side: int) -> Mask:
 
 
 def _shrink(image: Image.Image, side: int) -> Mask:
-    """Downsample an oversampled greyscale image to a mask."""
     small = np.asarray(image.resize((side, side), Image.Resampling.BOX), np.float32) / 255
     return small[:, :, None]

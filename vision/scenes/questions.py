@@ -1,4 +1,4 @@
-"""Generate questions about a scene with answers and answer keys for scoring."""
+"""Questions about scenes and their answers, each with the key that a correct answer contains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from vision.scenes.wording import NUMBERS, POSITIONS, distinct, neighbours, plur
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a reference answer.
+    """A question about a scene.
 
     Attributes:
         kind: one of `KINDS`.
-        key: canonical answer for scoring: a colour, shape, size, background, number word, "yes" or "no", the sign's
-            text, a cell as "row,col", or "" for "nothing".
+        question, answer: as texts.
+        key: what any correct answer contains: a colour, shape, size, background, number word, "yes" or "no", the sign's
+            text, a cell as "row,col", or "" for nothing.
     """
 
     kind: str
@@ -28,7 +29,7 @@ class Question:
 
 
 def ask(scene: Scene, rng: random.Random, kind: str | None = None) -> Question | None:
-    """Sample a question of a kind (None: any); returns None if the scene allows none of that kind."""
+    """Returns a random question of a kind (None: of any), or None if the scene allows none."""
     if kind is None:
         kind = rng.choice(KINDS)
     return _ASKERS[kind](scene, rng)

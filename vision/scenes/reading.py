@@ -1,4 +1,4 @@
-"""Parse objects, positions, signs and events from captions. Independent of the caption templates: no shared tables."""
+"""Parses facts from captions, for scoring. Independent of the captions' templates: it shares no phrases with them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Mention:
 
 
 @dataclass(frozen=True)
-class Happening:
-    """An event stated in a text; `detail` is the new colour of a "recolour", or the cell of a "move" or "appear"."""
+class ReadEvent:
+    """An event stated in a text. `detail` is the new colour of a "recolour", the cell of a "move" or "appear"."""
 
     kind: str
     colour: str
@@ -46,12 +46,12 @@ class Happening:
 
 
 def clauses(text: str) -> list[str]:
-    """Split a text at full stops and semicolons."""
+    """Splits a text at full stops and semicolons."""
     return [part.strip() for part in _CLAUSE.split(text) if part.strip()]
 
 
 def read_objects(text: str) -> list[Mention]:
-    """Returns objects introduced with "a" or "an", each with its position in the sentence."""
+    """Returns objects introduced with "a" or "an", each with its position in the sentence's statement."""
     mentions: list[Mention] = []
     for clause in clauses(text):
         if _QUOTED.search(clause):
@@ -64,7 +64,7 @@ def read_objects(text: str) -> list[Mention]:
 
 
 def read_places(text: str) -> list[tuple[int, int]]:
-    """Returns the grid cells (row, column) named in a text, in order."""
+    """Returns the grid cells (row, column) that a text names, in its order."""
     cells = []
     for match in _PLACE.finditer(text):
         words = {word.lower() for word in match.groups() if word}
@@ -75,7 +75,7 @@ def read_places(text: str) -> list[tuple[int, int]]:
 
 
 def read_sign(text: str) -> str | None:
-    """Returns the text in the first pair of quotation marks, or None."""
+    """Returns the first quoted text, or None."""
     match = _QUOTED.search(text)
     return match.group(1) if match else None
 
@@ -95,8 +95,8 @@ _VERBS: tuple[tuple[str, str], ...] = (
 )
 
 
-def read_events(text: str) -> list[Happening]:
-    """Returns the events stated in a video's caption, at most one per clause."""
+def read_events(text: str) -> list[ReadEvent]:
+    """Returns the events in a video's caption, at most one per clause."""
     events = []
     for clause in clauses(text):
         names = read_names(clause)
@@ -110,7 +110,7 @@ def read_events(text: str) -> list[Happening]:
             elif kind in ("move", "appear"):
                 places = read_places(clause[match.end() :].removeprefix(" to the left").removeprefix(" to the right"))
                 detail = places[-1] if places else None
-            events.append(Happening(kind, names[0].colour, names[0].shape, detail))
+            events.append(ReadEvent(kind, names[0].colour, names[0].shape, detail))
             break
     return events
 

@@ -1,13 +1,13 @@
-"""Data classes of scenes, and sampling of scenes from a random generator.
+"""Scenes as plain data, and their random sampling.
 
-A scene is a 3 x 3 grid of cells with at most one object each on a plain background, and optionally a sign: up to six
-characters in one row of patches.
+A scene is a 3 x 3 grid of cells with at most one object each, on a plain background, and perhaps a sign: up to six
+characters in one band of slots. A clip is an initial scene with events over a time from 0 to 1.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vision.scenes.vocabulary import BACKGROUNDS, CHARACTERS, COLOURS, GRID, MAX_SIGN, SHAPES, SIZES, WORDS
 
@@ -16,13 +16,7 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class Item:
-    """One object.
-
-    Attributes:
-        row, col: position on the grid; fractional while the object moves.
-        extent: width and height, in pixels at scale 1.
-        dx, dy: offset from the cell's centre, in pixels at scale 1.
-    """
+    """One object. `extent`, `dx`, `dy` are in pixels at scale 1; `row` and `col` may be fractions while it moves."""
 
     shape: str
     colour: str
@@ -41,13 +35,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Sign:
-    """A line of characters, one per patch.
-
-    Attributes:
-        band: patch row 0..5.
-        slot: patch column of the first character.
-        offsets: (dx, dy) of each character, in pixels at scale 1.
-    """
+    """A line of characters. `band` is the patch row 0..5, `slot` the patch column of the first character."""
 
     text: str
     band: int
@@ -62,7 +50,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Scene:
-    """A background, objects in reading order, and optionally a sign."""
+    """Objects in reading order, a background and an optional sign."""
 
     background: str
     items: tuple[Item, ...]
@@ -70,7 +58,7 @@ class Scene:
 
 
 def seeded(split: str, index: int) -> random.Random:
-    """Returns the random generator of example `index` of a split. Training and held-out seeds are disjoint.
+    """Returns the random generator of example `index` of a split; the splits share no seed.
 
     Raises:
         ValueError: `split` is neither "train" nor "heldout".
@@ -81,7 +69,7 @@ def seeded(split: str, index: int) -> random.Random:
 
 
 def sample_item(rng: random.Random, row: int, col: int) -> Item:
-    """Sample an object for a cell, with a random offset that keeps it inside the cell."""
+    """Samples an object with a random offset within its cell."""
     size = rng.choice(tuple(SIZES))
     extent = rng.randint(*SIZES[size])
     slack = 5 if size == "small" else 2
@@ -98,7 +86,7 @@ def sample_item(rng: random.Random, row: int, col: int) -> Item:
 
 
 def sample_text(rng: random.Random) -> str:
-    """Sample a sign's text: random letters, a word, or a number without leading zeros."""
+    """Samples a sign's text: random letters, a word, or a number without leading zero."""
     kind = rng.random()
     if kind < 0.35:
         return "".join(rng.choice(CHARACTERS[:26]) for _ in range(rng.randint(2, MAX_SIGN)))
@@ -110,7 +98,7 @@ def sample_text(rng: random.Random) -> str:
 
 
 def sample_sign(rng: random.Random, band: int, text: str | None = None) -> Sign:
-    """Sample a sign in patch row `band`, with random offsets of up to one pixel per line and character."""
+    """Samples a sign in patch row `band`, with random offsets of the line and of each character by up to a pixel."""
     text = sample_text(rng) if text is None else text
     slot = rng.randint(0, MAX_SIGN - len(text))
     line = rng.choice((-1, 0, 0, 1))
@@ -119,7 +107,7 @@ def sample_sign(rng: random.Random, band: int, text: str | None = None) -> Sign:
 
 
 def sample_scene(rng: random.Random, sign_share: float = 0.4) -> Scene:
-    """Sample a scene of 1-5 objects, or with probability `sign_share` of 0-5 objects and a sign in a row of its own."""
+    """Samples a scene of 1-5 objects, or with a sign 0-5 objects, none in the sign's grid row."""
     background = rng.choice(tuple(BACKGROUNDS))
     sign = sample_sign(rng, rng.randrange(2 * GRID)) if rng.random() < sign_share else None
     cells = [(r, c) for r in range(GRID) for c in range(GRID) if sign is None or r != sign.row]
@@ -129,7 +117,7 @@ def sample_scene(rng: random.Random, sign_share: float = 0.4) -> Scene:
 
 
 def sample_dense(rng: random.Random) -> tuple[Scene, tuple[Sign, ...]]:
-    """Sample a crowded scene for training the vision tower: each row is filled with objects or two lines of text."""
+    """Samples a crowded scene for the tower: each grid row has objects or two lines of characters."""
     background = rng.choice(tuple(BACKGROUNDS))
     items: list[Item] = []
     signs: list[Sign] = []
@@ -141,8 +129,3 @@ def sample_dense(rng: random.Random) -> tuple[Scene, tuple[Sign, ...]]:
         else:
             items += [sample_item(rng, row, col) for col in range(GRID) if rng.random() < 0.9]
     return Scene(background, tuple(items)), tuple(signs)
-
-
-def moved(item: Item, row: float, col: float) -> Item:
-    """Returns the object at another grid position."""
-    return replace(item, row=row, col=col)

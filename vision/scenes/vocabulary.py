@@ -1,4 +1,4 @@
-"""Constants of procedural scenes: colours, shapes, sizes, grid dimensions, characters and words of signs."""
+"""Vocabulary of procedural scenes: names, RGB colours, sizes, words of signs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "purple": (135, 45, 170),
     "pink": (255, 135, 190),
 }
-"""RGB colours of objects, distinct enough in hue to survive 96 x 96 pixels and video compression."""
+"""Colours of objects, distinct in hue even at 96 x 96 pixels and after video compression."""
 
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (245, 245, 245),
@@ -27,12 +27,12 @@ INK: dict[str, tuple[int, int, int]] = {
     "black": (250, 250, 250),
     "brown": (250, 250, 250),
 }
-"""RGB colour of a sign's characters per background."""
+"""Colour of a sign's characters on each background."""
 
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "star", "cross", "diamond", "ring")
 
 SIZES: dict[str, tuple[int, int]] = {"small": (14, 17), "large": (25, 28)}
-"""Range of an object's extent, inclusive, in pixels of a 96 x 96 image."""
+"""Smallest and largest extent of an object in pixels of a 96 x 96 image."""
 
 GRID = 3
 """Rows and columns of cells in a scene."""
@@ -41,7 +41,7 @@ CELL = 32
 """Side of a cell in pixels at scale 1."""
 
 SLOT = 16
-"""Side of a character's slot in pixels at scale 1; equal to the model's patch size."""
+"""Side of a character's slot in pixels at scale 1: the patch size of the model."""
 
 SIDE = GRID * CELL
 """Side of a scene's image in pixels at scale 1."""
@@ -64,7 +64,7 @@ WOOD WORLD YES YOGA ZEBRA ZERO ZONE ZOO
 """
 
 WORDS: tuple[str, ...] = tuple(_WORD_LIST.split())
-"""Words for signs, used beside random letters and numbers."""
+"""Words for signs; most signs are random letters or a number instead."""
 
 MAX_SIGN = 6
-"""Maximum characters on a sign: one per patch column."""
+"""Maximum characters of a sign: one per patch column."""

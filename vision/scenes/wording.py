@@ -1,7 +1,7 @@
-"""Words and phrases of captions, and how a wording is sampled.
+"""Words and phrases of captions, and the choice among synonyms.
 
-The content of a scene determines a preferred wording; the writer uses it most often and otherwise samples one. So the
-most likely wording differs between scenes, and no caption is deterministic.
+Each scene has a habit, a number determined by its content, that selects the preferred synonyms. Captions use them most
+often, but not always: they vary between scenes even under greedy decoding, and no caption is certain.
 """
 
 from __future__ import annotations
@@ -62,76 +62,75 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Writer:
-    """Samples the wordings of one caption."""
+    """Chooses among wordings for one caption."""
 
     rng: random.Random
-    preferred: int
-    """Number of the preferred wording, modulo the number of options."""
-    preference: float = 0.6
-    """Probability of the preferred wording; otherwise one is sampled uniformly."""
+    habit: int
+    loyalty: float = 0.6
+    """Probability of following the habit instead of choosing uniformly."""
     sizes: bool = True
-    """Whether objects are named with their size."""
+    """Whether names of objects include their size."""
 
     def pick(self, options: Sequence[T]) -> T:
-        """Sample an option, most often the preferred one."""
-        if self.rng.random() < self.preference:
-            return options[self.preferred % len(options)]
+        """Returns one of the options, most often the habit's."""
+        if self.rng.random() < self.loyalty:
+            return options[self.habit % len(options)]
         return self.rng.choice(options)
 
     def name(self, item: Item, sized: bool | None = None) -> str:
-        """An object without an article, such as "tiny red plus sign"."""
+        """Returns an object's name without article, such as "tiny red plus sign"."""
         words = [self.pick(COLOUR_WORDS[item.colour]), self.pick(SHAPE_WORDS[item.shape])]
         if self.sizes if sized is None else sized:
             words.insert(0, self.pick(SIZE_WORDS[item.size]))
         return " ".join(words)
 
     def a(self, item: Item, sized: bool | None = None) -> str:
-        """An object with its indefinite article."""
+        """Returns an object's name with its indefinite article."""
         return with_article(self.name(item, sized))
 
     def where(self, cell: tuple[int, int]) -> str:
-        """A phrase for a grid cell."""
+        """Returns a phrase for a grid cell."""
         return self.pick(POSITIONS[cell])
 
 
 def with_article(noun: str) -> str:
-    """The noun after "a" or "an"."""
+    """Prepends "a" or "an"."""
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
 def plural(noun: str) -> str:
-    """The noun's plural."""
+    """Returns the plural of a noun."""
     return noun + ("es" if noun.endswith("s") else "s")
 
 
 def capital(text: str) -> str:
-    """The text with its first letter capitalised."""
+    """Capitalises the first letter."""
     return text[:1].upper() + text[1:]
 
 
-def preferred_wording(scene: Scene) -> int:
-    """Number of a scene's preferred wording, computed from visible features."""
+def scene_habit(scene: Scene) -> int:
+    """Returns the habit of a scene, which a model can derive from the image."""
     first = scene.items[0].shape if scene.items else ""
     return tuple(BACKGROUNDS).index(scene.background) + len(scene.items) + len(first)
 
 
 def sign_kind(sign: Sign) -> str:
-    """The kind of a sign's text: "number" or "word"."""
+    """Returns "number" or "word" for a sign's text."""
     return "number" if sign.text.isdigit() else "word"
 
 
 def in_reading_order(items: Sequence[Item]) -> list[Item]:
-    """Sorted row by row, from left to right."""
+    """Sorts objects row by row, each from left to right."""
     return sorted(items, key=lambda item: item.cell)
 
 
 def in_column_order(items: Sequence[Item]) -> list[Item]:
-    """Sorted column by column, from top to bottom."""
+    """Sorts objects column by column, each from top to bottom."""
     return sorted(items, key=lambda item: (item.cell[1], item.cell[0]))
 
 
 def neighbours(items: Sequence[Item]) -> list[tuple[Item, str, Item]]:
-    """Pairs in adjacent cells: (a, "left" | "above", b) means that a is left of b or above b."""
+    """Returns adjacent pairs: (a, "left", b) means that a is left of b, (a, "above", b) that a is above b."""
     by_cell = {item.cell: item for item in items}
     pairs = []
     for item in items:
@@ -143,5 +142,5 @@ def neighbours(items: Sequence[Item]) -> list[tuple[Item, str, Item]]:
 
 
 def distinct(item: Item, items: Sequence[Item]) -> bool:
-    """Whether no other object has the same colour and shape."""
+    """Returns whether an object is the only one with its colour and shape."""
     return sum(other.colour == item.colour and other.shape == item.shape for other in items) == 1

@@ -1,1 +1,1 @@
-"""Trains the embedded vision-language model from nothing, on scenes that it draws."""
+"""Training of the embedded vision-language model from scratch, on drawn scenes."""

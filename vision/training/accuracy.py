@@ -1,4 +1,4 @@
-"""What the model gets right on held-out scenes that no training step saw, decoding greedily with transformers."""
+"""Accuracy of the model on held-out scenes: captions, questions and clips, decoded greedily with transformers."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from PIL import Image
 from vision.scenes.clips import Clip, sample_clip
 from vision.scenes.drawing import draw
 from vision.scenes.questions import KINDS, Question, ask
-from vision.scenes.reading import Happening, Mention, read_events, read_names, read_objects, read_places, read_sign
+from vision.scenes.reading import Mention, ReadEvent, read_events, read_names, read_objects, read_places, read_sign
 from vision.scenes.scene import Item, Scene, sample_scene, seeded
 from vision.scenes.wording import sign_kind
 
 FIRST_SCENE = 1_000_000
-"""Held-out indices from here on are for measuring; those before are for watching the training."""
+"""First held-out index of accuracy measurements; lower ones are for evaluations during the training."""
 
 BATCH = 25
-MOST_TOKENS = 220
+MAX_NEW_TOKENS = 220
 
 
-def measure(model: Any, processor: Any, scenes: int = 200) -> dict[str, float]:
-    """Shares of things right, by name, such as "objects", "words", "question colour", "video 8 events".
+def scene_accuracy(model: Any, processor: Any, scenes: int = 200) -> dict[str, float]:
+    """Returns accuracies by name, such as "objects", "words", "question colour", "video 8 events".
 
     Args:
-        model: A transformers image-text model.
-        processor: Its processor.
-        scenes: Scenes captioned; a quarter as many questions of each kind and clips of each length.
+        model: a transformers image-text model.
+        processor: its processor.
+        scenes: number of captions; a quarter as many questions of each kind and clips of each length.
     """
-    report = _measure_captions(model, processor, scenes)
-    report |= _measure_questions(model, processor, max(scenes // 4, 1))
+    report = _caption_accuracy(model, processor, scenes)
+    report |= _question_accuracy(model, processor, max(scenes // 4, 1))
     for frames in (4, 8, 16):
-        report |= _measure_clips(model, processor, max(scenes // 4, 1), frames)
+        report |= _clip_accuracy(model, processor, max(scenes // 4, 1), frames)
     return report
 
 
 def answer(model: Any, processor: Any, prompts: Sequence[str], images: Sequence[Sequence[Image.Image]]) -> list[str]:
-    """Greedy answers to prompts, each with its images before it."""
+    """Returns greedy answers to prompts, each with its images before the text."""
     answers: list[str] = []
     for start in range(0, len(prompts), BATCH):
         texts: list[str] = []
@@ -51,20 +51,20 @@ def answer(model: Any, processor: Any, prompts: Sequence[str], images: Sequence[
             pictures += own
         inputs = processor(text=texts, images=pictures or None, padding=True, return_tensors="pt")
         with torch.no_grad():
-            ids = model.generate(**inputs, do_sample=False, max_new_tokens=MOST_TOKENS)
+            ids = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
         new = ids[:, inputs["input_ids"].shape[1] :]
         answers += [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
     return answers
 
 
 def picture(scene: Scene, scale: int = 1) -> Image.Image:
-    """The scene as a PIL image."""
+    """Draws a scene as a PIL image."""
     return Image.fromarray(draw(scene, scale))
 
 
-def _measure_captions(model: Any, processor: Any, count: int) -> dict[str, float]:
+def _caption_accuracy(model: Any, processor: Any, count: int) -> dict[str, float]:
     scenes = [sample_scene(seeded("heldout", FIRST_SCENE + index)) for index in range(count)]
-    # Every other picture arrives enlarged, as a user's would.
+    # Every other image is enlarged, as users' images are.
     pictures = [[picture(scene, scale=1 if index % 2 else 4)] for index, scene in enumerate(scenes)]
     captions = answer(model, processor, ["Describe the image."] * count, pictures)
     tally: Counter[str] = Counter()
@@ -109,7 +109,7 @@ def _score_caption(scene: Scene, text: str, tally: Counter[str]) -> None:
 
 
 def match(items: Sequence[Item], mentions: Sequence[Mention]) -> Iterator[tuple[Item, Mention | None]]:
-    """Each object with the mention that means it: the one at its place, else one of its colour and shape, else any."""
+    """Yields each object with its mention: the one at its place, else one of its colour and shape, else any."""
     left = list(mentions)
     pairs: dict[int, Mention] = {}
     tests = (
@@ -129,7 +129,7 @@ def match(items: Sequence[Item], mentions: Sequence[Mention]) -> Iterator[tuple[
         yield item, pairs.get(index)
 
 
-def _measure_questions(model: Any, processor: Any, count: int) -> dict[str, float]:
+def _question_accuracy(model: Any, processor: Any, count: int) -> dict[str, float]:
     report = {}
     for kind in KINDS:
         asked: list[Question] = []
@@ -150,7 +150,7 @@ def _measure_questions(model: Any, processor: Any, count: int) -> dict[str, floa
 
 
 def is_right(question: Question, text: str) -> bool:
-    """Whether an answer carries the question's key."""
+    """Returns whether an answer contains the question's key."""
     words = text.lower().replace(".", " ").replace(",", " ").split()
     if not question.key:
         return bool({"nothing", "no"} & set(words)) and not read_names(text) and read_sign(text) is None
@@ -165,27 +165,21 @@ def is_right(question: Question, text: str) -> bool:
     return question.key in words
 
 
-def _measure_clips(model: Any, processor: Any, count: int, frames: int) -> dict[str, float]:
+def _clip_accuracy(model: Any, processor: Any, count: int, frames: int) -> dict[str, float]:
     clips = [sample_clip(seeded("heldout", FIRST_SCENE + index)) for index in range(count)]
     pictures = [[picture(scene) for scene in clip.frames(frames)] for clip in clips]
     captions = answer(model, processor, ["Describe the video."] * count, pictures)
-    happened = told = kinds = 0
+    total = correct = kinds = 0
     for clip, text in zip(clips, captions, strict=True):
-        truth, said = happenings(clip), read_events(text)
-        happened += len(truth)
-        told += sum(event in said for event in truth)
-        kinds += sum(
-            min(Counter(e.kind for e in truth)[kind], Counter(e.kind for e in said)[kind]) for kind in _kinds(truth)
-        )
-    return {f"video {frames} events": told / happened, f"video {frames} kinds": kinds / happened}
+        truth, read = events_of(clip), read_events(text)
+        total += len(truth)
+        correct += sum(event in read for event in truth)
+        kinds += (Counter(event.kind for event in truth) & Counter(event.kind for event in read)).total()
+    return {f"video {frames} events": correct / total, f"video {frames} kinds": kinds / total}
 
 
-def _kinds(events: Sequence[Happening]) -> set[str]:
-    return {event.kind for event in events}
-
-
-def happenings(clip: Clip) -> list[Happening]:
-    """A clip's events as a caption would have to tell them."""
+def events_of(clip: Clip) -> list[ReadEvent]:
+    """Returns a clip's events in the form that `read_events` reads from a correct caption."""
     events = []
     for event in clip.events:
         item = clip.items[event.index]
@@ -194,5 +188,5 @@ def happenings(clip: Clip) -> list[Happening]:
             detail = event.goal.colour
         elif event.kind in ("move", "appear"):
             detail = event.goal.cell
-        events.append(Happening(event.kind, item.colour, item.shape, detail))
+        events.append(ReadEvent(event.kind, item.colour, item.shape, detail))
     return events

@@ -1,4 +1,4 @@
-"""Shape of the embedded model: a CLIP tower and a Llama language model under transformers' LLaVA."""
+"""Architecture of the embedded vision-language model: CLIP vision tower and Llama in transformers' LLaVA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vision.scenes.vocabulary import SIDE, SLOT
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of the model. Widths are in features, `context` in tokens."""
+    """Sizes of the model; `context` and `vocabulary` in tokens."""
 
     width: int = 192
     """Hidden size of both the tower and the language model."""
@@ -28,11 +28,11 @@ class Architecture:
 
 
 def llava_config(size: Architecture, tokens: dict[str, int]) -> LlavaConfig:
-    """The transformers configuration.
+    """Returns the transformers configuration.
 
     Args:
-        size: Sizes of the model.
-        tokens: Ids of the tokens named "bos", "eos", "pad" and "image".
+        size: sizes of the model.
+        tokens: ids of the tokens named "bos", "eos", "pad" and "image".
     """
     vision = CLIPVisionConfig(
         hidden_size=size.width,

@@ -1,13 +1,14 @@
-"""Batches drawn on the fly. What a step sees depends on its number, the seed and the stage alone."""
+"""Training batches of scenes and conversations, drawn on the fly; determined by seed, step and progress."""
 
 from __future__ import annotations
 
 import io
 import random
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from mmspec.training.loss import IGNORE, TokenBatch, pad_tokens
 from vision.scenes.conversations import (
-    Example,
+    SceneConversation,
     lists_only,
     one_image,
     questions_only,
@@ -27,61 +29,88 @@ from vision.scenes.conversations import (
 from vision.scenes.drawing import draw
 from vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, seeded
 from vision.scenes.vocabulary import SIDE
-from vision.training.perception import IGNORE, TASKS, patch_labels
+from vision.training.perception import TASKS, patch_labels
 from vision.training.text import IMAGE_TOKENS, encode
 
 KINDS_PER_POOL = 4
 BATCHES_PER_KIND = 4
 POOL = KINDS_PER_POOL * BATCHES_PER_KIND
-"""Batches drawn together: sorted by length within a kind to save padding, shuffled so that no kind is forgotten."""
+"""Batches drawn together: sorted by length within a kind, which saves padding, then shuffled."""
 
-BUCKET = 16
+LENGTH_MULTIPLE = 16
 """Sequence lengths are padded to multiples of this."""
+
+LISTS_UNTIL = 0.08
+"""Progress until which conversations are short lists: object names are learned sooner from them."""
+
+LARGER_FROM = 0.6
+"""Progress from which batches have their full size; before it, they are smaller while the loss falls fast."""
 
 
 @dataclass
-class Batch:
-    """A batch of conversations, padded on the right (causal attention needs no mask then).
+class EncodedExample:
+    """A conversation as token ids.
 
-    `tokens`, `labels`: (batch, length); `labels` are `IGNORE` where nothing is to be predicted, else the token that
-    follows. `pixels`: (images, 3, 96, 96) in order of their placeholders. `perception`: (images, tasks, patches).
+    Attributes:
+        ids: token ids, image placeholders expanded.
+        answers: for each token whether it belongs to an answer.
+        example: its scenes, to be drawn.
+        rng: random state to draw them with.
     """
 
-    kind: str
-    tokens: Tensor
-    labels: Tensor
+    ids: list[int]
+    answers: list[bool]
+    example: SceneConversation
+    rng: random.Random
+
+
+@dataclass
+class ConversationBatch(TokenBatch):
+    """A batch of conversations and their images.
+
+    Attributes:
+        pixels: (images, 3, 96, 96), in order of their placeholders.
+        perception: (images, tasks, patches) int64, as of `patch_labels`.
+    """
+
     pixels: Tensor
     perception: Tensor
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A sort of example: how it is made, how many fill a batch at size 1.0, and its share of the batches."""
+class ConversationKind:
+    """A kind of conversation.
 
-    make: Callable[[random.Random], Example]
+    Attributes:
+        make: draws one.
+        batch: conversations per batch at size 1.0.
+        share: of the batches.
+    """
+
+    make: Callable[[random.Random], SceneConversation]
     batch: int
     share: float
 
 
-FIRST_LESSONS: dict[str, Kind] = {
-    "lists": Kind(lists_only, 64, 0.9),
-    "video4": Kind(lambda rng: video(rng, 4), 24, 0.1),
+FIRST_CONVERSATIONS: dict[str, ConversationKind] = {
+    "lists": ConversationKind(lists_only, 64, 0.9),
+    "video4": ConversationKind(lambda rng: video(rng, 4), 24, 0.1),
 }
 
-ALL_LESSONS: dict[str, Kind] = {
-    "image": Kind(one_image, 48, 0.3),
-    "questions": Kind(questions_only, 56, 0.28),
-    "lists": Kind(lists_only, 64, 0.03),
-    "several": Kind(several_images, 32, 0.03),
-    "video4": Kind(lambda rng: video(rng, 4), 28, 0.18),
-    "video8": Kind(lambda rng: video(rng, 8), 16, 0.09),
-    "video16": Kind(lambda rng: video(rng, 16), 8, 0.05),
-    "words": Kind(words_only, 64, 0.04),
+CONVERSATIONS: dict[str, ConversationKind] = {
+    "image": ConversationKind(one_image, 48, 0.3),
+    "questions": ConversationKind(questions_only, 56, 0.28),
+    "lists": ConversationKind(lists_only, 64, 0.03),
+    "several": ConversationKind(several_images, 32, 0.03),
+    "video4": ConversationKind(lambda rng: video(rng, 4), 28, 0.18),
+    "video8": ConversationKind(lambda rng: video(rng, 8), 16, 0.09),
+    "video16": ConversationKind(lambda rng: video(rng, 16), 8, 0.05),
+    "words": ConversationKind(words_only, 64, 0.04),
 }
 
 
 def render(scene: Scene, rng: random.Random, extra_signs: Sequence[Sign] = ()) -> np.ndarray:
-    """The scene as the model may meet it, uint8 (96, 96, 3): clean, or enlarged, compressed, shrunk, noisy."""
+    """Draws a scene with random degradation (resampling, JPEG, noise), uint8 (96, 96, 3)."""
     draw_ = rng.random()
     if draw_ < 0.75:
         pixels = draw(scene, 1, extra_signs)
@@ -100,17 +129,17 @@ def render(scene: Scene, rng: random.Random, extra_signs: Sequence[Sign] = ()) -
 
 
 def to_pixels(images: Sequence[np.ndarray]) -> Tensor:
-    """Images (96, 96, 3) uint8 as the processor would give them: (images, 3, 96, 96), -1..1, float32."""
+    """Normalises uint8 images (96, 96, 3) as the processor does: (images, 3, 96, 96) float32 from -1 to 1."""
     if not images:
         return torch.zeros(0, 3, SIDE, SIDE)
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
 
 
-def perception_batch(step: int, size: int, split: str = "train") -> tuple[Tensor, Tensor]:
-    """Pixels (size, 3, 96, 96) and labels (size, tasks, patches) of mostly crowded scenes."""
+def perception_batch(indices: Iterable[int], split: str = "train") -> tuple[Tensor, Tensor]:
+    """Draws scenes, most of them crowded: pixels (batch, 3, 96, 96) and labels (batch, tasks, patches)."""
     images, labels = [], []
-    for index in range(size):
-        rng = seeded(split, step * size + index)
+    for index in indices:
+        rng = seeded(split, index)
         if rng.random() < 0.75:
             scene, signs = sample_dense(rng)
         else:
@@ -120,67 +149,88 @@ def perception_batch(step: int, size: int, split: str = "train") -> tuple[Tensor
     return to_pixels(images), torch.from_numpy(np.stack(labels))
 
 
-class Lessons:
-    """Batches of conversations by step; pools are drawn when first needed."""
+class ConversationSampler:
+    """Samples batches of conversations: short lists at first, then all kinds.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-        self._pool: list[Batch] = []
+    Args:
+        tokenizer: encodes the conversations.
+        size: factor on the batch sizes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, size: float = 1.0) -> None:
+        self.tokenizer, self.size = tokenizer, size
+        self.info: dict[str, Any] = {}
+        self._step, self._progress = 0, 0.0
+        self._pool: list[list[EncodedExample]] = []
         self._pool_number = -1
 
-    def batch(self, step: int, kinds: dict[str, Kind], size: float = 1.0) -> Batch:
-        """The batch of a step. `kinds` and `size`, a factor on their batch sizes, matter when a pool is drawn."""
-        number, index = divmod(step, POOL)
+    def next(self, progress: float) -> list[EncodedExample]:
+        """Returns the next batch of conversations. The progress matters at the first batch of a pool only."""
+        number, index = divmod(self._step, POOL)
+        if index == 0:
+            self._progress = progress
         if number != self._pool_number:
-            self._pool = self._draw_pool(number, kinds, size)
-            self._pool_number = number
+            self._pool, self._pool_number = self._draw_pool(number), number
+        self._step += 1
         return self._pool[index]
 
-    def _draw_pool(self, number: int, kinds: dict[str, Kind], factor: float) -> list[Batch]:
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` needs to continue the sequence of batches."""
+        return {"step": self._step, "progress": self._progress}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from the `state_dict()` of a sampler of the same size."""
+        self._step, self._progress, self._pool_number = state["step"], state["progress"], -1
+
+    def _draw_pool(self, number: int) -> list[list[EncodedExample]]:
         rng = random.Random(f"pool {number}")
-        batches: list[Batch] = []
+        if self._progress < LISTS_UNTIL:
+            kinds, factor = FIRST_CONVERSATIONS, 0.5
+        else:
+            kinds, factor = CONVERSATIONS, 0.75 if self._progress < LARGER_FROM else 1.0
+        batches: list[list[EncodedExample]] = []
         for index, name in enumerate(_draw_kinds(kinds, rng.random())):
-            size = max(2, round(kinds[name].batch * factor))
+            size = max(2, round(kinds[name].batch * factor * self.size))
             first = (number * KINDS_PER_POOL + index) << 12
-            rngs = [seeded("train", first + k) for k in range(size * BATCHES_PER_KIND)]
-            examples = [(kinds[name].make(each), each) for each in rngs]
-            rows = [(*encode(example, self.tokenizer), example, each) for example, each in examples]
-            rows.sort(key=lambda row: len(row[0]))
-            for start in range(0, len(rows), size):
-                batches.append(collate(name, rows[start : start + size], self.tokenizer.pad_token_id))
+            indices = range(first, first + size * BATCHES_PER_KIND)
+            rows = _make(kinds[name], "train", indices, self.tokenizer)
+            rows.sort(key=lambda row: len(row.ids))
+            batches += [rows[start : start + size] for start in range(0, len(rows), size)]
         rng.shuffle(batches)
         return batches
 
 
-def _draw_kinds(kinds: dict[str, Kind], offset: float) -> list[str]:
-    """Names of the kinds in a pool: evenly spaced points on the line of shares, so that every pool is a fair mix."""
+def _draw_kinds(kinds: Mapping[str, ConversationKind], offset: float) -> list[str]:
+    """Kinds of a pool's batches, by stratified sampling: the kinds of every pool are close to their shares."""
     bounds = list(accumulate(kind.share for kind in kinds.values()))
     points = [(k + offset) / KINDS_PER_POOL * bounds[-1] for k in range(KINDS_PER_POOL)]
     return [list(kinds)[bisect(bounds[:-1], point)] for point in points]
 
 
-def collate(kind: str, rows: Sequence[tuple[list[int], list[bool], Example, random.Random]], pad: int) -> Batch:
-    """Pads encoded examples to one length and draws their images."""
-    longest = max(len(row[0]) for row in rows) - 1
-    length = -(-longest // BUCKET) * BUCKET
-    tokens = torch.full((len(rows), length), pad)
-    labels = torch.full((len(rows), length), IGNORE)
+def held_out_examples(name: str, tokenizer: PreTrainedTokenizerFast, count: int) -> list[EncodedExample]:
+    """Returns the first held-out conversations of a kind."""
+    return _make(CONVERSATIONS[name], "heldout", range(count), tokenizer)
+
+
+def _make(
+    kind: ConversationKind, split: str, indices: Iterable[int], tokenizer: PreTrainedTokenizerFast
+) -> list[EncodedExample]:
+    rows = []
+    for index in indices:
+        rng = seeded(split, index)
+        example = kind.make(rng)
+        rows.append(EncodedExample(*encode(example, tokenizer), example, rng))
+    return rows
+
+
+def collate(rows: Sequence[EncodedExample], pad: int) -> ConversationBatch:
+    """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row."""
+    text = pad_tokens([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
     images, perception = [], []
-    nothing = np.full((len(TASKS), IMAGE_TOKENS), IGNORE)
-    for index, (ids, answers, example, rng) in enumerate(rows):
-        row = torch.tensor(ids)
-        tokens[index, : len(ids) - 1] = row[:-1]
-        labels[index, : len(ids) - 1] = torch.where(torch.tensor(answers[1:]), row[1:], IGNORE)
-        for scene in example.scenes:
-            images.append(render(scene, rng))
-            perception.append(patch_labels(scene) if example.at_rest else nothing)
+    unlabelled = np.full((len(TASKS), IMAGE_TOKENS), IGNORE)
+    for row in rows:
+        for scene in row.example.scenes:
+            images.append(render(scene, row.rng))
+            perception.append(patch_labels(scene) if row.example.at_rest else unlabelled)
     truth = np.stack(perception) if perception else np.zeros((0, len(TASKS), IMAGE_TOKENS), np.int64)
-    return Batch(kind, tokens, labels, to_pixels(images), torch.from_numpy(truth))
-
-
-def held_out_batch(name: str, tokenizer: PreTrainedTokenizerFast, size: int) -> Batch:
-    """The first `size` held-out examples of a kind."""
-    rngs = [seeded("heldout", index) for index in range(size)]
-    examples = [(ALL_LESSONS[name].make(rng), rng) for rng in rngs]
-    rows = [(*encode(example, tokenizer), example, rng) for example, rng in examples]
-    return collate(name, rows, tokenizer.pad_token_id)
+    return ConversationBatch(text.tokens, text.labels, to_pixels(images), torch.from_numpy(truth))

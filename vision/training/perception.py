@@ -1,7 +1,7 @@
-"""Auxiliary task of the tower: each patch names its cell's object, the background and its own character.
+"""Auxiliary task of the vision tower: each patch classifies its cell's object, the background and its own character.
 
-Every patch of a cell answers for the whole cell, so that the language model finds all of an object in any one token.
-The heads are dropped when the model is exported.
+Every patch of a cell has the labels of the whole cell, so that any one visual token describes an object completely.
+The heads are not part of the exported model.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.training.loss import IGNORE
 from vision.scenes.scene import Scene, Sign
 from vision.scenes.vocabulary import BACKGROUNDS, CHARACTERS, COLOURS, GRID, MAX_SIGN, SHAPES, SIZES
 
 PATCHES = 2 * GRID
 """Patch rows and patch columns."""
-
-IGNORE = -100
 
 TASKS: dict[str, int] = {
     "colour": len(COLOURS) + 1,
@@ -29,7 +28,7 @@ TASKS: dict[str, int] = {
     "place": MAX_SIGN + 1,
     "background": len(BACKGROUNDS),
 }
-"""Classes of each task; the last class of the first five means "nothing there". "place" is the index within a sign."""
+"""Number of classes per task; the last class of the first five is "none". "place" is the index within a sign."""
 
 _COLOUR = {name: i for i, name in enumerate(COLOURS)}
 _SHAPE = {name: i for i, name in enumerate(SHAPES)}
@@ -38,7 +37,7 @@ _BACKGROUND = {name: i for i, name in enumerate(BACKGROUNDS)}
 
 
 def patch_labels(scene: Scene, extra_signs: Iterable[Sign] = ()) -> np.ndarray:
-    """Class of every task at every patch: int64 of shape (6 tasks, 36 patches). The scene must be at rest."""
+    """Returns the labels of a scene without motion: (6 tasks, 36 patches) int64."""
     labels = np.empty((len(TASKS), PATCHES, PATCHES), np.int64)
     for index, classes in enumerate(TASKS.values()):
         labels[index] = classes - 1
@@ -55,7 +54,7 @@ def patch_labels(scene: Scene, extra_signs: Iterable[Sign] = ()) -> np.ndarray:
 
 
 class PerceptionHeads(nn.Module):
-    """One linear layer over the tower's patch features for all tasks together."""
+    """Classification heads of all tasks: layer norm and one linear layer over the tower's patch features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,14 +62,14 @@ class PerceptionHeads(nn.Module):
         self.linear = nn.Linear(width, sum(TASKS.values()))
 
     def forward(self, features: Tensor) -> list[Tensor]:
-        """Logits per task from features (batch, patches, width)."""
+        """Returns the logits of each task from features (batch, patches, width)."""
         return list(self.linear(self.norm(features)).split(list(TASKS.values()), dim=-1))
 
 
 def perception_loss(logits: list[Tensor], labels: Tensor) -> Tensor:
-    """Sum of the tasks' cross-entropies; `labels` (batch, tasks, patches), negative where there is none.
+    """Returns the sum of the tasks' cross-entropies; `labels` (batch, tasks, patches) are negative where there is none.
 
-    Patches with an object or a character weigh more than empty ones, which are many and easy.
+    Patches with an object or a character have a higher weight than empty ones, which are many and easy.
     """
     total = torch.zeros(())
     for index, scores in enumerate(logits):
@@ -87,11 +86,11 @@ def perception_loss(logits: list[Tensor], labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def perception_accuracy(logits: list[Tensor], labels: Tensor) -> dict[str, float]:
-    """Share of patches right per task, where there is something to name."""
+    """Returns the accuracy of each task over patches with an object or character; tasks without any are left out."""
     report = {}
     for index, (name, scores) in enumerate(zip(TASKS, logits, strict=True)):
         truth = labels[:, index]
         present = (truth >= 0) & ((truth < scores.shape[-1] - 1) if index < 5 else (truth >= 0))
-        right = (scores.argmax(-1) == truth)[present]
-        report[name] = right.float().mean().item() if right.numel() else float("nan")
+        if bool(present.any()):
+            report[name] = (scores.argmax(-1) == truth)[present].float().mean().item()
     return report

@@ -1,4 +1,4 @@
-"""`mmspec train recycle`: the successor table of the recycle drafter, filled before the first user comes."""
+"""`mmspec train recycle`: fills the successor table of the recycle drafter from a model's answers."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _BATCH = 16
 
 
 @click.command()
-@click.option("--model", default="tiny-llava", show_default=True, help="The target whose answers fill the table.")
+@click.option("--model", default="tiny-llava", show_default=True, help="Target model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON lines: prompt, images, videos.",
 )
-@click.option("--scenes", default=800, show_default=True, help="Training scenes and clips, where no prompts are given.")
+@click.option("--scenes", default=800, show_default=True, help="Number of scenes and clips without --prompts.")
 @click.option("--max-new-tokens", default=200, show_default=True)
 def recycle(model: str, out: Path, prompts: Path | None, scenes: int, max_new_tokens: int) -> None:
-    """Fill a recycle drafter's table with what a model ranks while it answers prompts.
+    """Fill a recycle drafter's table with the top tokens of a model while it answers prompts.
 
-    Without --prompts, the prompts are captions of drawn training scenes and clips, as tiny-llava was trained on.
+    Without --prompts, the model captions drawn scenes and clips of tiny-llava's training data.
     """
-    requests = list(_read(prompts) if prompts else _drawn(scenes))
+    requests = list(_read(prompts) if prompts else _scene_requests(scenes))
     drafter = Recycle()
     pipe = mmspec.load(model, drafter=drafter)
     for start in track(range(0, len(requests), _BATCH), description="answering"):
-        # No drafts: every entry then comes from a context that the target really was in.
+        # Without drafts, every entry of the table comes from a context of the output.
         pipe.generate_batch(requests[start : start + _BATCH], max_new_tokens=max_new_tokens, nodes=0)
     drafter.save(out, pipe.target)
     click.echo(f"{len(requests)} prompts, {drafter.entries} contexts: {out}", err=True)
@@ -62,8 +62,8 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: expected JSON lines, received {error}") from error
 
 
-def _drawn(count: int) -> Iterator[dict[str, Any]]:
-    """Four images to one clip of 8 frames."""
+def _scene_requests(count: int) -> Iterator[dict[str, Any]]:
+    """Requests to caption scenes, every fifth one a clip of 8 frames."""
     for index in range(count):
         if index % 5:
             picture = Image.fromarray(draw(sample_scene(seeded("train", index))))

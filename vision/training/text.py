@@ -1,6 +1,6 @@
-"""Tokenizer and processor of the embedded model, built from nothing, and how a conversation becomes tokens.
+"""Tokenizer, processor and conversation encoding of the embedded vision-language model.
 
-Prompt format, a LLaVA-style chat; a video is its frames in order, one `<image>` line each:
+Prompt format, a LLaVA-style chat; a video is one `<image>` line per frame:
 
     <s>USER: <image>\\nDescribe the image. ASSISTANT: A red star is in the centre.</s>USER: What size is it? ASSISTANT:
 """
@@ -12,52 +12,39 @@ from collections.abc import Iterable, Sequence
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from mmspec.training.tokenizer import SPECIAL
+from mmspec.training.tokenizer import SPECIAL, chat_template
 from mmspec.training.tokenizer import train_tokenizer as train_any
-from vision.scenes.conversations import Example
+from vision.scenes.conversations import SceneConversation
 from vision.scenes.vocabulary import SIDE, SLOT
 
 IMAGE_TOKENS = (SIDE // SLOT) ** 2
 """Visual tokens of one image or frame."""
 
 IMAGE = "<image>"
-ROLES = ("USER:", "ASSISTANT:")
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}ASSISTANT: {% else %}USER: {% endif %}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+CHAT_TEMPLATE = chat_template(
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>\n{% endif %}"
     "{% if part['type'] == 'video' %}"
     "{% for frame in range(part.get('num_frames', 8)) %}<image>\n{% endfor %}"
     "{% endif %}"
     "{% endfor %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %} {% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-"""Images come before the text of their message, whatever their order. A system message is treated as a user's.
-The tokenizer adds `<s>`."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that encodes any text.
+    """Trains a byte-level BPE tokenizer that encodes signs character by character.
 
-    A capital letter or digit before another one, or before a quotation mark, is a token by itself, so that the text
-    of a sign is always read character by character.
+    A capital letter or digit before another one, or before a quotation mark, is a token of its own.
 
     Args:
-        texts: What merges are learned from.
-        vocabulary: Number of tokens, special ones included.
+        texts: training corpus of the merges.
+        vocabulary: number of tokens, special ones included.
     """
-    return train_any(texts, vocabulary, r'[A-Z0-9](?=[A-Z0-9"])', ROLES, (IMAGE,))
+    return train_any(texts, vocabulary, r'[A-Z0-9](?=[A-Z0-9"])', (IMAGE,))
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """The processor that transformers loads beside the model: any image is squeezed to 96 x 96."""
+    """Returns the model's processor, which resizes images to 96 x 96 regardless of their aspect ratio."""
     images = CLIPImageProcessorPil(
         size={"height": SIDE, "width": SIDE},
         crop_size={"height": SIDE, "width": SIDE},
@@ -76,20 +63,20 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    """Ids of the special tokens, by the names that the configuration asks for."""
+    """Returns the ids of the special tokens by their names in the configuration."""
     names = dict(zip(("pad", "bos", "eos", "image"), (*SPECIAL, IMAGE), strict=True))
     return {name: tokenizer.get_vocab()[token] for name, token in names.items()}
 
 
-def corpus(examples: Iterable[Example]) -> Iterable[str]:
-    """The texts of examples, one per turn."""
+def corpus(examples: Iterable[SceneConversation]) -> Iterable[str]:
+    """Yields the texts of conversations, one per turn."""
     for example in examples:
         for user, answer in example.turns:
             yield f"{user} {answer}"
 
 
-def encode(example: Example, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation with image placeholders expanded, and which of them the model is to predict."""
+def encode(example: SceneConversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
+    """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer."""
     pieces: list[str] = []
     wanted: list[bool] = []
     images = ("<image>" * IMAGE_TOKENS + "\n") * len(example.scenes)

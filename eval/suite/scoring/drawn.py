@@ -12,7 +12,7 @@ from vision.scenes.questions import Question
 from vision.scenes.reading import read_events, read_objects, read_sign
 from vision.scenes.scene import Scene
 from vision.scenes.vocabulary import COLOURS
-from vision.training.accuracy import happenings, is_right
+from vision.training.accuracy import is_right
 
 
 def objects(answered: Sequence[Answered]) -> dict[str, float]:
@@ -56,7 +56,7 @@ def events(answered: Sequence[Answered]) -> dict[str, float]:
         event in mentioned
         for sample, answers in answered
         for mentioned in [read_events(answers[0])]
-        for event in happenings(sample.metadata)
+        for event in events_of(sample.metadata)
     ]
     return {"events right": mean(map(float, found))}
 

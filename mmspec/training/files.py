@@ -1,0 +1,61 @@
+"""Atomic file writes, JSON Lines logs, and the check that a run is resumed with its own settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmspec.errors import UserError
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write to, and renames it to `path` if the block succeeds."""
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        if part.is_file():
+            part.unlink()
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file atomically."""
+    with atomic(path) as part:
+        part.write_text(text)
+
+
+def append_row(log: Path, row: Mapping[str, Any]) -> None:
+    """Appends a row to a JSON Lines log."""
+    with log.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def truncate_log(log: Path, step: int) -> None:
+    """Removes a log's incomplete last line and the rows after `step`, which a resumed run repeats."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    write_text(log, "".join(f"{line}\n" for line in kept))
+
+
+def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Checks that a run in `folder` is resumed with the settings that it was started with.
+
+    Settings missing from `saved`, which later versions have added, are not compared.
+
+    Raises:
+        UserError: naming the first setting that differs.
+    """
+    for name in saved:
+        before, now = (json.dumps(found.get(name)) for found in (saved, settings))
+        if before != now:
+            raise UserError(
+                f"{folder} holds a run with {name} = {before}: expected the same to resume it, received {now}; "
+                "choose another --out for a new run"
+            )

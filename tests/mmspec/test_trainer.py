@@ -1,0 +1,368 @@
+"""The trainer on a toy task: schedules, checkpoints, resuming, several processes, curves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+from mmspec.distil.tasks import drafter_optimisers
+from mmspec.errors import UserError
+from mmspec.training.curve import draw
+from mmspec.training.loss import LossOutput
+from mmspec.training.optimisers import lr_factor
+from mmspec.training.plan import TrainingPlan
+from mmspec.training.sampler import MIXED, POOL, TEXT, CurriculumSampler, ExampleIndex, linear_ramp
+from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
+
+EXAMPLES = 40
+
+
+class Toy:
+    """Learns a fixed linear map; the loss of a batch is a mean over its examples' own number of rows."""
+
+    def __init__(
+        self, optimiser: Any = "muon", rate: float = 1e-2, batch: int = 4, seed: int = 1, text_share: float = 0.3
+    ) -> None:
+        torch.manual_seed(3)
+        self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in (TEXT, MIXED)}
+        self.optimisers = drafter_optimisers(self.network, optimiser, rate)
+        self.sampler = CurriculumSampler(self.lengths, batch, seed, linear_ramp(text_share))
+        self.seen: list[list[tuple[str, int]]] = []
+        self.progress: list[float] = []
+
+    def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
+        self.seen.append(examples)
+        parts = []
+        for kind, index in examples:
+            generator = torch.Generator().manual_seed(index + 1000 * (kind == MIXED))
+            parts.append(torch.randn(self.lengths[kind][index], 4, generator=generator))
+        x = torch.cat(parts)
+        return x, x[:, :2] - x[:, 2:]
+
+    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        return len(batch[0])
+
+    def loss(
+        self, network: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator, progress: float = 1.0
+    ) -> LossOutput:
+        x, y = batch
+        self.progress.append(progress)
+        error = (network(x) - y).square().mean()
+        return LossOutput(error, {"error": float(error.detach()), "noise": float(torch.rand((), generator=generator))})
+
+    def evaluate(self) -> dict[str, float]:
+        with torch.no_grad():
+            loss = self.loss(
+                self.network,
+                self.batch([(kind, index) for kind in self.lengths for index in range(9)]),
+                torch.Generator(),
+            ).total
+        return {"loss": float(loss), "mean_acceptance_length": 1.0}
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        torch.save(self.network.state_dict(), folder / "weights.pt")
+
+
+def trainer(
+    folder: Path, toy: Toy | None = None, settings: dict[str, Any] | None = None, seed: int = 1, **chosen: Any
+) -> Trainer:
+    of_task = {name: chosen.pop(name) for name in ("optimiser", "rate", "batch", "text_share") if name in chosen}
+    plan = {"steps": 30, "warmup": 2, "checkpoint_minutes": 0.0, **chosen}
+    return Trainer(
+        folder, TrainingPlan(**plan, seed=seed), toy or Toy(seed=seed, **of_task), Accelerator(cpu=True), settings
+    )
+
+
+def weights(run: Trainer) -> dict[str, Tensor]:
+    return run.task.network.state_dict()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """Returns a stop function that is true after `steps` calls."""
+    left = iter(range(steps))
+    return lambda: next(left, None) is None
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
+def test_the_loss_falls_and_all_files_are_written(tmp_path: Path, optimiser: str) -> None:
+    run = trainer(tmp_path, steps=60, optimiser=optimiser, rate=5e-2)
+    run.train()
+    log = rows(tmp_path)
+    held_out = [row["loss"] for row in log if row["event"] == "held-out"]
+    assert len(held_out) == 2
+    assert held_out[-1] < 0.5 * held_out[0]
+    trained = [row for row in log if row["event"] == "train"]
+    assert {"step", "minutes", "loss", "error", "rate", "stage", "share"} <= trained[0].keys()
+    assert [row["step"] for row in trained] == list(range(1, 61))
+    assert trained[-1]["rate"] < 0.1 * trained[20]["rate"]
+    assert (tmp_path / CURVE).read_text().lstrip().startswith("<?xml")
+    assert (tmp_path / DRAFTER / "weights.pt").exists()
+    assert not list(tmp_path.glob("**/*.part"))
+
+
+def test_stages_follow_the_schedule(tmp_path: Path) -> None:
+    toy = Toy(text_share=0.4)
+    run = trainer(tmp_path, toy, steps=200, report_minutes=99.0, checkpoint_minutes=99.0)
+    run.train()
+    drawn = [[kind == MIXED for kind, _ in examples] for examples in toy.seen[1:-1]]
+    assert not any(map(any, drawn[:80]))
+    for part in (drawn[80:140], drawn[140:]):
+        # The share grows from 0 to 1: a quarter in the first half of stage 2, three quarters in the second.
+        share = sum(map(sum, part)) / sum(map(len, part))
+        assert abs(share - (0.25 if part is drawn[80:140] or part == drawn[80:140] else 0.75)) < 0.12
+    log = [row for row in rows(tmp_path) if row["event"] == "train"]
+    assert {row["stage"] for row in log if row["step"] <= 80} == {1}
+    assert log[-1]["share"] == pytest.approx((199 / 200 - 0.4) / 0.6, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", [TEXT, MIXED])
+def test_one_kind_of_examples_makes_one_stage(kind: str) -> None:
+    sampler = CurriculumSampler({kind: [1, 2]}, batch=2, seed=0)
+    for progress in (0.0, 0.5, 1.0):
+        assert {drawn for drawn, _ in sampler.next(progress)} == {kind}
+        assert sampler.info == {"stage": 2 if kind == MIXED else 1, "share": float(kind == MIXED)}
+
+
+def test_every_example_is_seen_once_per_epoch() -> None:
+    order = CurriculumSampler({MIXED: list(range(24))}, batch=3, seed=0)
+    epochs = [[example for _ in range(8) for example in order.next(1.0)] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [(MIXED, index) for index in range(24)]
+    assert epochs[0] != epochs[1]
+
+
+def test_a_sampler_resumes_anywhere() -> None:
+    lengths = {TEXT: [3, 1, 2], MIXED: list(range(7))}
+    whole, begun = (CurriculumSampler(lengths, 2, seed=5) for _ in range(2))
+    expected = [whole.next(share / 30) for share in range(30)]
+    drawn = [begun.next(share / 30) for share in range(11)]
+    resumed = CurriculumSampler(lengths, 2, seed=5)
+    resumed.load_state_dict(begun.state_dict())
+    assert drawn + [resumed.next(share / 30) for share in range(11, 30)] == expected
+
+
+@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
+def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_path: Path, optimiser: str) -> None:
+    whole = trainer(tmp_path / "whole", optimiser=optimiser)
+    whole.train()
+    trainer(tmp_path / "parts", optimiser=optimiser).train(stop=after(7))
+    killed = trainer(tmp_path / "parts", optimiser=optimiser, checkpoint_minutes=99.0)
+    assert killed.step == 7
+
+    def kill() -> bool:
+        if killed.step == 12:
+            raise KilledError
+        return False
+
+    with pytest.raises(KilledError):
+        killed.train(stop=kill)
+    resumed = trainer(tmp_path / "parts", optimiser=optimiser)
+    assert resumed.step == 7  # what the killed run did after its last checkpoint is done again
+    resumed.train()
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+    def timeless(folder: Path) -> list[dict[str, Any]]:
+        return [{name: x for name, x in row.items() if name != "minutes"} for row in rows(folder)]
+
+    assert timeless(tmp_path / "parts") == timeless(tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_changed(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=3).train()
+    before = (tmp_path / CHECKPOINT).read_bytes()
+    again = trainer(tmp_path, steps=3)
+    assert again.done
+    again.train()
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+
+
+def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path, steps=3)
+    run.train()
+    before = (tmp_path / CHECKPOINT).read_bytes()
+
+    def torn(state: object, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        run.save()
+    assert (tmp_path / CHECKPOINT).read_bytes() == before
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    trainer(tmp_path, settings={"batch": 4, "data": ["a"]}).train(stop=after(1))
+    with pytest.raises(UserError, match=r"batch = 4: expected the same to resume it, received 8"):
+        trainer(tmp_path, settings={"batch": 8, "data": ["a"]})
+    assert trainer(tmp_path, settings={"batch": 4, "data": ("a",)}).step == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"steps": None}, "one of steps and minutes: received steps=None, minutes=None"),
+        ({"minutes": 1.0}, "one of steps and minutes: received steps=30, minutes=1.0"),
+    ],
+)
+def test_invalid_plans_are_refused(tmp_path: Path, plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path, **plan)
+
+
+def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the whole run determines rate, progress and end, wherever it was interrupted: 12 steps of 10 s."""
+    now, learn = [0.0], Trainer._train_step
+
+    def slow(run: Trainer) -> dict[str, Any]:
+        now[0] += 10.0
+        return learn(run)
+
+    monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Trainer, "_train_step", slow)
+    plan = {"steps": None, "minutes": 2.0, "hold": 0.5, "report_minutes": 99.0}
+    whole, parts = Toy(), Toy()
+    trainer(tmp_path / "whole", whole, **plan).train()
+    assert whole.progress == pytest.approx([1.0, *(step / 12 for step in range(12)), 1.0])
+    trainer(tmp_path / "parts", parts, **plan).train(stop=after(5))
+    for steps in (4, 99):
+        now[0] = 7000.0 - now[0]  # the clock of another process, another day
+        resumed = trainer(tmp_path / "parts", parts, **plan)
+        assert not resumed.done
+        resumed.train(stop=after(steps))
+    assert (resumed.step, resumed.seconds, resumed.done) == (12, 120.0, True)
+    assert parts.progress == pytest.approx(whole.progress)
+    trained = [row for row in rows(tmp_path / "parts") if row["event"] == "train"]
+    assert trained[-1]["step"] == 12
+    for row in trained:
+        step = row["step"]
+        assert row["minutes"] == pytest.approx(step / 6, abs=1e-3)
+        assert row["rate"] == pytest.approx(1e-2 * lr_factor((step - 1) / 12, step - 1, 2, 0.5), rel=1e-5)
+    assert trainer(tmp_path / "parts", **plan).done
+
+
+def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
+    noise = []
+    for number, seed in enumerate((1, 1, 2)):
+        trainer(tmp_path / str(number), steps=6, seed=seed).train()
+        noise.append([row["noise"] for row in rows(tmp_path / str(number)) if row["event"] == "train"])
+    assert noise[0] == noise[1]
+    assert len({*noise[0], *noise[2]}) == 12
+
+
+def test_a_seed_changes_the_order_of_examples() -> None:
+    """Both the shuffling (64 examples of one length) and the choice of multimodal batches depend on the seed."""
+
+    def first(seed: int) -> set[ExampleIndex]:
+        order = CurriculumSampler({TEXT: [1] * 64}, batch=1, seed=seed)
+        return {order.next(0.0)[0] for _ in range(POOL)}
+
+    def mixed(seed: int) -> list[int]:
+        order = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, batch=4, seed=seed)
+        return [sum(kind == MIXED for _ in range(POOL) for kind, _ in order.next(0.5)) for _ in range(12)]
+
+    assert first(1) == first(1) != first(2)
+    assert mixed(1) == mixed(1) != mixed(2)
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "rates"), [("adamw", [("AdamW", 8e-3)]), ("muon", [("Muon", 8e-3), ("AdamW", 4e-3)])]
+)
+def test_parameters_are_updated_at_their_learning_rates(optimiser: str, rates: list[tuple[str, float]]) -> None:
+    """The first step of AdamW moves a parameter by its rate against the gradient's sign, and decays it."""
+    network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layer": nn.Linear(4, 3)})
+    optimisers = drafter_optimisers(network, optimiser, 8e-3)  # type: ignore[arg-type]
+    assert [(type(one).__name__, group["lr"]) for one in optimisers.all for group in one.param_groups] == rates
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    for parameter in network.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    signs = {name: torch.sign(parameter.grad) for name, parameter in network.named_parameters()}
+    optimisers.step(0.5)
+    for name, parameter in network.named_parameters():
+        if optimiser == "adamw" or name != "layer.weight":
+            moved = 0.5 * rates[-1][1] * (signs[name] + 0.01 * before[name])
+            torch.testing.assert_close(parameter.detach(), before[name] - moved, atol=1e-6, rtol=1e-4)
+    assert not torch.equal(network["layer"].weight, before["layer.weight"])
+
+
+def test_the_loss_receives_the_progress(tmp_path: Path) -> None:
+    toy = Toy()
+    trainer(tmp_path, toy, steps=4).train()
+    assert toy.progress == [1.0, 0.0, 0.25, 0.5, 0.75, 1.0]  # held-out losses are those of the end
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    next(iter(run.task.network.parameters())).data.fill_(float("nan"))
+    run.report = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"finite: nan at step 1; try a lower --rate"):
+        run.train()
+
+
+def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)  # what the parent process knew
+    run = trainer(folder, steps=8, batch=5)
+    assert run.accelerator.num_processes == 2
+    # One process alone is asked to stop; both must.
+    run.train(after(stop_at) if stop_at and rank == 1 else lambda: False)
+    run.task.save(folder / f"rank{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+    alone = trainer(tmp_path / "alone", steps=8, batch=5)
+    alone.train()
+    for stop_at in (3, None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (port, tmp_path / "both", stop_at)
+        torch.multiprocessing.start_processes(_process, args=arguments, nprocs=2, start_method="fork")
+    for rank in range(2):
+        found = torch.load(tmp_path / "both" / f"rank{rank}" / "weights.pt")
+        for name, value in weights(alone).items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
+    assert [row["step"] for row in rows(tmp_path / "both")] == [0, *range(1, 9), 8]
+
+
+def test_curves_of_several_runs(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        trainer(tmp_path / name, steps=2).train()
+    logs = [tmp_path / name / LOG for name in ("one", "two")]
+    draw(logs, tmp_path / "both.svg", ["first", "second"], "minutes")
+    draw(logs, tmp_path / "again.svg", ["first", "second"], "minutes")
+    picture = (tmp_path / "both.svg").read_text()
+    assert "<!-- first -->" in picture
+    assert "<!-- second, held-out -->" in picture
+    assert (tmp_path / "again.svg").read_text() == picture
+    draw(logs, tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="expected 2 names, received 1"):
+        draw(logs, tmp_path / "x.svg", ["first"])
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"bad.jsonl: expected the log.jsonl"):
+        draw([tmp_path / "bad.jsonl"], tmp_path / "x.svg")

@@ -1,0 +1,212 @@
+"""Training tasks of the embedded vision-language model: the vision tower alone, then the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from mmspec.training.export import export
+from mmspec.training.loss import LossOutput
+from mmspec.training.optimisers import Optimisers
+from mmspec.training.plan import TrainingPlan, TrainingTask
+from mmspec.training.tokenizer import folder_tokenizer
+from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
+from vision.scenes.conversations import SceneConversation
+from vision.scenes.scene import seeded
+from vision.training.architecture import Architecture, llava_config
+from vision.training.batches import (
+    CONVERSATIONS,
+    ConversationBatch,
+    ConversationSampler,
+    EncodedExample,
+    collate,
+    held_out_examples,
+    perception_batch,
+)
+from vision.training.network import TrainedLlava
+from vision.training.perception import perception_accuracy, perception_loss
+from vision.training.text import corpus, make_processor, token_ids, train_tokenizer
+
+TOKENIZER_SCENES = 3000
+"""Scenes whose conversations, one of each kind, the tokenizer is trained on."""
+
+HELD_OUT = 12
+"""Held-out conversations of each kind per evaluation; four times as many scenes for the tower."""
+
+PERCEPTION_WEIGHT = 0.1
+"""Weight of the tower's auxiliary loss while the whole model is trained."""
+
+
+TOWER_SHARE = 0.1
+"""Share of a run's minutes in which the tower is trained alone."""
+
+
+def stages(
+    folder: Path,
+    size: float = 1.0,
+    *,
+    minutes: float | None = None,
+    steps: tuple[int, int] | None = None,
+    checkpoint_minutes: float = 3.0,
+    architecture: Architecture | None = None,
+) -> Iterator[tuple[str, Trainer]]:
+    """Yields the trainers of the two stages by name: "tower", then "language". Train each before taking the next.
+
+    Args:
+        folder: of the run. The tower's stage has the subfolder `tower`.
+        size: factor on the batch sizes.
+        minutes: wall clock of both stages together.
+        steps: of each stage, instead of `minutes`.
+        checkpoint_minutes: interval between checkpoints.
+        architecture: sizes of the model.
+    """
+    network, tokenizer = _new_network(folder, architecture or Architecture())
+    accelerator = Accelerator(cpu=True)
+
+    def trainer(stage: int, task: TrainingTask, folder: Path, share: float, hold: float) -> Trainer:
+        plan = TrainingPlan(
+            steps=steps[stage] if steps else None,
+            minutes=minutes * share if minutes else None,
+            hold=hold,
+            checkpoint_minutes=checkpoint_minutes,
+            report_minutes=8.0,
+        )
+        return Trainer(folder, plan, task, accelerator, {"size": size}, MODEL)
+
+    if not (folder / CHECKPOINT).exists():
+        yield "tower", trainer(0, TowerTask(network, size), folder / "tower", TOWER_SHARE, hold=0.0)
+    yield "language", trainer(1, LlavaTask(network, tokenizer, size), folder, 1.0 - TOWER_SHARE, hold=0.4)
+
+
+def _new_network(folder: Path, size: Architecture) -> tuple[TrainedLlava, PreTrainedTokenizerFast]:
+    """A network with random weights, and the tokenizer in `folder`, which is trained first if missing."""
+    texts = corpus(islice(_examples(), TOKENIZER_SCENES * len(CONVERSATIONS)))
+    tokenizer = folder_tokenizer(folder, lambda: train_tokenizer(texts, size.vocabulary))
+    torch.manual_seed(0)
+    size = replace(size, vocabulary=len(tokenizer))
+    return TrainedLlava(llava_config(size, token_ids(tokenizer))), tokenizer
+
+
+def _examples() -> Iterator[SceneConversation]:
+    """Training conversations, one of each kind per scene index."""
+    for index in count():
+        rng = seeded("train", index)
+        for kind in CONVERSATIONS.values():
+            yield kind.make(rng)
+
+
+class SceneSampler:
+    """Samples training scenes by consecutive index."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch, self._next = batch, 0
+        self.info: dict[str, Any] = {}
+
+    def next(self, progress: float) -> list[int]:
+        """Returns the indices of the next scenes."""
+        self._next += self._batch
+        return list(range(self._next - self._batch, self._next))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._next = state["next"]
+
+
+class TowerTask:
+    """Trains the vision tower and its perception heads alone. Implements `mmspec.training.plan.TrainingTask`.
+
+    Args:
+        network: the whole model; only the tower and the heads are trained.
+        size: factor on the batch size.
+    """
+
+    def __init__(self, network: TrainedLlava, size: float = 1.0) -> None:
+        self.network = network
+        self.optimisers = Optimisers([(network.llava.model.vision_tower, 1.0), (network.heads, 1.0)])
+        self.sampler = SceneSampler(max(2, round(48 * size)))
+
+    def batch(self, examples: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns pixels (batch, 3, 96, 96) and labels (batch, tasks, patches) of scenes."""
+        return perception_batch(examples)
+
+    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        """Returns the number of scenes."""
+        return len(batch[0])
+
+    def loss(
+        self, network: Any, batch: tuple[Tensor, Tensor], generator: torch.Generator | None, progress: float
+    ) -> LossOutput:
+        """Returns the perception loss, and the accuracy of each perception task."""
+        pixels, labels = batch
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = network.heads(network.see(pixels))
+        return LossOutput(perception_loss(logits, labels), perception_accuracy(logits, labels))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Returns loss and accuracies on held-out scenes."""
+        output = self.loss(self.network, perception_batch(range(4 * HELD_OUT), "heldout"), None, 1.0)
+        return {"loss": output.total.item(), **output.metrics}
+
+    def save(self, folder: Path) -> None:
+        """Exports nothing: the whole model is trained next."""
+
+
+class LlavaTask:
+    """Trains the whole model on drawn conversations. Implements `mmspec.training.plan.TrainingTask`.
+
+    The tower and its heads, trained before, have a quarter of the learning rates; all else has three quarters.
+
+    Args:
+        network: with a trained tower.
+        tokenizer: of the model.
+        size: factor on the batch sizes.
+    """
+
+    def __init__(self, network: TrainedLlava, tokenizer: PreTrainedTokenizerFast, size: float = 1.0) -> None:
+        self.network, self.tokenizer = network, tokenizer
+        model = network.llava.model
+        rest = nn.ModuleDict({"projector": model.multi_modal_projector, "language": model.language_model})
+        self.optimisers = Optimisers([(model.vision_tower, 0.25), (network.heads, 0.25), (rest, 0.75)])
+        self.sampler = ConversationSampler(tokenizer, size)
+
+    def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
+        """Returns the tensors of these conversations."""
+        return collate(examples, self.tokenizer.pad_token_id)
+
+    def weight(self, batch: ConversationBatch) -> int:
+        """Returns the number of labels."""
+        return batch.label_count
+
+    def loss(
+        self, network: Any, batch: ConversationBatch, generator: torch.Generator | None, progress: float
+    ) -> LossOutput:
+        """Returns next-token and perception loss."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return network(batch, PERCEPTION_WEIGHT)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Returns loss and next-token accuracy on held-out conversations of each kind, and the mean loss."""
+        report = {"loss": 0.0}
+        for kind in CONVERSATIONS:
+            with torch.autocast("cpu", torch.bfloat16):
+                output = self.network(self.batch(held_out_examples(kind, self.tokenizer, HELD_OUT)), 0.0)
+            loss = output.metrics["language"]
+            report["loss"] += loss / len(CONVERSATIONS)
+            report |= {f"{kind} loss": loss, f"{kind} right": output.metrics["right"]}
+        return report
+
+    def save(self, folder: Path) -> None:
+        """Exports the model as a folder that transformers loads."""
+        export(self.network.llava, make_processor(self.tokenizer), folder)
