@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from eval.harness.output import Column, make_table
 from mmspec.support import from_pretrained
 from vision.embedded import tiny_llava
+from vision.training.accuracy import scene_accuracy
 
 GOALS = {"objects": 0.9, "words": 0.8}
 """Accuracies that the model was trained to reach."""

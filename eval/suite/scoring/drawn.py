@@ -12,7 +12,7 @@ from vision.scenes.questions import Question
 from vision.scenes.reading import read_events, read_objects, read_sign
 from vision.scenes.scene import Scene
 from vision.scenes.vocabulary import COLOURS
-from vision.training.accuracy import is_right
+from vision.training.accuracy import events_of, is_right
 
 
 def objects(answered: Sequence[Answered]) -> dict[str, float]:
