@@ -26,7 +26,6 @@ LAUNCHES = {
         *("top_log_probs", "next_beam", "keep_best"),
     ),
     "mmspec.cache": ("compact_kv",),
-    "mmspec.sampling": ("quantile",),
     "ssm.cache": ("commit_conv", "commit_scan", "tree_conv", "tree_scan"),
 }
 
