@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mmspec.errors import UserError
     from mmspec.hook import decode, generate
     from mmspec.pipeline import Generation, Piece, Pipeline, load
+    from mmspec.processors import TreeProcessor
     from mmspec.sampling import SamplingParams
     from mmspec.stats import Stats
     from mmspec.tree import TokenTree
@@ -28,6 +29,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "TokenTree",
+    "TreeProcessor",
     "UserError",
     "Verdict",
     "decode",
@@ -40,6 +42,7 @@ _HOMES = {
     "errors": ("UserError",),
     "hook": ("decode", "generate"),
     "pipeline": ("Generation", "Piece", "Pipeline", "load"),
+    "processors": ("TreeProcessor",),
     "sampling": ("SamplingParams",),
     "stats": ("Stats",),
     "tree": ("TokenTree",),

@@ -80,13 +80,17 @@ class Sequence(Sampled):
         self._taken += len(new)
         return new
 
-    def keep(self, tokens: list[int]) -> int:
-        """Append the part of ``tokens`` up to a stop; how many that are."""
+    def keep(self, path: list[int], tokens: list[int]) -> int:
+        """Append the part of ``tokens``, those chosen at the nodes of ``path``, up to a stop or a failure of a
+        processor; how many that are."""
+        failed = next((number for number, node in enumerate(path) if node in self.failures), len(path))
         try:
-            kept, self.finish_reason = self.stopper.keep(self.history, self.prompt_length, tokens)
+            kept, self.finish_reason = self.stopper.keep(self.history, self.prompt_length, tokens[:failed])
         except Exception as error:  # of a criterion of the user's
             self.error = error
             return 0
+        if failed < len(path) and self.finish_reason is None:
+            self.error = self.failures[path[failed]]
         return len(kept)
 
 
@@ -241,7 +245,7 @@ class Engine:
         verified = clock()
         self.target.commit(verdict)
         for row, drafts, (path, tokens) in zip(rows, tree.drafted, accepted, strict=True):
-            emitted = 0 if row.error else row.keep(tokens)
+            emitted = row.keep(path, tokens)
             # Tokens after a stop are not emitted, and not counted as accepted either.
             row.stats.record_step(drafts, tree.max_depth, min(len(path) - 1, emitted), emitted)
         if drafter is not None:
@@ -340,8 +344,7 @@ class Engine:
         self._joined.append((arrival.prompt, step, sequences))
         now = clock()
         for sequence, token in zip(sequences, first.tolist(), strict=True):
-            if not sequence.error:
-                sequence.stats.num_generated_tokens = sequence.keep([token])
+            sequence.stats.num_generated_tokens = sequence.keep([0], [token])
             sequence.stats.prefill_seconds = arrival.seconds
             sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added
 

@@ -27,9 +27,15 @@ class Histories:
         self._known: list[int] = []
         self._rows: list[list[int]] = []
 
-    def at(self, history: Sequence[list[int]], tree: TokenTree) -> NodeHistories:
-        """The histories of a tree's nodes. ``history``: each row's tokens, the root being the last."""
-        return NodeHistories(self, history, tree)
+    def at(self, history: Sequence[list[int]], tree: TokenTree, index: Sequence[int] | None = None) -> NodeHistories:
+        """The histories of a tree's nodes.
+
+        Args:
+            history: each row's tokens, the root being the last.
+            tree: (batch, nodes).
+            index: each row's number in its request; None: the rows are a whole request.
+        """
+        return NodeHistories(self, history, tree, range(len(history)) if index is None else index)
 
     def follow(self, history: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows, (batch, longest) int64, behind ``NOTHING`` in shorter ones, and their lengths, (batch, 1)."""
@@ -60,8 +66,8 @@ class Histories:
 class NodeHistories:
     """The token histories of all nodes of a tree, each part computed when it is asked for."""
 
-    def __init__(self, rows: Histories, history: Sequence[list[int]], tree: TokenTree) -> None:
-        self._rows, self._history, self._tree = rows, history, tree
+    def __init__(self, rows: Histories, history: Sequence[list[int]], tree: TokenTree, index: Sequence[int]) -> None:
+        self._rows, self._history, self._tree, self._index = rows, history, tree, index
 
     @cached_property
     def _told(self) -> tuple[Tensor, Tensor]:
@@ -76,6 +82,11 @@ class NodeHistories:
     def prefix_lengths(self) -> Tensor:
         """(batch, 1) int64, tokens of each row, the root included."""
         return self._told[1]
+
+    @cached_property
+    def index(self) -> Tensor:
+        """(batch,) int64, each row's number in its request."""
+        return on_device(list(self._index), self._tree.tokens.device)
 
     @cached_property
     def lengths(self) -> Tensor:

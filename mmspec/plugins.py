@@ -1,4 +1,4 @@
-"""Targets, kinds of layers, drafters, embedded models and commands, found through entry points.
+"""Targets, kinds of layers, drafters, logits processors, embedded models and commands, found through entry points.
 
 Groups, each line of a package's ``[project.entry-points]`` being ``name = "module:object"``:
 
@@ -6,6 +6,8 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 - ``mmspec.layers``: classes that let trees pass through layers other than attention (see ``mmspec/layers.py``); the
   first whose ``supports(config)`` holds for a text configuration is taken.
 - ``mmspec.drafters``: drafter classes, made with the text behind the colon of ``name:argument`` if there is one.
+- ``mmspec.processors``: functions of a logits processor that return its form for trees, a ``TreeProcessor`` or an
+  ``OnTrees`` (see ``mmspec/processors.py``), or None for processors that they do not serve; the first form is taken.
 - ``mmspec.models``: ``EmbeddedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """
@@ -85,6 +87,15 @@ def layer_class(config: Any) -> Any | None:
         served = entry.load()
         if served.supports(config):
             return served
+    return None
+
+
+def tree_form(processor: Any) -> Any | None:
+    """The form for trees that a plug-in has for a logits processor; None where none has."""
+    for entry in registered("processors"):
+        form = entry.load()(processor)
+        if form is not None:
+            return form
     return None
 
 

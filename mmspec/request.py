@@ -9,11 +9,16 @@ from typing import Any
 
 from mmspec.checks import Checked, Rule, is_text, option, optional, shown, whole
 from mmspec.errors import UserError
+from mmspec.processors import TreeProcessor
 from mmspec.sampling import SamplingParams
 
 _KEYS = ("prompt", "images", "videos", "params")
 _FUNCTIONS = Rule(
     "a list of callables", lambda value: isinstance(value, Sequence) and all(callable(one) for one in value)
+)
+_PROCESSORS = Rule(
+    "a list of logits processors",
+    lambda value: isinstance(value, Sequence) and all(_is_processor(one) for one in value),
 )
 
 NODES = optional(whole(0))
@@ -27,11 +32,12 @@ class Extras(Checked):
 
     Attributes:
         nodes: drafted nodes per step; None takes as many as are expected to be fastest.
-        logits_processor, stopping_criteria: as for transformers' ``generate``.
+        logits_processor: as for transformers' ``generate``, or tree processors.
+        stopping_criteria: as for transformers' ``generate``.
     """
 
     nodes: int | None = option(None, NODES)
-    logits_processor: Sequence[Any] = option((), _FUNCTIONS)
+    logits_processor: Sequence[Any] = option((), _PROCESSORS)
     stopping_criteria: Sequence[Any] = option((), _FUNCTIONS)
 
 
@@ -72,6 +78,10 @@ def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) ->
         raise UserError(f"params hold all sampling parameters: got {', '.join(fields)} beside them")
     PARAMS.check("params", params)
     return [Call(request, request.get("params") or params, extras, left) for request in requests]
+
+
+def _is_processor(value: Any) -> bool:
+    return not isinstance(value, type) and (callable(value) or isinstance(value, TreeProcessor))
 
 
 def _taken(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:

@@ -6,9 +6,11 @@ penalties and n-gram bans see at each node exactly what plain decoding would hav
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Sequence
-from copy import copy
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,29 +21,29 @@ from mmspec import ops
 from mmspec.checks import Checked, Rule, is_text, number, option, optional, whole
 from mmspec.errors import UserError
 from mmspec.histories import Histories
-from mmspec.processors import OnTrees, known, on_trees
+from mmspec.matcher import Matcher
+from mmspec.processors import TreeProcessor, copy_for_row, tree_form
+from mmspec.transfer import on_device
 from mmspec.tree import TokenTree
 
-# These keep state between calls or pair rows of scores with other rows; neither survives being asked about many nodes
-# at once.
+# These combine several rows of scores, call the model, or read the input of an encoder.
 _UNSUPPORTED = tuple(
     getattr(hf, name)
     for name in [
         "UnbatchedClassifierFreeGuidanceLogitsProcessor",
         "ClassifierFreeGuidanceLogitsProcessor",
-        "SynthIDTextWatermarkLogitsProcessor",
         "HammingDiversityLogitsProcessor",
         "EncoderRepetitionPenaltyLogitsProcessor",
         "EncoderNoRepeatNGramLogitsProcessor",
-        "WhisperTimeStampLogitsProcessor",
         "WhisperNoSpeechDetection",
-        "AlternatingCodebooksLogitsProcessor",
         "DiaClassifierFreeGuidanceLogitsProcessor",
         "DiaEOSChannelFilterLogitsProcessor",
         "DiaEOSDelayPatternLogitsProcessor",
     ]
     if hasattr(hf, name)
 )
+
+Processor = hf.LogitsProcessor | TreeProcessor
 
 _COLDEST = 1e-4  # logits divided by less may overflow
 _BLOCK = 64  # random numbers drawn at a time per row
@@ -86,7 +88,7 @@ class SamplingParams(Checked):
     def do_sample(self) -> bool:
         return self.temperature > 0
 
-    def sampler(self, custom: Sequence[hf.LogitsProcessor] = (), device: torch.device | str = "cpu") -> Sampler:
+    def sampler(self, custom: Sequence[Processor] = (), device: torch.device | str = "cpu") -> Sampler:
         """What chooses the tokens; ``custom`` as for ``processors``, ``device`` is that of the logits."""
         values = self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
         return Sampler(
@@ -96,7 +98,7 @@ class SamplingParams(Checked):
             key=None if custom else values if self.do_sample else self.repetition_penalty,
         )
 
-    def processors(self, custom: Sequence[hf.LogitsProcessor] = ()) -> LogitsProcessorList:
+    def processors(self, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
         """The processors that transformers' ``generate`` would build from the same parameters, in its order: ``custom``
         ones see logits before temperature and filters do."""
         chain = LogitsProcessorList()
@@ -120,36 +122,54 @@ class Sampler:
     """How the tokens of one request are chosen: logits processors, then the argmax or a draw.
 
     Args:
-        processors: applied in order to float32 logits, each row with its own history. Those that ``mmspec.processors``
-            does not know are called with rows of equal length, for which the host reads the tree: a step then waits for
-            the device once more. So it does for transformers' eta and top-h, which check their own probabilities there.
+        processors: applied in order to float32 logits, each row with its own history: transformers' own, tree
+            processors, others. Others (a warning names them, once) run path by path: in place of one call for all
+            nodes there is one per emitted token, each of which waits for the device. They may keep state between calls;
+            each sequence has copies of its own. transformers' eta and top-h wait for the device, too.
         do_sample: draw from the processed distribution; False takes its argmax.
         generator: the source of randomness, on the device of the logits; None is torch's global one.
         key: samplers of equal keys have equal processors, which then run once for all of their rows; None: no other
             sampler's are equal.
 
+    Attributes:
+        forms: by processor, how it runs on trees (see ``tree_form``).
+        by_path: whether any of them runs path by path; all of them then do.
+
     Raises:
-        UserError: a processor that keeps state or depends on the row index cannot be exact on trees.
+        UserError: a processor that depends on more than a row's own tokens.
     """
 
     def __init__(
         self,
-        processors: Sequence[hf.LogitsProcessor] = (),
+        processors: Sequence[Processor] = (),
         *,
         do_sample: bool = False,
         generator: torch.Generator | None = None,
         key: Hashable = None,
     ) -> None:
-        for processor in processors:
-            if isinstance(processor, _UNSUPPORTED):
+        self.processors = list(processors)
+        self.forms = [tree_form(processor) for processor in processors]
+        self.by_path = None in self.forms
+        for processor, form in zip(self.processors, self.forms, strict=True):
+            if form is None and isinstance(processor, _UNSUPPORTED):
                 raise UserError(
                     f"logits processors must depend on a row's own tokens only: {type(processor).__name__} does not, "
                     "use model.generate for it"
                 )
-        self.processors = list(processors)
+            if form is None:
+                _warn_once(f"{type(processor).__module__}.{type(processor).__qualname__}")
         self.do_sample = do_sample
         self.generator = generator
-        self.key = (id(self) if processors and key is None else key, do_sample)
+        self.key = (object() if processors and key is None else key, do_sample)
+
+
+@cache
+def _warn_once(name: str) -> None:
+    warnings.warn(
+        f"{name} runs path by path, which is slow: make it a mmspec.TreeProcessor, or register a function that "
+        "returns one as an entry point of mmspec.processors",
+        stacklevel=3,
+    )
 
 
 class Sampled:
@@ -167,14 +187,18 @@ class Sampled:
 
     Attributes:
         prompt_length: tokens of the history when it began.
-        error: what its processors raised.
+        failures: what its processors raised at nodes of the last tree. Plain decoding would have come to those on the
+            accepted path only.
+        error: what ended it by mistake.
     """
 
     def __init__(self, history: list[int], sampler: Sampler, index: int = 0) -> None:
         self.history, self.sampler, self.index = history, sampler, index
         self.prompt_length = len(history)
+        self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
         self._uniforms = torch.empty(0)
+        self._own: dict[int, Any] = {}  # by place of a processor, what serves this sequence alone
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """(count,) random numbers of the next tokens."""
@@ -183,6 +207,16 @@ class Sampled:
             block = torch.rand(_BLOCK, generator=self.sampler.generator, device=device)
             self._uniforms = torch.cat([self._uniforms.to(device), block])
         return self._uniforms[first : first + count]
+
+    def own(self, place: int) -> Any:
+        """The sequence's own state of processor ``place``: a ``Matcher`` or, path by path, a copy."""
+        if place not in self._own:
+            processor, form = self.sampler.processors[place], self.sampler.forms[place]
+            if isinstance(form, TreeProcessor):
+                self._own[place] = Matcher(form, self.history[: self.prompt_length])
+            else:
+                self._own[place] = copy_for_row(processor, self.index)
+        return self._own[place]
 
 
 class BatchSampler:
@@ -200,11 +234,12 @@ class BatchSampler:
             logits: (batch, nodes, vocab), raw logits of the target.
 
         Returns:
-            (batch, nodes) int64. Rows whose processors raised an exception have it as ``error``; their tokens mean
-            nothing.
+            (batch, nodes) int64. Nodes at which processors raised an exception are in the row's ``failures``; their
+            tokens mean nothing, and neither do those of nodes that no path of such choices leads to.
         """
         members: dict[Hashable, list[int]] = {}
         for place, row in enumerate(rows):
+            row.failures = {}
             members.setdefault(row.sampler.key, []).append(place)
         self._groups = {
             key: self._groups.get(key) or _Group(rows[places[0]].sampler) for key, places in members.items()
@@ -223,77 +258,105 @@ class _Group:
     """Rows whose logits pass through the same processors."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self._processors, self._do_sample = sampler.processors, sampler.do_sample
+        self._sampler = sampler
         self._histories = Histories()
-        self._on_trees: list[OnTrees] = []  # the processors for this vocabulary and device, once they are called
-        self._known = all(map(known, self._processors))
 
     def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        numbers = self._numbers(rows, tree, logits.device)
+        if self._sampler.by_path:
+            return self._by_path(rows, tree, logits, numbers)
         try:
             scores = self._process(rows, tree, logits)
         except Exception as error:
             for row in rows:
-                row.error = error
+                row.failures = {0: error}
             return torch.zeros_like(tree.tokens)
-        if not self._do_sample:
-            return scores.max(-1).indices  # what argmax gives, ties included; on a CPU in a third of its time
+        return self._pick(tree, scores, numbers)
+
+    def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> Tensor | None:
+        """A step's random numbers: (batch, nodes), for drawn trees (batch, 2, nodes), None in greedy decoding."""
+        if not self._sampler.do_sample:
+            return None
         if tree.draft_probs is not None:
             # One number decides about each node at its parent, another draws after a node whose children are rejected.
-            drawn = [torch.rand(2, tree.nodes, generator=row.sampler.generator, device=scores.device) for row in rows]
-            return ops.choose_drawn(tree, scores.softmax(-1), *torch.stack(drawn, dim=1))
-        uniforms = torch.stack([row.uniforms(tree.max_depth + 1, scores.device) for row in rows])
-        return ops.quantile(scores.softmax(-1), uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms)
+            return torch.stack(
+                [torch.rand(2, tree.nodes, generator=row.sampler.generator, device=device) for row in rows]
+            )
+        uniforms = torch.stack([row.uniforms(tree.max_depth + 1, device) for row in rows])
+        return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
+
+    def _pick(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
+        """The token after each node by processed scores, (batch, nodes, vocab)."""
+        if numbers is None:
+            return scores.max(-1).indices  # what argmax gives, ties included; on a CPU in a third of its time
+        if tree.draft_probs is not None:
+            return ops.choose_drawn(tree, scores.softmax(-1), *numbers.unbind(1))
+        return ops.quantile(scores.softmax(-1), numbers)
 
     def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
-        if not self._processors:
-            return logits.float() if self._do_sample else logits
-        if not self._known:
-            return self._by_length(rows, tree, logits)
-        scores, seen = logits.to(torch.float32, copy=True), self._histories.at([row.history for row in rows], tree)
-        self._on_trees = self._on_trees or [on_trees(processor, scores) for processor in self._processors]
-        for process in self._on_trees:
-            scores = process(seen, scores)
-        return scores
-
-    def _by_length(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        """All processors at all nodes."""
+        if not self._sampler.forms:
+            return logits.float() if self._sampler.do_sample else logits
         scores = logits.to(torch.float32, copy=True)
-        for ids, at, node in _histories_by_length([row.history for row in rows], tree):
-            group, indices = scores[at, node], [rows[row].index for row in at.tolist()]
-            for processor in self._processors:
-                group = _for_rows(processor, indices)(ids, group)
-            scores[at, node] = group.to(scores.dtype)
+        seen = self._histories.at([row.history for row in rows], tree, [row.index for row in rows])
+        for place, form in enumerate(self._sampler.forms):
+            if isinstance(form, TreeProcessor):
+                scores = self._mask(place, rows, tree, scores)
+            else:
+                assert form is not None
+                scores = form(seen, scores)
         return scores
 
+    def _mask(self, place: int, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
+        """The scores of the tokens that a tree processor allows, -inf elsewhere, at the nodes that it has walked to."""
+        nodes: list[int] = []
+        found: list[Tensor] = []
+        for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
+            try:
+                masks, failures = row.own(place).walk(row.history, children, scores.shape[-1])
+            except Exception as error:
+                masks, failures = {}, {0: error}
+            row.failures = failures | row.failures
+            nodes += [at_row * tree.nodes + node for node in masks]
+            found += masks.values()
+        if not found:
+            return scores
+        allowed, at = torch.stack(found).to(scores.device), on_device(nodes, scores.device)
+        flat = scores.flatten(0, 1)
+        flat[at] = flat[at].masked_fill(~allowed, -torch.inf)
+        return flat.view(scores.shape)
 
-def _for_rows(processor: hf.LogitsProcessor, rows: list[int]) -> hf.LogitsProcessor:
-    """The processor as it must be called when its i-th input belongs to row ``rows[i]`` of the request."""
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(ignored, Tensor):  # how much padding each row's repetition penalty must not count
-        bound = copy(processor)
-        bound.prompt_ignore_length = ignored[rows]  # type: ignore[attr-defined]
-        return bound
-    if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        return hf.PrefixConstrainedLogitsProcessor(lambda i, ids: allowed(rows[i], ids), num_beams=1)
-    return processor
+    def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
+        """Choose node by node along the accepted path, as plain decoding does."""
+        choices = [[0] * tree.nodes for _ in rows]
+        for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
+            history, node = list(row.history), 0
+            while True:
+                ids = torch.tensor([history], device=logits.device)
+                scores = logits[at_row, node][None].to(torch.float32, copy=True)
+                try:
+                    for place in range(len(self._sampler.forms)):
+                        scores = row.own(place)(ids, scores)
+                except Exception as error:
+                    row.failures[node] = error
+                    break
+                # A drawn tree's node is decided together with its children.
+                at = [node, *(children[node].values() if tree.draft_probs is not None else ())]
+                scores = torch.cat([scores, scores.new_zeros(len(at) - 1, scores.shape[-1])])
+                drawn = None if numbers is None else numbers[at_row, None][..., at]
+                token = int(self._pick(_star(tree, at_row, at), scores[None], drawn)[0, 0])
+                choices[at_row][node] = token
+                if token not in children[node]:
+                    break
+                history.append(token)
+                node = children[node][token]
+        return on_device(choices, logits.device)
 
 
-def _histories_by_length(history: list[list[int]], tree: TokenTree) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Full token histories of all valid nodes, grouped so that each group is one rectangular tensor.
-
-    Returns one ``(ids (rows, length), row index (rows,), node index (rows,))`` for each distinct length.
-    """
-    device = tree.tokens.device
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    valid = tree.valid.tolist() if tree.valid is not None else None
-    groups: dict[int, tuple[list[list[int]], list[int], list[int]]] = {}
-    for b, prefix in enumerate(history):
-        paths: list[list[int]] = []
-        for i, token in enumerate(tokens[b]):
-            paths.append([*paths[parents[b][i]], token] if i else prefix)
-            if valid is None or valid[b][i]:
-                ids, rows, nodes = groups.setdefault(len(paths[-1]), ([], [], []))
-                ids.append(paths[-1])
-                rows.append(b)
-                nodes.append(i)
-    return [tuple(torch.tensor(part, device=device) for part in group) for group in groups.values()]  # type: ignore[misc]
+def _star(tree: TokenTree, row: int, nodes: list[int]) -> TokenTree:
+    """The tree of a node, the first of ``nodes``, and its children, the others."""
+    tokens = tree.tokens[row, nodes][None]
+    parents = torch.zeros_like(tokens)
+    parents[:, 0] = -1
+    probs = None if tree.draft_probs is None else tree.draft_probs[row, nodes][None]
+    return TokenTree(tokens, parents, draft_probs=probs, check=False)

@@ -97,6 +97,19 @@ class TokenTree:
             return [self.nodes - 1] * self.batch
         return (self.valid.sum(1) - 1).tolist()
 
+    @cached_property
+    def children(self) -> list[list[dict[int, int]]]:
+        """By row and node, ``{token: node}`` of its valid children in their order: one device-to-host copy."""
+        if self.nodes == 1:
+            return [[{}] for _ in range(self.batch)]
+        found: list[list[dict[int, int]]] = []
+        for tokens, parents, alive in torch.stack([self.tokens, self.parents, _alive(self).long()], dim=1).tolist():
+            found.append([{} for _ in tokens])
+            for node in range(1, self.nodes):
+                if alive[node]:
+                    found[-1][parents[node]][tokens[node]] = node
+        return found
+
     @property
     def prunable(self) -> bool:
         """Whether nodes may be left out by their probability: not where they were drawn."""

@@ -7,9 +7,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process as hf
 
-import mmspec.sampling
-from mmspec import SamplingParams, TokenTree, UserError, verify
-from mmspec.sampling import Sampler, quantile
+from mmspec import SamplingParams, TokenTree, UserError, ops, verify, verify_greedy
+from mmspec.ops import quantile
+from mmspec.sampling import BatchSampler, Sampled, Sampler
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
 VOCAB = 23
@@ -28,19 +28,48 @@ def unrolled(history, tree, row, node):
     return history[row] + [int(tree.tokens[row, i]) for i in root_path(tree, row, node)[1:]]
 
 
+def rows_of(sampler, history=HISTORIES):
+    return [Sampled(list(tokens), sampler, index) for index, tokens in enumerate(history)]
+
+
+def verdict_of(sampler, history, tree, logits):
+    return verify_greedy(tree, BatchSampler().choose(rows_of(sampler, history), tree, logits))
+
+
 def processed(monkeypatch, processors, history, tree, logits):
-    """The distributions that a sampler verifies with."""
+    """By row and node, the distributions that a sampler chooses with."""
+    sampler, rows = Sampler(processors, do_sample=True), range(tree.batch)
+    nodes = [(b, i) for b in rows for i in valid_nodes(tree, b)]
+    if not sampler.by_path:
+        seen = recorded(monkeypatch, iter([torch.zeros_like(tree.tokens)]))
+        BatchSampler().choose(rows_of(sampler, history), tree, logits)
+        return {(b, i): seen[0][b, i] for b, i in nodes}
+    found = {}
+    for b, i in nodes:  # the walk is led to each node
+        led = [int(tree.tokens[b, node]) for node in root_path(tree, b, i)[1:]] + [VOCAB - 1]
+        seen = recorded(monkeypatch, (torch.tensor([[token]]) for token in led))
+        row = Sampled(list(history[b]), sampler, b)
+        BatchSampler().choose([row], tree.select([b]), logits[b : b + 1])
+        assert not row.failures
+        found[b, i] = seen[-1][0, 0]
+    return found
+
+
+def recorded(monkeypatch, choices):
+    """Draws are replaced by ``choices``; the distributions that they would have been made from."""
     seen = []
-    monkeypatch.setattr(mmspec.sampling, "quantile", lambda probs, uniform: seen.append(probs) or probs.argmax(-1))
-    Sampler(processors, do_sample=True).verify(history, tree, logits)
-    return seen[0]
+    monkeypatch.setattr(ops, "quantile", lambda probs, uniform: seen.append(probs) or next(choices))
+    return seen
 
 
 class Recorder(LogitsProcessor):
-    """Writes down which history came with which scores; scores carry their place in entry 0."""
+    """Writes down which history came with which scores, in all of its copies; scores carry their place in entry 0."""
 
     def __init__(self):
         self.calls = {}
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __call__(self, input_ids, scores):
         for ids, row in zip(input_ids.tolist(), scores, strict=True):
@@ -62,7 +91,7 @@ def test_every_node_sees_its_own_history(monkeypatch, seed):
 def test_the_first_token_sees_the_prompt():
     recorder = Recorder()
     logits = torch.arange(3).view(3, 1, 1).expand(-1, -1, VOCAB).float()
-    Sampler([recorder]).first(HISTORIES, logits)
+    BatchSampler().choose(rows_of(Sampler([recorder])), TokenTree.root(torch.zeros(3, dtype=torch.long)), logits)
     assert recorder.calls == dict(enumerate(HISTORIES))
 
 
@@ -92,6 +121,9 @@ PROCESSORS = {
     "bad words that end alike": lambda: [hf.NoBadWordsLogitsProcessor(list(map(list, ENDING_ALIKE[:-1])))],
     "length decay": lambda: [hf.ExponentialDecayLengthPenalty((1, 1.3), 5, 3)],
     "forced end": lambda: [hf.ForcedEOSTokenLogitsProcessor(8, 5)],
+    "begin": lambda: [hf.ForcedBOSTokenLogitsProcessor(4)],
+    "suppressed at the begin": lambda: [hf.SuppressTokensAtBeginLogitsProcessor([4, 5], 5)],
+    "watermark": lambda: [hf.WatermarkLogitsProcessor(VOCAB, "cpu", bias=5.0)],
     "prefix": lambda: [hf.PrefixConstrainedLogitsProcessor(allowed, 1)],
     "subclass": lambda: [LateBan(1.0)],
     "temperature": lambda: [hf.TemperatureLogitsWarper(0.6)],
@@ -127,6 +159,7 @@ def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
     before = logits.clone()
     ours = processed(monkeypatch, PROCESSORS[name](), history, tree, logits)
     assert torch.equal(logits, before)
+    assert len(ours) == sum(len(valid_nodes(tree, b)) for b in range(3))
     for b in range(3):
         for i in valid_nodes(tree, b):
             ids = torch.tensor([unrolled(history, tree, b, i)])
@@ -143,9 +176,9 @@ def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
 def test_a_history_as_long_as_an_ngram_is_one(monkeypatch):
     """Of the tokens 5, 5 the second may not be followed by another 5 where no pair may come twice."""
     tree, logits = TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)
-    (banned,) = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(2)], [[5, 5]], tree, logits)[0]
+    banned = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(2)], [[5, 5]], tree, logits)[0, 0]
     assert (banned == 0).nonzero().flatten().tolist() == [5]
-    (free,) = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(3)], [[5, 5]], tree, logits)[0]
+    free = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(3)], [[5, 5]], tree, logits)[0, 0]
     assert (free > 0).all()
 
 
@@ -153,7 +186,7 @@ def test_a_history_as_long_as_an_ngram_is_one(monkeypatch):
 def test_the_last_token_of_a_sequence_is_banned_behind_the_others(history, banned, monkeypatch):
     processor = hf.NoBadWordsLogitsProcessor([[5, 6, 7]], eos_token_id=2)
     tree, logits = TokenTree.root(torch.tensor(history[-1:])), torch.zeros(1, 1, VOCAB)
-    (probs,) = processed(monkeypatch, [processor], [history], tree, logits)[0]
+    probs = processed(monkeypatch, [processor], [history], tree, logits)[0, 0]
     assert (probs < 1e-6).nonzero().flatten().tolist() == ([] if banned is None else [banned])
 
 
@@ -161,7 +194,7 @@ def test_greedy_takes_the_processed_argmax():
     history, tree = histories_and_tree(0)
     logits = torch.zeros(3, tree.nodes, VOCAB)
     logits[..., 3], logits[..., 8] = 5.0, 4.0
-    verdict = Sampler([hf.SuppressTokensLogitsProcessor([3])]).verify(history, tree, logits)
+    verdict = verdict_of(Sampler([hf.SuppressTokensLogitsProcessor([3])]), history, tree, logits)
     assert all(token == 8 for _, tokens in verdict.host for token in tokens)
 
 
@@ -170,7 +203,7 @@ def test_greedy_takes_the_first_of_equals(dtype):
     torch.manual_seed(0)
     logits = torch.randn(1, 9, 1000).round().to(dtype)
     tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90, ragged=False)
-    chosen = Sampler()._choose([[5]], tree, logits)
+    chosen = BatchSampler().choose([Sampled([5], Sampler())], tree, logits)
     assert chosen.tolist() == [[int((row == row.max()).nonzero()[0]) for row in logits[0]]]
 
 
@@ -217,9 +250,8 @@ def test_half_precision_is_sampled_in_float32():
     logits = torch.randn(1, 60, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     tree = random_tree(torch.Generator().manual_seed(0), 1, 60, 90, ragged=False)
     half, full = (
-        Sampler(do_sample=True, generator=torch.Generator().manual_seed(7))._choose([[5]], tree, scores)
-        for sampler in [Sampler(do_sample=True)]
-        for scores in (sampler._process([[5]], tree, logits), logits.float())
+        BatchSampler().choose([Sampled([5], SamplingParams(temperature=1.0, seed=7).sampler())], tree, scores)
+        for scores in (logits, logits.float())
     )
     assert torch.equal(half, full)
 
@@ -255,7 +287,7 @@ def test_params_build_what_generate_builds():
         lambda: hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, shared_model("llama")),
         lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, torch.tensor([[1, 2]])),
         lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([[1, 2, 3]])),
-        lambda: hf.SynthIDTextWatermarkLogitsProcessor(3, [1, 2], 64, 0, 16, torch.device("cpu")),
+        lambda: hf.ClassifierFreeGuidanceLogitsProcessor(1.5),
     ],
 )
 def test_refuses_processors_that_are_not_exact_on_trees(processor):
@@ -270,7 +302,7 @@ def test_one_generator_decides_the_draws():
 
     def run(seed):
         sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
-        return [*sampler.first(history, logits[:, :1]).tolist(), sampler.verify(history, tree, logits).host]
+        return verdict_of(sampler, history, tree, logits).host
 
     assert run(1) == run(1)
     assert run(1) != run(2)
@@ -285,9 +317,11 @@ def test_drawn_trees_are_verified_with_each_nodes_processed_distribution(seed):
     processors = [hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(9)]
     scores = logits / 0.5
     kept = scores >= scores.topk(9).values[..., -1:]
-    expected = verify(drawn, scores.where(kept, -torch.inf).softmax(-1), generator=torch.Generator().manual_seed(seed))
+    probs, numbers = scores.where(kept, -torch.inf).softmax(-1), torch.Generator().manual_seed(seed)
     sampler = Sampler(processors, do_sample=True, generator=torch.Generator().manual_seed(seed))
-    assert sampler.verify(history, drawn, logits).host == expected.host
+    ours = verdict_of(sampler, history, drawn, logits)
+    for b in range(3):
+        assert ours.host[b] == verify(drawn.select([b]), probs[b : b + 1], generator=numbers).host[0]
 
 
 def test_quantile_takes_each_token_as_often_as_it_is_probable():
@@ -314,8 +348,9 @@ def test_a_tree_samples_what_single_tokens_would(seed, nodes):
     # Few tokens are likely, so that walks go deep.
     logits = 4.0 * torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
     logits.scatter_(2, tree.tokens[:, None, :].expand(-1, tree.nodes, -1), 3.0, reduce="add")
-    verdict = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed)).verify(history, tree, logits)
-    numbers = torch.rand(3, 64, generator=torch.Generator().manual_seed(seed))
+    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+    verdict, numbers = verdict_of(sampler, history, tree, logits), torch.Generator().manual_seed(seed)
+    numbers = torch.stack([torch.rand(64, generator=numbers) for _ in range(3)])
     for b, (path, tokens) in enumerate(verdict.host):
         walked, said = [0], []
         while True:

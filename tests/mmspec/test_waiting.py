@@ -9,14 +9,14 @@ from transformers.generation import logits_process as hf
 from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, kernels, plugins
 from mmspec.budget import Budget, CostTable, SteadyBudget
-from mmspec.sampling import Sampler
+from mmspec.sampling import BatchSampler, Sampler
 from mmspec.stopping import Stopper
 from mmspec.verify import Verdict
 from tests.decoding import decode
 from tests.device import as_launches, on_a_gpu, waiting
 from tests.mmspec.test_graphs import CASES as CAPTURED
 from tests.mmspec.test_graphs import DRAFTERS
-from tests.mmspec.test_sampling import PROCESSORS, VOCAB, histories_and_tree
+from tests.mmspec.test_sampling import PROCESSORS, VOCAB, histories_and_tree, rows_of
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
@@ -76,18 +76,19 @@ def test_the_host_waits_once_per_step(name, kind, batch, sampling, steady, monke
     assert counted > 3
 
 
-WAITING = {"eta", "top-h", "length decay", "forced end", "prefix", "subclass"}
-"""Of transformers' own, those that look at values on the host, and those that are shown rows of equal length."""
+WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass"}
+"""Those of transformers' own that look at values on the host, and those that run path by path."""
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_which_processors_wait(name, monkeypatch):
     as_launches(monkeypatch)
     history, tree = histories_and_tree(0)
-    sampler, logits = Sampler(PROCESSORS[name]()), torch.randn(3, tree.nodes, VOCAB)
-    sampler.verify(history, tree, logits)
+    logits, sampler = torch.randn(3, tree.nodes, VOCAB), BatchSampler()
+    rows = rows_of(Sampler(PROCESSORS[name]()), history)
+    sampler.choose(rows, tree, logits)
     with waiting() as counts:
-        sampler.verify(history, tree, logits)
+        sampler.choose(rows, tree, logits)
     assert bool(counts) == (name in WAITING)
 
 
