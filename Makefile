@@ -53,7 +53,7 @@ pythons: $(VENV)/.created
 	$(PIP) install --quiet uv
 	$(BIN)/python -m tests.pythons $(ARGS)
 
-# FILES=mmspec/verify.py tries that file alone; see tests/mutation.toml.
+# FILES=mmspec/speculation/verify.py tries that file alone; see tests/mutation.toml.
 mutants: $(VENV)/.linted
 	$(BIN)/python tests/mutation.py $(FILES)
 

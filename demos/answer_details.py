@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from demos.plots import histogram, time_split
 from demos.streaming import StreamedAnswer
-from mmspec.picture import draw_tree
-from mmspec.stats import Stats
-from mmspec.trace import JudgedTree
+from mmspec.engine.stats import Stats
+from mmspec.speculation.picture import draw_tree
+from mmspec.speculation.trace import JudgedTree
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 
 from mmspec import plugins
-from mmspec.budget import Budget
-from mmspec.calibrate import cost_table
 from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
-from mmspec.drafter import Drafter, lend
+from mmspec.drafters.drafter import Drafter, lend
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
-from mmspec.trace import Traced
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.calibrate import cost_table
+from mmspec.speculation.trace import Traced
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 

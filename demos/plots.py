@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmspec.stats import Stats
+from mmspec.engine.stats import Stats
 
 _WIDTH, _HEIGHT = 360, 168
 _LEFT, _BASE = 34, 128

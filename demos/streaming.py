@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from demos.models import LoadedModel
 from mmspec.compare import Difference, first_difference
+from mmspec.engine.stats import Stats
+from mmspec.engine.stopping import FinishReason
 from mmspec.pipeline import Piece, Pipeline
-from mmspec.stats import Stats
-from mmspec.stopping import FinishReason
-from mmspec.trace import JudgedTree, Traced
+from mmspec.speculation.trace import JudgedTree, Traced
 
 Origin = Literal["first", "accepted", "bonus", "plain"]
 

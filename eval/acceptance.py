@@ -32,11 +32,11 @@ from eval.harness.drafters import parse_drafters
 from eval.harness.options import TEMPERATURES
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from eval.harness.prompts import FIRST_INDEX, SUITES, suite_conversations
-from mmspec.calibrate import describe
 from mmspec.cli.options import OUT_FILE
-from mmspec.drafter import Drafter, learns
+from mmspec.drafters.drafter import Drafter, learns
 from mmspec.errors import UserError
-from mmspec.sampling import SamplingParams
+from mmspec.sampling.sampler import SamplingParams
+from mmspec.speculation.calibrate import describe
 
 _COUNTS = {
     "images": (200, "Captions of one image."),

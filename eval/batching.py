@@ -19,8 +19,8 @@ import mmspec
 from eval.harness.drafters import parse_drafters
 from eval.harness.output import BenchmarkCommand, make_table, print_result, wide_console
 from eval.harness.prompts import picture
-from mmspec.calibrate import describe
 from mmspec.cli.options import OUT_FILE
+from mmspec.speculation.calibrate import describe
 from vision.scenes.conversations import one_image
 from vision.scenes.scene import seeded
 

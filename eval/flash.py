@@ -36,9 +36,9 @@ from eval.decoding.flash_ablation import (
 )
 from eval.harness.options import SIZES, CommaList
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
-from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE, OUT_FOLDER, Number
 from mmspec.errors import UserError
+from mmspec.speculation.calibrate import cost_table, describe
 
 
 class _Latents(click.IntRange):

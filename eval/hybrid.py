@@ -26,8 +26,8 @@ from eval.harness.options import SIZES
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from eval.harness.prompts import held_out_texts
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, warm_up_methods
-from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE
+from mmspec.speculation.calibrate import cost_table, describe
 
 
 @click.command(cls=BenchmarkCommand)

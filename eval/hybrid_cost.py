@@ -15,9 +15,9 @@ import torch
 from eval.decoding.step_cost import PATH, SHAPES, measure_steps, shape_model, step_table
 from eval.harness.options import SIZES
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
-from mmspec.calibrate import describe
 from mmspec.cli.options import OUT_FILE
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.calibrate import describe
+from mmspec.targets.transformers_target import TransformersTarget
 
 
 def _merge_runs(run: dict[str, Any], out: Path | None) -> list[dict[str, Any]]:

@@ -26,9 +26,9 @@ from eval.harness.prompts import held_out_requests
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
 from eval.scale_up.axes import SHAPES
 from eval.scale_up.pipeline import drafter_sizes, methods_from_records, prompt_record, recorded_prompts, scaled_pipeline
-from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE
 from mmspec.pipeline import Pipeline
+from mmspec.speculation.calibrate import cost_table, describe
 
 CAVEAT = "a small trained model widened to this shape: acceptance is the small model's, time is the big shape's"
 _WARM_UP_TOKENS = 8

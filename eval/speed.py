@@ -24,8 +24,8 @@ from eval.harness.drafters import parse_drafters
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from eval.harness.prompts import held_out_requests
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
-from mmspec.calibrate import cost_table, describe
 from mmspec.cli.options import OUT_FILE
+from mmspec.speculation.calibrate import cost_table, describe
 
 
 @click.command(cls=BenchmarkCommand)

@@ -13,8 +13,8 @@ import torch
 from eval.harness.options import SIZES, CommaList
 from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from eval.kernels.mamba2 import SHAPES, Mamba2Layer, layer_table, measure_layers
-from mmspec import kernels
 from mmspec.cli.options import OUT_FILE
+from mmspec.ops import kernels
 
 
 @click.command(cls=BenchmarkCommand)

@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval.harness.output import Column, make_table
-from mmspec.support import from_pretrained
+from mmspec.targets.support import from_pretrained
 from vision.embedded import tiny_llava
 from vision.training.accuracy import scene_accuracy
 

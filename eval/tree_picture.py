@@ -16,9 +16,9 @@ from eval.harness.prompts import held_out_requests
 from mmspec import plugins
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
-from mmspec.picture import draw_tree
-from mmspec.trace import JudgedTree, Traced
+from mmspec.speculation.picture import draw_tree
+from mmspec.speculation.trace import JudgedTree, Traced
+from mmspec.targets.loading import make_drafter
 
 _MAX_DEPTH = 6  # deeper trees are too wide to read
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from mmspec.drafter import Drafter
+from mmspec.drafters.drafter import Drafter
 from mmspec.pipeline import Generation, Pipeline
-from mmspec.sampling import SamplingParams
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
-from mmspec.tree import TokenTree
+from mmspec.sampling.sampler import SamplingParams
+from mmspec.speculation.tree import TokenTree
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 
 
 @dataclass(frozen=True)

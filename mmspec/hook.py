@@ -24,15 +24,15 @@ from transformers.generation import (
 
 from mmspec import plugins
 from mmspec.checks import shown
-from mmspec.engine import Sequence as Row
+from mmspec.engine.engine import Sequence as Row
+from mmspec.engine.request import NODES
+from mmspec.engine.stats import Stats
+from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
-from mmspec.request import NODES
-from mmspec.sampling import Sampler
-from mmspec.stats import Stats
-from mmspec.stopping import Stopper
-from mmspec.target import Prompt
+from mmspec.sampling.sampler import Sampler
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.target import Prompt
 
 
 @dataclass

@@ -10,18 +10,19 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from mmspec import kernels, plugins
-from mmspec.budget import AdaptiveBudget, Budget, SteadyBudget
-from mmspec.calibrate import cost_table, stored_cost
+from mmspec import plugins
 from mmspec.checks import shown
-from mmspec.drafter import Drafter
-from mmspec.engine import SLOTS, Engine
+from mmspec.drafters.drafter import Drafter
+from mmspec.engine.engine import SLOTS, Engine
+from mmspec.engine.request import SLOT_COUNT, Call, parse
+from mmspec.engine.stats import Stats
+from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import UserError
-from mmspec.loading import load_target, make_drafter
-from mmspec.request import SLOT_COUNT, Call, parse
-from mmspec.stats import Stats
-from mmspec.stopping import FinishReason, Stopper
-from mmspec.transformers_target import TransformersTarget
+from mmspec.ops import kernels
+from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
+from mmspec.speculation.calibrate import cost_table, stored_cost
+from mmspec.targets.loading import load_target, make_drafter
+from mmspec.targets.transformers_target import TransformersTarget
 
 Message = Mapping[str, Any]
 

@@ -3,11 +3,11 @@
 Groups, each line of a package's ``[project.entry-points]`` being ``name = "module:object"``:
 
 - ``mmspec.targets``: adapter classes (see ``TransformersTarget``); the first whose ``supports(config)`` holds is taken.
-- ``mmspec.layers``: classes that let trees pass through layers other than attention (see ``mmspec/layers.py``); the
-  first whose ``supports(config)`` holds for a text configuration is taken.
+- ``mmspec.layers``: classes that let trees pass through layers other than attention (see ``mmspec/targets/layers.py``);
+  the first whose ``supports(config)`` holds for a text configuration is taken.
 - ``mmspec.drafters``: drafter classes, made with the text behind the colon of ``name:argument`` if there is one.
 - ``mmspec.processors``: functions of a logits processor that return its form for trees, a ``TreeProcessor`` or an
-  ``OnTrees`` (see ``mmspec/processors.py``), or None for processors that they do not serve; the first form is taken.
+  ``OnTrees`` (see ``mmspec/sampling/processors.py``), or None for processors that they do not serve; the first is taken.
 - ``mmspec.models``: ``EmbeddedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """

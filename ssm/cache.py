@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cache import TreeCache
+from mmspec.cache.rows import RowTensor
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
-from mmspec.rows import RowTensor
 from ssm.ops import commit_conv, commit_scan, conv_window, tree_conv, tree_scan
 
 STATES = "tree_states"

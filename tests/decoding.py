@@ -1,6 +1,6 @@
 """Decoding step by step, by an engine of its own."""
 
-from mmspec.engine import Engine
+from mmspec.engine.engine import Engine
 
 
 def decode(target, drafter, prompt, sampler, stopper, budget, **settings):

@@ -25,7 +25,7 @@ LAUNCHES = {
         *("follow", "choose_drawn", "quantile", "tree_attention"),
         *("top_log_probs", "next_beam", "keep_best"),
     ),
-    "mmspec.cache": ("compact_kv",),
+    "mmspec.cache.tree_cache": ("compact_kv",),
     "ssm.cache": ("commit_conv", "commit_scan", "tree_conv", "tree_scan"),
 }
 
@@ -69,7 +69,7 @@ WAITING = {
 
 class Waits(TorchDispatchMode):
     """Counts, by name, what makes the host wait for a CUDA device: reading a tensor's values, results whose shape
-    depends on values, and copies of numbers of the host that do not go through ``mmspec.transfer``."""
+    depends on values, and copies of numbers of the host that do not go through ``mmspec.ops.transfer``."""
 
     active: list[Waits] = []  # noqa: RUF012
 
@@ -96,7 +96,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, waits: Waits, captured: bool) -> None:
         super().__init__()
-        self._waits, self._allowed = waits, None if captured else "mmspec.transfer"
+        self._waits, self._allowed = waits, None if captured else "mmspec.ops.transfer"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")

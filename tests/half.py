@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from eval.decoding.oracle import Oracle
 from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, text_model, vision_inputs, vision_model
 from mmspec import plugins
-from mmspec.budget import Budget
-from mmspec.sampling import Sampler
-from mmspec.stopping import Stopper
+from mmspec.engine.stopping import Stopper
+from mmspec.sampling.sampler import Sampler
+from mmspec.speculation.budget import Budget
 from tests.decoding import decode
 from tests.targets import plain_logits, prompt_of, row_of
 

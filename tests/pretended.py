@@ -20,8 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
-from mmspec import graphs, kernels
-from mmspec.ops import triton_attention
+from mmspec.ops import graphs, kernels, triton_attention
 
 CUDA = torch.device("cuda:0")
 _aten = torch.ops.aten
@@ -73,7 +72,7 @@ class PretendedCuda(TorchFunctionMode):
         self.capturing = False
 
     def capture(self, run: Callable[[], None], device: torch.device) -> _Graph:
-        """In place of ``mmspec.graphs._captured``."""
+        """In place of ``mmspec.ops.graphs._captured``."""
         self.capturing = True
         try:
             run()

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmspec import TokenTree, plugins, verify_greedy
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, valid_nodes
 
 

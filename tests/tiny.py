@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.decoding.tiny_models import VISION_CONFIGS, text_model, vision_model
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
 
 
 @cache

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from mmspec.errors import UserError
-from mmspec.support import from_pretrained, read_whole
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.support import from_pretrained, read_whole
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from vision.images import load_image
 from vision.video import FPS, FRAMES, Backend, Video, load_video
 

@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 import mmspec
 from eval.harness.acceptance import AcceptanceStats
-from mmspec.stopping import Stopper
+from mmspec.engine.stopping import Stopper
 
 _log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger
 

@@ -13,7 +13,7 @@ from eval.harness.drafters import ProfiledDrafter, tree_sizes
 from eval.harness.output import Column, make_table, percent
 from eval.harness.prompts import Conversation
 from mmspec.compare import first_difference
-from mmspec.drafter import Drafter, fork
+from mmspec.drafters.drafter import Drafter, fork
 from mmspec.pipeline import Pipeline
 
 POSITIONS = 5

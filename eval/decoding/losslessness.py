@@ -33,7 +33,7 @@ from eval.decoding.tiny_models import (
     vision_model,
 )
 from mmspec import ops
-from mmspec.drafter import Drafter
+from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small

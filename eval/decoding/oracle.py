@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.budget import Budget
-from mmspec.drafter import build_tree
-from mmspec.target import Prompt, Step, Target
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.drafters.drafter import build_tree
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Prompt, Step, Target
 
 
 class Oracle:

@@ -26,11 +26,11 @@ from transformers import BambaForCausalLM, DynamicCache
 from eval.decoding.unrolled import UnrolledTarget, unroll
 from eval.harness.output import Column, make_table, milliseconds
 from eval.harness.timing import interleaved_medians
-from mmspec.support import lay_out_for_few_rows
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
-from mmspec.tree import TokenTree
-from mmspec.verify import verify_greedy
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import verify_greedy
+from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from ssm.training.architecture import Architecture, new_model
 
 _SMALL = Architecture(width=64, layers=3, attention=(1,), heads=2, mamba_heads=2, state=16, mlp=64, vocabulary=320)

@@ -12,8 +12,8 @@ from eval.decoding.unrolled import UnrolledTarget
 from eval.harness.drafters import as_chain
 from eval.harness.output import Column, make_table
 from eval.harness.timing import Method, time_ratios
-from mmspec.drafter import Drafter, fork
-from mmspec.transformers_target import TransformersTarget
+from mmspec.drafters.drafter import Drafter, fork
+from mmspec.targets.transformers_target import TransformersTarget
 
 MethodsByKind = Mapping[str, Sequence[Method]]
 """Methods under the keys ``chain``, ``unrolled`` and ``tree``."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmspec.target import Step
-from mmspec.transformers_target import TransformersTarget
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Step
+from mmspec.targets.transformers_target import TransformersTarget
 
 
 class UnrolledTarget(TransformersTarget):

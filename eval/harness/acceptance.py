@@ -10,7 +10,7 @@ import numpy as np
 
 from eval.harness.drafters import ProfiledDrafter
 from eval.harness.intervals import percentile_interval
-from mmspec.stats import Stats
+from mmspec.engine.stats import Stats
 
 
 @dataclass

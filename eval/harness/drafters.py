@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmspec.budget import Budget
-from mmspec.drafter import Drafter, features, fork
+from mmspec.drafters.drafter import Drafter, features, fork
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
-from mmspec.target import Feature, Prompt, Step, Target
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.target import Feature, Prompt, Step, Target
 
 DEFAULT_NODES = 16
 """Draft tokens per step of drafters without a tree size of their own."""

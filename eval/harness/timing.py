@@ -16,11 +16,11 @@ import torch
 
 from eval.harness.drafters import ProfiledDrafter, tree_sizes
 from eval.harness.memory import peak_memory, reset_peak_memory
-from mmspec.budget import Budget
-from mmspec.drafter import Drafter, fork, lend
+from mmspec.drafters.drafter import Drafter, fork, lend
+from mmspec.engine.stats import Stats
 from mmspec.pipeline import Pipeline
-from mmspec.stats import Stats
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.budget import Budget
+from mmspec.targets.transformers_target import TransformersTarget
 
 TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
 

@@ -21,7 +21,7 @@ from eval.kernels.gpu_parts import Rows, rows_or_error
 from eval.scale_up.axes import SHAPES, Shape
 from eval.scale_up.models import shape_of
 from mmspec import plugins
-from mmspec.loading import load_target
+from mmspec.targets.loading import load_target
 
 ROOT = Path(__file__).parents[2]
 _TESTS_SECONDS = 120.0

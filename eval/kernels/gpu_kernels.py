@@ -22,7 +22,7 @@ from eval.kernels.mamba2 import SHAPES as MAMBA_SHAPES
 from eval.kernels.mamba2 import Mamba2Layer
 from eval.scale_up.axes import Shape
 from mmspec import ops
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
 
 _CPU_ROUNDS = 5  # times on a CPU are a rehearsal only
 

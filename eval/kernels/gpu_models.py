@@ -24,14 +24,14 @@ from eval.scale_up.axes import Shape
 from eval.scale_up.drafters import scale_up_drafter
 from eval.scale_up.models import scale_up
 from mmspec import plugins
-from mmspec.budget import Budget
-from mmspec.calibrate import cost_table
-from mmspec.drafter import Drafter, fork
+from mmspec.drafters.drafter import Drafter, fork
 from mmspec.drafters.ngram import Ngram
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Pipeline
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.calibrate import cost_table
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 
 FRAMES = 16
 CHUNK = 64  # chunk length of transformers' prefill scan in the embedded hybrid

@@ -19,7 +19,7 @@ import transformers
 from rich.table import Table
 
 from eval.harness.output import Column, git_commit, make_table, wide_console, write_result
-from mmspec import kernels
+from mmspec.ops import kernels
 
 Rows = Iterator[dict[str, Any]]
 _SAME = ("device", "torch", "transformers", "commit", "quick")

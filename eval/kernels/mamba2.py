@@ -23,7 +23,7 @@ from torch import Tensor
 from eval.harness.output import Column, make_table, milliseconds
 from eval.harness.timing import interleaved_medians
 from eval.kernels.state_memory import peak_cpu_bytes
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
 from ssm import ops
 
 SHAPES = {

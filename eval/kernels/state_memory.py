@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BambaConfig, PreTrainedModel
 
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import StateCache
 from ssm.layers import Mamba2Layers
 from ssm.ops import commit_conv

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from eval.scale_up.mamba import scale_up_mamba
 from eval.scale_up.models import shape_of
-from mmspec.drafter import Drafter
+from mmspec.drafters.drafter import Drafter
 from ssm.drafters.mamba import Mamba
 from vision.drafters.msd import MSD
 from vision.drafters.network import MSDConfig, MSDNetwork

@@ -18,11 +18,11 @@ from eval.scale_up.axes import SHAPES
 from eval.scale_up.drafters import scale_up_drafter
 from eval.scale_up.models import scale_up
 from mmspec.compare import first_difference
-from mmspec.drafter import Drafter
+from mmspec.drafters.drafter import Drafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from vision.drafters.msd import MSD
 from vision.targets import VisionTarget
 

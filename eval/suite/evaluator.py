@@ -23,10 +23,10 @@ from eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interle
 from eval.suite.methods import BASELINE, PLAIN, parse_methods
 from eval.suite.sample import Sample
 from eval.suite.tasks import TASKS
-from mmspec.calibrate import cost_table, describe
 from mmspec.compare import first_difference
+from mmspec.engine.stats import Stats
 from mmspec.pipeline import Pipeline
-from mmspec.stats import Stats
+from mmspec.speculation.calibrate import cost_table, describe
 from vision.targets import VisionTarget
 
 _WARM_UP_TOKENS = 64

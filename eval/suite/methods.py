@@ -21,12 +21,12 @@ from typing import Any
 from eval.harness.drafters import as_chain, parse_drafters
 from eval.harness.output import first_line
 from eval.harness.timing import Method
-from mmspec import checkpoint
-from mmspec.drafter import fork
+from mmspec.drafters import checkpoint
+from mmspec.drafters.drafter import fork
 from mmspec.errors import UserError
-from mmspec.hub import cache_if_offline
-from mmspec.support import from_pretrained
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.hub import cache_if_offline
+from mmspec.targets.support import from_pretrained
+from mmspec.targets.transformers_target import TransformersTarget
 
 BASELINE, PLAIN = "generate", "none"
 LONGEST_CHAIN = 8

@@ -11,8 +11,8 @@ from eval.harness.intervals import median_interval
 from eval.harness.timing import PHASES
 from eval.suite.methods import BASELINE, PLAIN
 from eval.suite.sample import Sample, Scorer
+from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.stats import Stats
 
 Record = dict[str, Any]
 ALL = "all"

@@ -24,8 +24,8 @@ def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mmspec.calibrate import cost_table, describe
     from mmspec.cli.session import open_pipeline
+    from mmspec.speculation.calibrate import cost_table, describe
 
     notes = Console(stderr=True)
     target = open_pipeline(notes, drafter=None, **options).target

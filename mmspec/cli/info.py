@@ -38,7 +38,7 @@ def info(as_json: bool) -> None:
 
 def collect() -> dict[str, Any]:
     """Returns what ``mmspec info`` shows, as JSON values."""
-    from mmspec.calibrate import cache_folder
+    from mmspec.speculation.calibrate import cache_folder
 
     return {
         "mmspec": __version__,
@@ -85,7 +85,7 @@ def _kernels() -> dict[str, str]:
     """Kernel implementation in use, by device."""
     import torch
 
-    from mmspec import kernels
+    from mmspec.ops import kernels
 
     return {device["name"]: kernels.in_use(torch.device(device["name"])) for device in _devices()}
 

@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmspec.checkpoint import verifier_of
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import ConversationFeatures, Extractor, Features, collate
+from mmspec.drafters.checkpoint import verifier_of
 from mmspec.errors import UserError
+from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.files import atomic, write_text
-from mmspec.transformers_target import TransformersTarget
 
 _INDEX = "index.json"
 

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.distil.data import Conversation
 from mmspec.distil.sequences import EncodedConversation, Encoder
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 
 _TOKEN_TYPES = "mm_token_type_ids"
 

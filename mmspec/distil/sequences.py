@@ -18,7 +18,7 @@ from torch import Tensor
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.errors import UserError
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import TransformersTarget
 
 CONTEXT = -1
 """Turn of the tokens outside of answers."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmspec.budget import Budget
-from mmspec.graphs import Graphed
-from mmspec.rows import RowTensor, batch_bucket, pad_rows
-from mmspec.transfer import on_device
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
+from mmspec.ops.graphs import Graphed
+from mmspec.ops.transfer import on_device
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
 
 Inputs = tuple[Tensor, ...]
 

@@ -14,9 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mmspec import kernels, ops
-from mmspec.budget import Budget
-from mmspec.tree import TokenTree
+from mmspec import ops
+from mmspec.ops import kernels
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]

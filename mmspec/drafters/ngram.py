@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from mmspec.budget import Budget
-from mmspec.drafter import build_tree
+from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.growth import Nodes, best_first
 from mmspec.errors import UserError
-from mmspec.target import Prompt, Step, Target
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Prompt, Step, Target
 
 _OCCURRENCES = 12  # the latest occurrences of a suffix that are looked at
 _TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # first guess of how often a continuation of a suffix of 1, 2, ... tokens holds

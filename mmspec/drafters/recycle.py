@@ -16,17 +16,18 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from mmspec import checkpoint, kernels
-from mmspec.budget import Budget
-from mmspec.drafter import build_tree
+from mmspec.drafters import checkpoint
+from mmspec.drafters.drafter import build_tree
+from mmspec.drafters.fields import Checked, Within
 from mmspec.drafters.growth import best_first
 from mmspec.drafters.recycled import NEWEST, UNLIKELY, Recycled
 from mmspec.errors import UserError
-from mmspec.fields import Checked, Within
-from mmspec.target import Prompt, Step, Target
-from mmspec.transfer import on_device
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Prompt, Step, Target
 
 Context = tuple[int, int]  # the last two tokens; a first one of -1 stands for any
 Ranking = dict[int, float]  # successor -> probability

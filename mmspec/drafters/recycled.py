@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from mmspec import ops
-from mmspec.budget import Budget
+from mmspec.cache.rows import RowTensor
 from mmspec.drafters.captured import CapturedDrafter, RowState
 from mmspec.drafters.growth import grow_tree
-from mmspec.rows import RowTensor
-from mmspec.target import Step
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Step
 
 if TYPE_CHECKING:
     from mmspec.drafters.recycle import Context, Ranking, Recycle

@@ -13,18 +13,18 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmspec import ops
-from mmspec.budget import Budget
+from mmspec.cache.rows import RowTensor
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
-from mmspec.hub import cache_if_offline
-from mmspec.rows import RowTensor
-from mmspec.support import read_whole
-from mmspec.target import Prompt, Step, Target
-from mmspec.transfer import on_device
-from mmspec.transformers_target import TransformersTarget
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.ops.transfer import on_device
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.hub import cache_if_offline
+from mmspec.targets.support import read_whole
+from mmspec.targets.target import Prompt, Step, Target
+from mmspec.targets.transformers_target import TransformersTarget
 
 _DEPTH, _NODES = 16, 512  # levels and nodes of a tree of static shape; budgets ask for less
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.budget import Budget
-from mmspec.drafter import Drafter, features, learns
+from mmspec.drafters.drafter import Drafter, features, learns
 from mmspec.errors import UserError
-from mmspec.target import Feature, Prompt, Step, Target
-from mmspec.tree import TokenTree, merge
-from mmspec.verify import Verdict
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree, merge
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Feature, Prompt, Step, Target
 
 
 class Union:

@@ -1,7 +1,7 @@
 """What a step costs beside the model's own matrix products: attention under a tree, verification, keeping a path,
 and what a drafter's passes leave to be chosen.
 
-Each operation has a plain torch form and a Triton kernel of the same signature; ``mmspec.kernels`` chooses.
+Each operation has a plain torch form and a Triton kernel of the same signature; ``mmspec.ops.kernels`` chooses.
 """
 
 from mmspec.ops.attention import tree_attention

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmspec import kernels
+from mmspec.ops import kernels
 
 if TYPE_CHECKING:
-    from mmspec.tree import TokenTree
+    from mmspec.speculation.tree import TokenTree
 
 
 def follow(tree: TokenTree, choices: Tensor) -> Tensor:

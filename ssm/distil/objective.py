@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.distil.features import Features
-from mmspec.target import Target
+from mmspec.targets.target import Target
 from mmspec.training.loss import LossOutput
 from ssm.drafters.network import MambaNetwork
 

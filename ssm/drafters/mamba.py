@@ -13,18 +13,20 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmspec import checkpoint, kernels, ops
-from mmspec.budget import Budget
-from mmspec.checkpoint import TREE, TreeShape
+from mmspec import ops
+from mmspec.cache.rows import RowTensor
+from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import CapturedDrafter, RowState, write_last
+from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
-from mmspec.rows import RowTensor
-from mmspec.support import lay_out_for_few_rows
-from mmspec.target import Prompt, Step, Target
-from mmspec.transfer import on_device
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.targets.target import Prompt, Step, Target
 from ssm.drafters.network import MambaConfig, MambaNetwork, State
 
 

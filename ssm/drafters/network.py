@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.fields import Checked, Within
+from mmspec.drafters.fields import Checked, Within
 
 CHUNK = 64
 """Tokens that are read at once."""

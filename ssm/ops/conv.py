@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmspec import kernels
+from mmspec.ops import kernels
 
 
 def conv_window(parents: Tensor, width: int) -> Tensor:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from mmspec import kernels
+from mmspec.ops import kernels
 
 _LARGE = 2**18
 """Elements of an intermediate result, from which on a batch is better computed row by row."""

@@ -10,9 +10,9 @@ from demos import models as models_module
 from demos.models import LoadedModel, ModelCache
 from demos.streaming import StreamedAnswer, race, stream_answer
 from mmspec import Pipeline, UserError
-from mmspec.budget import CostTable
 from mmspec.drafters.recycle import Recycle
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.budget import CostTable
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
 COST = CostTable((1, 64), (0.01, 0.012))

@@ -15,7 +15,7 @@ from demos.service import Service
 from demos.storage import UploadFolder
 from demos.streaming import Race, StreamedAnswer
 from mmspec import plugins
-from mmspec.stats import Stats
+from mmspec.engine.stats import Stats
 from vision.embedded import samples
 
 SETTINGS = ("auto", 0.0, 12, 8)  # drafter, temperature, max new tokens, frames

@@ -10,9 +10,9 @@ from demos.plots import histogram, time_split
 from demos.streaming import Race, StreamedAnswer, Token
 from demos.views import conversation_html, race_html, tokens_html
 from mmspec.compare import Difference
+from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece
-from mmspec.stats import Stats
-from mmspec.trace import JudgedTree
+from mmspec.speculation.trace import JudgedTree
 
 SVG = "{http://www.w3.org/2000/svg}"
 

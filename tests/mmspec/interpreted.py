@@ -12,10 +12,10 @@ import torch
 
 from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import plugins
-from mmspec.budget import Budget
 from mmspec.drafters.ngram import Ngram
-from mmspec.sampling import Sampler
-from mmspec.stopping import Stopper
+from mmspec.engine.stopping import Stopper
+from mmspec.sampling.sampler import Sampler
+from mmspec.speculation.budget import Budget
 from tests.decoding import decode
 from tests.drafting import network_for
 from tests.interpreter import mend_interpreter

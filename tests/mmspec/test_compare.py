@@ -7,11 +7,11 @@ import torch
 
 from mmspec import compare as module
 from mmspec.compare import compare, first_difference, next_token_scores
+from mmspec.engine.stats import Stats
 from mmspec.pipeline import Generation
-from mmspec.sampling import SamplingParams
-from mmspec.stats import Stats
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.sampling.sampler import SamplingParams
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 
 PROMPT = [5, 17, 40, 9]

@@ -8,9 +8,9 @@ import torch
 from mmspec.distil import tasks
 from mmspec.distil.data import Conversation
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, frequent_tokens
+from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
-from mmspec.stats import Stats
 from mmspec.training.sampler import TEXT
 
 

@@ -20,6 +20,7 @@ from eval.decoding.losslessness import Case, compare_case, select_cases
 from eval.decoding.oracle import Oracle
 from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import UserError
+from mmspec.targets.loading import make_drafter
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -320,7 +321,7 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     model, inputs = shared_model("llama"), text_inputs(3, 9)
     reference = model.generate(**inputs, **GREEDY)
-    pipe = mmspec.Pipeline(mmspec.plugins.target_class(model.config)(model), mmspec.loading.make_drafter("recycle"))
+    pipe = mmspec.Pipeline(mmspec.plugins.target_class(model.config)(model), make_drafter("recycle"))
     for _ in range(2):
         assert torch.equal(model.generate(**inputs, **GREEDY, custom_generate=mmspec.decode, drafter=pipe), reference)
     assert list(pipe.budgets) == [3]

@@ -11,7 +11,7 @@ from eval.decoding.oracle import Oracle
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import Script, byte_model, byte_tokenizer
 
 PROMPT = "Say: "

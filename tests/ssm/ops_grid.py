@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
 from ssm import ops
 from ssm.ops import reference
 from tests.interpreter import mend_interpreter

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from eval.decoding.tiny_models import VOCAB, mamba_network
 from mmspec import plugins
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
 from ssm.cache import StateCache
 from ssm.drafters import network as networks
 from tests.half import check_decoding, half_model, long_inputs

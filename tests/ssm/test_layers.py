@@ -8,8 +8,8 @@ import torch
 from transformers.models.bamba import modeling_bamba
 
 from mmspec import UserError
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
 from ssm.layers import FAMILIES, Mamba2Layers, _check, _install
 from tests.tiny import random_tree, shared_model

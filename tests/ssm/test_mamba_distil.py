@@ -20,10 +20,10 @@ from mmspec.distil.data import as_text, read
 from mmspec.distil.features import Extractor, Features
 from mmspec.distil.tasks import DrafterSetup, DrafterTask
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.sampler import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG, Trainer
-from mmspec.transformers_target import TransformersTarget
 from ssm.distil.command import mamba
 from ssm.distil.objective import forward_kl
 from ssm.drafters.mamba import Mamba

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from eval.decoding.tiny_models import VOCAB, mamba_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError
-from mmspec.budget import Budget
-from mmspec.loading import make_drafter
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.budget import Budget
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.transformers_target import TransformersTarget
 from ssm.drafters import network as networks
 from ssm.drafters.mamba import Mamba
 from tests.targets import prompt_of

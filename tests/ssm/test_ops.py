@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
 from ssm import ops
 from ssm.ops import reference, scan
 from tests.ssm.ops_grid import CASES, Case, check_commit, check_tree, draw, paths_to

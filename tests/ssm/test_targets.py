@@ -11,9 +11,9 @@ import mmspec
 from eval.decoding.losslessness import Case, compare_case
 from eval.decoding.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
-from mmspec.support import cache_argument
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.support import cache_argument
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.cutting import cut, random_model
 from tests.targets import assert_trees_equal_paths, prompt_of, row_of
 from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes

@@ -22,7 +22,7 @@ from mmspec.distil.feature_cache import FeatureCache
 from mmspec.distil.features import Extractor, Features
 from mmspec.distil.sequences import Encoder
 from mmspec.errors import UserError
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model
 from vision.embedded import samples
 from vision.targets import VisionTarget

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from mmspec.distil.features import Features
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.drafting import network_for, plain_begin, plain_cell, plain_entries, plain_layer
 from tests.tiny import shared_model
 from vision.distil.objective import HiddenStateObjective

@@ -23,7 +23,7 @@ from transformers import LlavaForConditionalGeneration
 
 import mmspec
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
+from mmspec.targets.loading import make_drafter
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
 from vision.distil.command import flash, msd

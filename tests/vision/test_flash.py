@@ -10,10 +10,10 @@ import torch
 import mmspec
 from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
-from mmspec.budget import Budget
-from mmspec.drafter import fork
-from mmspec.loading import make_drafter
-from mmspec.target import Prompt
+from mmspec.drafters.drafter import fork
+from mmspec.speculation.budget import Budget
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.target import Prompt
 from tests.drafting import check, network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model

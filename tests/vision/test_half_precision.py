@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmspec import plugins, verify_greedy
-from mmspec.budget import Budget
+from mmspec.speculation.budget import Budget
 from tests.drafting import network_for, plain_gain
 from tests.half import check_decoding, half_model, in_dtype, long_inputs
 from tests.targets import prompt_of

@@ -7,9 +7,9 @@ import torch
 
 from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.budget import Budget
-from mmspec.loading import make_drafter
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.budget import Budget
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model

@@ -17,8 +17,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 import mmspec
 from eval.decoding.tiny_models import vision_inputs
 from mmspec import UserError, plugins
-from mmspec.budget import Budget
-from mmspec.loading import make_drafter
+from mmspec.speculation.budget import Budget
+from mmspec.targets.loading import make_drafter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from vision.drafters import published

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from eval.decoding.tiny_models import vision_inputs
-from mmspec import kernels, plugins
-from mmspec.budget import Budget
-from mmspec.sampling import Sampler
-from mmspec.stopping import Stopper
+from mmspec import plugins
+from mmspec.engine.stopping import Stopper
+from mmspec.ops import kernels
+from mmspec.sampling.sampler import Sampler
+from mmspec.speculation.budget import Budget
 from tests.decoding import decode
 from tests.drafting import network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of

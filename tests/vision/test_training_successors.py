@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from mmspec import UserError
-from mmspec.loading import make_drafter
+from mmspec.targets.loading import make_drafter
 from tests.standin import save_llava
 from vision.training.successors import recycle
 

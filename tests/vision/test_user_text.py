@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 import mmspec
-from tests.mmspec.test_user_text import chatml
+from tests.mmspec.targets.test_user_text import chatml
 from tests.standin import save_llava
 from tests.tiny import shared_model
 from vision.targets import VisionTarget

@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec import checkpoint, kernels, ops
-from mmspec.budget import Budget
-from mmspec.cache import TreeCache
-from mmspec.checkpoint import TREE, TreeShape
+from mmspec import ops
+from mmspec.cache.rows import RowTensor
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
+from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
-from mmspec.rows import RowTensor
-from mmspec.support import lay_out_for_few_rows
-from mmspec.target import Feature, Prompt, Step, Target
-from mmspec.transfer import on_device
-from mmspec.tree import TokenTree
-from mmspec.verify import Verdict
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.targets.target import Feature, Prompt, Step, Target
 from vision.drafters import published
 from vision.drafters.latents import packing, take
 from vision.drafters.levels import Levels, TokenLinear

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.drafters.fields import Checked, Within
 from mmspec.errors import UserError
-from mmspec.fields import Checked, Within
 from vision.drafters.latents import Images, Latents, compress, find_images
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from mmspec.checkpoint import read_json
+from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError
 from vision.drafters.network import MSDConfig
 from vision.drafters.weight_files import load_weights, tensor_names, weight_files

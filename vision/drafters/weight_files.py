@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mmspec.checkpoint import read_json
+from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError
 
 

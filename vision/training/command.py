@@ -53,7 +53,7 @@ def tiny_llava(
 def _accuracy(folder: Path, scenes: int) -> dict[str, float]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from mmspec.support import from_pretrained
+    from mmspec.targets.support import from_pretrained
     from vision.training.accuracy import scene_accuracy
 
     model = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")

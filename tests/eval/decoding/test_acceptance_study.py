@@ -14,11 +14,11 @@ from eval.decoding.acceptance_study import AcceptanceStudy, Condition, paired_di
 from eval.decoding.tiny_models import msd_network
 from eval.harness.acceptance import AcceptanceStats
 from eval.harness.prompts import Conversation
-from mmspec.drafter import build_tree
+from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine import Engine
-from mmspec.sampling import SamplingParams
+from mmspec.engine.engine import Engine
+from mmspec.sampling.sampler import SamplingParams
 from tests.standin import save_llava
 from vision.drafters.msd import MSD
 
@@ -156,7 +156,7 @@ def random_acceptance(suite, seed):
     rng = random.Random(seed)
     acceptance = AcceptanceStats()
     for number in range(20):
-        stats = mmspec.stats.Stats()
+        stats = mmspec.engine.stats.Stats()
         for _ in range(5):
             accepted = rng.randrange(4)
             stats.record_step(6, 4, accepted, accepted + 1)

@@ -16,8 +16,8 @@ from eval.decoding.losslessness import (
     select_cases,
 )
 from eval.decoding.tiny_models import VISION_CONFIGS
-from mmspec import sampling
-from mmspec.sampling import Sampler
+from mmspec.sampling.sampler import Sampler
+from mmspec.sampling.sampler import sampler as sampling
 from tests.tiny import shared_model
 
 

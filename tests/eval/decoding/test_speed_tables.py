@@ -14,7 +14,7 @@ from eval.decoding.tiny_models import msd_network
 from eval.harness.prompts import held_out_requests
 from eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.drafters.recycle import Recycle
-from mmspec.tree import TokenTree
+from mmspec.speculation.tree import TokenTree
 from tests.standin import save_llava
 from vision.drafters.msd import MSD
 

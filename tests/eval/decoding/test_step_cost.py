@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from eval import hybrid_cost
 from eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, shape_model
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import TransformersTarget
 
 
 @pytest.fixture(scope="module")

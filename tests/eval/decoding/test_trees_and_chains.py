@@ -17,11 +17,11 @@ from eval.harness.drafters import ProfiledDrafter, as_chain
 from eval.harness.prompts import held_out_texts
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec import TokenTree, UserError
-from mmspec.budget import Budget
-from mmspec.drafter import fork
+from mmspec.drafters.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.pipeline import Pipeline
+from mmspec.speculation.budget import Budget
 from ssm.drafters.mamba import Mamba
 from ssm.training.architecture import Architecture, new_model
 from tests.standin import tokenizer

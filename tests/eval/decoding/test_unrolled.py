@@ -8,8 +8,8 @@ from eval.decoding.tiny_models import text_inputs
 from eval.decoding.unrolled import UnrolledTarget, unroll
 from mmspec import TokenTree, verify_greedy
 from mmspec.pipeline import Pipeline
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, shared_model
 
 CLOSE = dict(atol=2e-4, rtol=2e-4)

@@ -9,7 +9,7 @@ import pytest
 from eval.harness.acceptance import AcceptanceStats, acceptance_difference
 from eval.harness.drafters import ProfiledDrafter
 from mmspec.drafters.ngram import Ngram
-from mmspec.stats import Stats
+from mmspec.engine.stats import Stats
 
 
 def stats_of(*accepted, drafted=4):

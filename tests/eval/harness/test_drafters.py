@@ -7,7 +7,7 @@ import mmspec
 from eval.decoding.tiny_models import msd_network, vision_model
 from eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec import UserError
-from mmspec.drafter import fork, learns, lend
+from mmspec.drafters.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small

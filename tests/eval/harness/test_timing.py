@@ -7,7 +7,7 @@ import pytest
 import mmspec
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, interleaved_medians, time_ratios
 from mmspec.drafters.recycle import Recycle
-from mmspec.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.standin import save_text_model
 
 SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
@@ -18,7 +18,7 @@ REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
 def pipe(tmp_path, monkeypatch):
     """A pipeline whose calls take ``SECONDS`` on the fake clock."""
     now = [0.0]
-    for module in ("mmspec.engine", "eval.harness.timing", "eval.harness.drafters"):
+    for module in ("mmspec.engine.engine", "eval.harness.timing", "eval.harness.drafters"):
         monkeypatch.setattr(f"{module}.clock", lambda: now[0])
 
     def timed(call, seconds):

@@ -11,9 +11,9 @@ import mmspec
 from eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
 from eval.kernels.gpu_parts import run_parts
 from eval.scale_up.axes import Weights
-from mmspec.budget import CostTable
-from mmspec.target import Prompt
-from mmspec.transformers_target import TransformersTarget
+from mmspec.speculation.budget import CostTable
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
 from vision.targets import VisionTarget
 
 pytest.importorskip("triton")

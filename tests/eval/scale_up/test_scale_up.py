@@ -16,8 +16,8 @@ from eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_
 from eval.scale_up.models import scale_up, shape_of
 from eval.scale_up.pipeline import PaddedImageTarget
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
+from mmspec.targets.loading import make_drafter
 from vision.drafters.msd import Flash
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each

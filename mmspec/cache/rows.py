@@ -1,0 +1,82 @@
+"""Tensors with one entry per sequence, which sequences join and leave between decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.ops.transfer import on_device
+
+
+def batch_bucket(rows: int) -> int:
+    """The batch size at which static shapes run ``rows`` sequences: the next power of two."""
+    return 1 << (rows - 1).bit_length() if rows else 0
+
+
+def pad_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
+    """``x``, (batch, ...), with idle rows of ``value`` appended up to ``rows``."""
+    if len(x) == rows:
+        return x
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)), value=value)
+
+
+def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Row numbers as an index, (rows,) int64."""
+    return on_device(list(rows), device) if rows else torch.empty(0, dtype=torch.long, device=device)
+
+
+class RowTensor:
+    """A tensor with one entry per sequence along its first axis.
+
+    Args:
+        in_place: keep the entries at one address (static shapes): ``data`` then has a power of two of rows, idle ones
+            being 0, and moves only when it must grow.
+
+    Attributes:
+        data: (rows, ...), or (capacity, ...) in place; before the first ``append`` it is empty.
+        rows: sequences.
+        version: a new object whenever ``data`` has moved.
+    """
+
+    def __init__(self, in_place: bool = False) -> None:
+        self.in_place = in_place
+        self.data = torch.empty(0)
+        self.rows = 0
+        self.version = object()
+
+    def append(self, new: Tensor) -> None:
+        """Add the entries of joining sequences, (joining, ...)."""
+        rows = self.rows + len(new)
+        if not self.in_place:
+            self.data = torch.cat([self.data, new]) if self.rows else new.clone()
+        else:
+            old = self.data
+            alike = (old.shape[1:], old.dtype, old.device) == (new.shape[1:], new.dtype, new.device)
+            if not alike or len(old) < rows:
+                self.data = new.new_zeros(batch_bucket(rows), *new.shape[1:])
+                if self.rows:
+                    self.data[: self.rows] = old[: self.rows]
+                self.version = object()
+            self.data[self.rows : rows] = new
+        self.rows = rows
+
+    def write(self, new: Tensor) -> None:
+        """Set all entries, (rows, ...); in place, ``new`` may have those of idle rows at its end."""
+        if self.in_place:
+            self.data[: len(new)].copy_(new)
+        else:
+            self.data = new
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        if list(rows) != list(range(self.rows)):
+            kept = self.data[row_index(rows, self.data.device)]
+            if self.in_place:
+                self.data[len(rows) : self.rows] = 0
+                self.data[: len(rows)] = kept
+            else:
+                self.data = kept
+        self.rows = len(rows)

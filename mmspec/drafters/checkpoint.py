@@ -1,0 +1,188 @@
+"""Drafter checkpoints: a folder with ``config.json`` and ``model.safetensors``.
+
+``config.json`` names the drafter (``mmspec_drafter``, as registered), its settings, and the target it was made for:
+``verifier: {name_or_path, architectures, hidden_size, vocab_size}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmspec.drafters.fields import Checked, Within
+from mmspec.errors import UserError
+
+S = TypeVar("S", bound=Checked)
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_LARGEST_JSON = 2**24  # bytes
+_COMPARED = ("architectures", "hidden_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Verifier(Checked):
+    """The target that a drafter was made for: the last part of its folder or name, classes and sizes."""
+
+    name_or_path: str
+    architectures: list[str]
+    hidden_size: Annotated[int, Within(1, 2**20)]
+    vocab_size: Annotated[int, Within(1, 2**24)]
+
+
+@dataclass(frozen=True)
+class TreeShape(Checked):
+    """The trees of a drafter that drafts level by level.
+
+    Attributes:
+        top_k: nodes extended per level, and children per node.
+        depth: levels of the tree below its root.
+        total_tokens: drafted nodes at most.
+    """
+
+    top_k: Annotated[int, Within(1, 64)]
+    depth: Annotated[int, Within(1, 64)]
+    total_tokens: Annotated[int, Within(1, 512)]
+
+
+TREE = tuple(each.name for each in fields(TreeShape))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; raises ``UserError`` where the file holds none."""
+    try:
+        if file.stat().st_size > _LARGEST_JSON:
+            raise UserError(f"{file}: expected a JSON object of at most {_LARGEST_JSON} bytes, received a larger file")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UserError(f"{file}: expected a JSON object, received one that is nested too deep") from None
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: expected a JSON object, received {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: expected a JSON object, received {type(content).__name__}")
+    return content
+
+
+def drafter_name(folder: Path) -> str | None:
+    """The registered name of the drafter in a folder; None where the folder holds none."""
+    try:
+        return read_json(folder / _CONFIG).get("mmspec_drafter")
+    except UserError:
+        return None
+
+
+def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tensor]]:
+    """A drafter checkpoint: its settings, the target it was made for (see ``Verifier``), and its tensors.
+
+    Args:
+        kind: of the settings.
+
+    Raises:
+        UserError: a file is missing or damaged, or a field of ``config.json`` is missing, unknown, of another type or
+            out of range. Nothing of a size that fields give is allocated before.
+    """
+    source = str(folder / _CONFIG)
+    config = read_json(folder / _CONFIG)
+    if "verifier" not in config:
+        raise UserError(f"{source}: expected a verifier, received none")
+    verifier = asdict(Verifier.read(config.pop("verifier"), f"{source}: verifier"))
+    config.pop("mmspec_drafter", None)
+    settings = kind.read(config, source)
+    try:
+        return settings, verifier, load_file(folder / _WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: expected a drafter's {_CONFIG} and {_WEIGHTS}, received {error}") from error
+
+
+def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
+    """Take the tokens that may be drafted out of a checkpoint's tensors; None where all may be.
+
+    Args:
+        vocab: tokens of the target.
+        folder: where they were read, for the message.
+
+    Raises:
+        UserError: they are no different tokens of the target.
+    """
+    ids = tensors.pop("draft_ids", None)
+    if ids is not None:
+        fit = ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64)
+        if not fit or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()) or len(ids.unique()) < len(ids):
+            raise UserError(f"{folder}: draft_ids must be different tokens below {vocab}, as integers in one row")
+    return None if ids is None else ids.long()
+
+
+def load_exactly(network: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Give a network these tensors, in its own tensors' place; it may lie on the meta device.
+
+    Args:
+        folder: where they were read, for the message.
+
+    Raises:
+        UserError: a tensor is missing, unknown, of another shape or holds integers.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    received = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | received.keys()):
+        if expected.get(name) != received.get(name):
+            raise UserError(
+                f"{folder}: expected {name} {expected.get(name, 'not to be there')}, "
+                f"received {received.get(name, 'none')}"
+            )
+        if not tensors[name].is_floating_point():
+            raise UserError(f"{folder}: {name} must hold floating point numbers: got {tensors[name].dtype}")
+    network.load_state_dict(tensors, assign=True)
+
+
+def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:
+    """Write a drafter checkpoint, each file whole or not at all.
+
+    Args:
+        name: the drafter's registered name.
+        settings: its own settings.
+        target: the target it was made for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
+    part = folder / (_WEIGHTS + ".part")
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+    os.replace(part, folder / _WEIGHTS)
+    part = folder / (_CONFIG + ".part")
+    part.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(part, folder / _CONFIG)
+
+
+def verifier_of(target: Any) -> dict[str, Any]:
+    """How a checkpoint names its target."""
+    return {
+        "name_or_path": Path(getattr(target.model.config, "name_or_path", "") or "").name,
+        "architectures": [type(target.model).__name__],
+        "hidden_size": target.config.hidden_size,
+        "vocab_size": target.config.vocab_size,
+    }
+
+
+def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
+    """Refuse a drafter on another target than its own.
+
+    Raises:
+        UserError: naming both sides.
+    """
+    ours = verifier_of(target)
+    different = [key for key in _COMPARED if verifier.get(key) != ours[key]]
+    if different:
+        made = ", ".join(f"{key} {verifier.get(key)}" for key in different)
+        here = ", ".join(f"{key} {ours[key]}" for key in different)
+        raise UserError(
+            f"the drafter was made for {verifier.get('name_or_path') or 'another target'} ({made}): got {here}"
+        )

@@ -1,0 +1,1 @@
+"""The decoding loop: sequences, their requests, stopping rules and statistics."""

@@ -1,0 +1,135 @@
+"""What one call asks for, checked before anything is read or computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from typing import Any
+
+from mmspec.checks import Checked, Rule, is_text, option, optional, shown, whole
+from mmspec.errors import UserError
+from mmspec.sampling.processors import TreeProcessor
+from mmspec.sampling.sampler import SamplingParams
+
+_KEYS = ("prompt", "images", "videos", "params")
+_FUNCTIONS = Rule(
+    "a list of callables", lambda value: isinstance(value, Sequence) and all(callable(one) for one in value)
+)
+_PROCESSORS = Rule(
+    "a list of logits processors",
+    lambda value: isinstance(value, Sequence) and all(_is_processor(one) for one in value),
+)
+
+NODES = optional(whole(0))
+SLOT_COUNT = whole(1)
+PARAMS = Rule("mmspec.SamplingParams", lambda value: isinstance(value, SamplingParams))
+
+
+@dataclass(frozen=True)
+class Extras(Checked):
+    """Keywords of a call that hold for all of its requests.
+
+    Attributes:
+        nodes: drafted nodes per step; None takes as many as are expected to be fastest.
+        logits_processor: as for transformers' ``generate``, or tree processors.
+        stopping_criteria: as for transformers' ``generate``.
+    """
+
+    nodes: int | None = option(None, NODES)
+    logits_processor: Sequence[Any] = option((), _PROCESSORS)
+    stopping_criteria: Sequence[Any] = option((), _FUNCTIONS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked request.
+
+    Attributes:
+        request: its ``prompt``, ``images`` and ``videos``.
+        params, extras: how it is decoded.
+        inputs: keywords that are left to the target's ``encode``.
+    """
+
+    request: Mapping[str, Any]
+    params: SamplingParams
+    extras: Extras
+    inputs: dict[str, Any]
+
+
+def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) -> list[Call]:
+    """Check requests and the keywords that hold for all of them. Images and videos are checked where they are read, the
+    keywords that remain by the target.
+
+    Raises:
+        UserError: a keyword breaks its rule, or is given beside ``params``; a request of another type, a key that is
+            not known, no prompt, or a prompt that is neither text nor chat messages.
+    """
+    if not isinstance(requests, Sequence) or isinstance(requests, str | bytes):
+        raise UserError(f"requests must be a list of dicts: got {shown(requests)}")
+    for request in requests:
+        _check_request(request)
+    left = dict(keywords)
+    params = left.pop("params", None)
+    fields, extras = _taken(left, SamplingParams), Extras(**_taken(left, Extras))
+    if params is None:
+        params = SamplingParams(**fields)
+    elif fields:
+        raise UserError(f"params hold all sampling parameters: got {', '.join(fields)} beside them")
+    PARAMS.check("params", params)
+    return [Call(request, request.get("params") or params, extras, left) for request in requests]
+
+
+def _is_processor(value: Any) -> bool:
+    return not isinstance(value, type) and (callable(value) or isinstance(value, TreeProcessor))
+
+
+def _taken(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """The keywords that are fields of a dataclass, which are removed."""
+    return {field.name: keywords.pop(field.name) for field in fields_of(kind) if field.name in keywords}
+
+
+def _check_request(request: Any) -> None:
+    if not isinstance(request, Mapping):
+        raise UserError(f"a request must be a dict with a prompt: got {shown(request)}")
+    known = f"a request's keys are {', '.join(_KEYS)}"
+    if unknown := [str(key) for key in request if key not in _KEYS]:
+        raise UserError(f"{known}: got {', '.join(unknown)}")
+    if "prompt" not in request:
+        raise UserError(f"a request must have a prompt: got {', '.join(request) or 'nothing'}")
+    _check_prompt(request["prompt"])
+    if request.get("params") is not None:
+        PARAMS.check("params", request["params"])
+
+
+def _check_prompt(prompt: Any) -> None:
+    if isinstance(prompt, str):
+        _check_text(prompt)
+    elif not isinstance(prompt, list | tuple):
+        raise UserError(f"a prompt must be text or a list of chat messages: got {shown(prompt)}")
+    else:
+        for message in prompt:
+            _check_message(message)
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UserError(f"a chat message must be a dict with a role and content: got {shown(message)}")
+    content = message.get("content")
+    if isinstance(content, str):
+        return _check_text(content)
+    if not isinstance(content, list | tuple):
+        raise UserError(f"a message's content must be text or a list of items: got {shown(content)}")
+    for item in content:
+        if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
+            raise UserError(f"an item of a message must be a dict with a type: got {shown(item)}")
+        if item["type"] == "text":
+            if not isinstance(item.get("text"), str):
+                raise UserError(f"a text item must have a text: got {shown(item)}")
+            _check_text(item["text"])
+
+
+def _check_text(text: str) -> None:
+    if not is_text(text):
+        at = next(place for place, character in enumerate(text) if not is_text(character))
+        raise UserError(f"a prompt must be text that UTF-8 can encode: got {text[at]!r} at character {at}")

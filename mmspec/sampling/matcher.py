@@ -1,0 +1,129 @@
+"""The state of a tree processor for one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.errors import UserError
+from mmspec.sampling.processors import TreeProcessor
+
+
+class Matcher:
+    """Follows one sequence with a tree processor and walks its drafted trees.
+
+    Args:
+        processor: shared with other sequences.
+        prompt: the sequence's tokens before its first new one.
+    """
+
+    def __init__(self, processor: TreeProcessor, prompt: Sequence[int]) -> None:
+        self._processor = processor
+        self._name = type(processor).__name__
+        self._state = processor.start(list(prompt))
+        self._length = len(prompt)  # tokens that the state has absorbed, drafts left out
+        self._walked: list[tuple[Any, ...]] = []  # by draft that it has absorbed: (state before,), or () if in place
+        self._to_undo = 0  # tokens that the state has still to lose
+        self._masks: dict[int, Tensor] = {}  # of the nodes of the last tree
+        self._children: list[dict[int, int]] = []
+
+    def walk(
+        self, history: Sequence[int], children: list[dict[int, int]], vocab: int
+    ) -> tuple[dict[int, Tensor], dict[int, Exception]]:
+        """The allowed tokens after each node of a tree, and what was raised at nodes that have none.
+
+        Subtrees of forbidden and failing nodes are left out.
+
+        Args:
+            history: all tokens of the sequence, the root being the last.
+            children: by node, ``{token: node}``.
+            vocab: size of the masks.
+
+        Raises:
+            Exception: the processor failed at the tokens that were emitted since the last walk.
+        """
+        self._follow(history)
+        masks: dict[int, Tensor] = {}
+        failures: dict[int, Exception] = {}
+        waiting = [(0, -1, 0)]  # node, its token, drafts before it; the next one last
+        while waiting:
+            node, token, before = waiting.pop()
+            while len(self._walked) > before:
+                self._back()
+            try:
+                if node:
+                    self._advance(token)
+                masks[node] = self._mask(vocab)
+            except Exception as error:
+                failures[node] = error
+                continue
+            for token, child in reversed(children[node].items()):
+                if _allows(masks[node], token):
+                    waiting.append((child, token, len(self._walked)))
+                else:
+                    failures[child] = self._forbidden(token)
+        while self._walked:
+            self._back()
+        self._settle()
+        self._masks, self._children = masks, children
+        return masks, failures
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """As a logits processor of plain decoding: ``input_ids`` (1, length) int64, ``scores`` (1, vocab)."""
+        masks, failures = self.walk(input_ids[0].tolist(), [{}], scores.shape[-1])
+        if failures:
+            raise failures[0]
+        return scores.masked_fill(~masks[0].to(scores.device), -torch.inf)
+
+    def _follow(self, history: Sequence[int]) -> None:
+        """Absorb the tokens that were emitted since the last walk."""
+        node: int | None = 0
+        for token in history[self._length :]:
+            if node in self._masks:
+                if not _allows(self._masks[node], token):
+                    raise self._forbidden(token)
+                node = self._children[node].get(token)
+            self._advance(token)
+        self._walked.clear()
+        self._length = len(history)
+
+    def _advance(self, token: int) -> None:
+        self._settle()
+        after = self._processor.advance(self._state, token)
+        self._walked.append(() if after is None else (self._state,))
+        if after is not None:
+            self._state = after
+
+    def _back(self) -> None:
+        """Undo the last draft: restore the state before it, or undo it in place as soon as the state is used."""
+        if before := self._walked.pop():
+            self._state, self._to_undo = before[0], 0
+        else:
+            self._to_undo += 1
+
+    def _settle(self) -> None:
+        if self._to_undo:
+            self._processor.undo(self._state, self._to_undo)
+            self._to_undo = 0
+
+    def _mask(self, vocab: int) -> Tensor:
+        self._settle()
+        allowed = self._processor.mask(self._state)
+        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool or allowed.ndim != 1 or len(allowed) > vocab:
+            shape = f"{allowed.dtype} {tuple(allowed.shape)}" if isinstance(allowed, Tensor) else type(allowed).__name__
+            raise UserError(f"{self._name}.mask must return a bool tensor of at most ({vocab},): got {shape}")
+        if not allowed.any():
+            raise UserError(f"{self._name}.mask must allow at least one token: it allows none")
+        mask = torch.zeros(vocab, dtype=torch.bool)  # a copy: a processor may reuse its tensor
+        mask[: len(allowed)] = allowed
+        return mask
+
+    def _forbidden(self, token: int) -> UserError:
+        return UserError(f"tokens must be allowed by {self._name}: other logits processors left only token {token}")
+
+
+def _allows(mask: Tensor, token: int) -> bool:
+    return token < len(mask) and bool(mask[token])

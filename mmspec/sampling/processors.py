@@ -1,0 +1,268 @@
+"""Logits processors on token trees.
+
+A processor runs in one of three ways:
+
+- at all nodes of a tree at once (``OnTrees``): the table below does so for transformers' own. None reads a value on the
+  host: where transformers' processors take a rectangle of tokens, or Python lists, these take ``NodeHistories``.
+- as a ``TreeProcessor``, walked depth first over the tree.
+- path by path, for all others: called along the accepted path only, once per emitted token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers.generation import logits_process as hf
+
+from mmspec import plugins
+from mmspec.errors import UserError
+from mmspec.ops.transfer import on_device
+from mmspec.sampling.histories import NOTHING, NodeHistories
+
+_SCORES_ALONE = tuple(
+    getattr(hf, name)
+    for name in [
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "TopHLogitsWarper",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    ]
+    if hasattr(hf, name)
+)
+"""These do not read the history, so that one call serves all nodes."""
+
+_SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
+"""What copies of a processor have in common."""
+
+OnTrees = Callable[[NodeHistories, Tensor], Tensor]
+"""From histories and float32 scores, (batch, nodes, vocab), to scores."""
+
+
+@runtime_checkable
+class TreeProcessor(Protocol):
+    """A logits processor that allows or forbids tokens, as a state machine over the output: a grammar, for instance.
+
+    Each sequence has a state of its own. It advances by the emitted tokens, and in every step it is walked depth first
+    over the drafted tree. An exception ends the sequence with an error if plain decoding would have come to it; one
+    raised for a draft that is not accepted is ignored. It must leave the state as it was.
+    """
+
+    def start(self, history: list[int]) -> Any:
+        """The state of a sequence whose prompt is ``history``, before its first token."""
+
+    def advance(self, state: Any, token: int) -> Any:
+        """Append a token that ``mask`` allows.
+
+        Returns:
+            None if ``state`` was changed in place. Otherwise the new state; to undo the token, ``state`` is used again.
+        """
+
+    def undo(self, state: Any, n: int) -> None:
+        """Remove the last ``n`` tokens, which changed ``state`` in place."""
+
+    def mask(self, state: Any) -> Tensor:
+        """(vocab,) bool on the CPU, the tokens that may follow, at least one. Tokens beyond its end are forbidden."""
+
+
+def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
+    """How a processor runs on trees: itself, of the table, or of a plug-in; None means path by path.
+
+    A subclass of a processor in the table may read more than its base class does, and is not served by it.
+    """
+    if isinstance(processor, TreeProcessor):
+        return processor
+    if type(processor) in _SCORES_ALONE:
+        return _each_alike(processor)
+    if type(processor) in _WITH_HISTORY:
+        return _prepared(_WITH_HISTORY[type(processor)], processor)
+    return plugins.tree_form(processor)
+
+
+def copy_for_row(processor: Any, index: int) -> Any:
+    """A copy of a processor for one sequence, row ``index`` of its request, to be called with a batch of one.
+
+    Models and tokenizers that the processor holds are shared, as is the function of a ``PrefixConstrained...``.
+
+    Raises:
+        UserError: the processor cannot be copied.
+    """
+    allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
+    held = [allowed, *(value for value in getattr(processor, "__dict__", {}).values() if isinstance(value, _SHARED))]
+    try:
+        copied = deepcopy(processor, {id(value): value for value in held})
+    except Exception as error:
+        name = type(processor).__name__
+        raise UserError(f"logits processors must be copyable, once per sequence: {name} is not ({error})") from error
+    if allowed is not None:
+        copied._prefix_allowed_tokens_fn = lambda _, ids: allowed(index, ids)
+    if isinstance(ignored := getattr(copied, "prompt_ignore_length", None), Tensor):  # padding of each row
+        copied.prompt_ignore_length = ignored[index : index + 1]
+    return copied
+
+
+def _each_alike(processor: LogitsProcessor) -> OnTrees:
+    def process(_: NodeHistories, scores: Tensor) -> Tensor:
+        flat = scores.flatten(0, 1)
+        return processor(flat.new_empty(len(flat), 1, dtype=torch.long), flat).view(scores.shape)
+
+    return process
+
+
+def _prepared(build: Callable[[Any, Tensor], OnTrees], processor: LogitsProcessor) -> OnTrees:
+    """The form that ``build`` makes for the vocabulary and device of the first scores."""
+    form: OnTrees | None = None
+
+    def process(history: NodeHistories, scores: Tensor) -> Tensor:
+        nonlocal form
+        form = form or build(processor, scores)
+        return form(history, scores)
+
+    return process
+
+
+def _repetition(processor: Any, scores: Tensor) -> OnTrees:
+    penalty, vocab, ignored = processor.penalty, scores.shape[-1], processor.prompt_ignore_length
+    if isinstance(ignored, Tensor):
+        ignored = ignored.to(scores.device)
+
+    def penalise(history: NodeHistories, scores: Tensor) -> Tensor:
+        said = history.whole
+        if ignored is not None:
+            # From the first token of each row; those before it are nothing anyway.
+            place = torch.arange(said.shape[2], device=said.device) - (history.prefix.shape[1] - history.prefix_lengths)
+            first = ignored[history.index][:, None] if isinstance(ignored, Tensor) else ignored
+            said = said.where((place >= first)[:, None], NOTHING)
+        said = _within(said, vocab)
+        scores = torch.nn.functional.pad(scores, (0, 1))
+        found = scores.gather(2, said)
+        return scores.scatter_(2, said, torch.where(found < 0, found * penalty, found / penalty))[:, :, :vocab]
+
+    return penalise
+
+
+def _no_repeat(processor: Any, scores: Tensor) -> OnTrees:
+    size, vocab = processor.ngram_size, scores.shape[-1]
+
+    def ban(history: NodeHistories, scores: Tensor) -> Tensor:
+        tokens = history.whole
+        windows = tokens.shape[2] - size + 1
+        if windows < 1:
+            return scores
+        begins = history.last(size - 1)
+        # The window that begins with the latest tokens has nothing behind them.
+        ended = tokens[:, :, size - 1 :]
+        for place in range(size - 1):
+            ended = ended.where(tokens[:, :, place : place + windows] == begins[:, :, place, None], NOTHING)
+        return scores.masked_fill(_marked(ended, vocab), -torch.inf)
+
+    return ban
+
+
+def _bias(processor: Any, scores: Tensor) -> OnTrees:
+    vocab, device = scores.shape[-1], scores.device
+    if (greatest := max(token for ids in processor.sequence_bias for token in ids)) >= vocab:
+        raise UserError(f"biased tokens must be below the vocabulary's size {vocab}: got {greatest}")
+    singles = [(ids[0], bias) for ids, bias in processor.sequence_bias.items() if len(ids) == 1]
+    always = torch.zeros(vocab, device=device)
+    if singles:
+        always[on_device([token for token, _ in singles], device)] = on_device([bias for _, bias in singles], device)
+    by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for ids, bias in processor.sequence_bias.items():
+        if len(ids) > 1:
+            by_length.setdefault(len(ids), []).append((ids, bias))
+    groups = [
+        (
+            on_device([ids[:-1] for ids, _ in group], device),  # (sequences, length - 1)
+            on_device([ids[-1] for ids, _ in group], device),
+            on_device([bias for _, bias in group], device),
+        )
+        for group in by_length.values()
+    ]
+
+    def add(history: NodeHistories, scores: Tensor) -> Tensor:
+        bias = torch.zeros_like(scores) + always
+        for begins, ends, biases in groups:
+            begun = (history.last(begins.shape[1])[:, :, None] == begins).all(-1)  # (batch, nodes, sequences)
+            bias.index_add_(2, ends, torch.where(begun, biases, 0.0))
+        return scores + bias
+
+    return add
+
+
+def _min_length(processor: Any, scores: Tensor) -> OnTrees:
+    return _until(processor.min_length, processor, scores)
+
+
+def _min_new_tokens(processor: Any, scores: Tensor) -> OnTrees:
+    return _until(processor.prompt_length_to_skip + processor.min_new_tokens, processor, scores)
+
+
+def _until(length: int, processor: Any, scores: Tensor) -> OnTrees:
+    """No end before a history has so many tokens."""
+    ends = _mask(processor.eos_token_id, scores)
+    return lambda history, scores: scores.masked_fill(ends & (history.lengths < length)[:, :, None], -torch.inf)
+
+
+def _suppress(processor: Any, scores: Tensor) -> OnTrees:
+    suppressed = _mask(processor.suppress_tokens, scores)
+    return lambda history, scores: scores.masked_fill(suppressed, -torch.inf)
+
+
+def _suppress_at_begin(processor: Any, scores: Tensor) -> OnTrees:
+    suppressed, length = _mask(processor.begin_suppress_tokens, scores), processor.begin_index
+    return lambda history, scores: scores.masked_fill(suppressed & (history.lengths == length)[:, :, None], -torch.inf)
+
+
+def _forced_begin(processor: Any, scores: Tensor) -> OnTrees:
+    return _force(on_device([processor.bos_token_id], scores.device), 1, scores)
+
+
+def _forced_end(processor: Any, scores: Tensor) -> OnTrees:
+    return _force(processor.eos_token_id, processor.max_length - 1, scores)
+
+
+def _force(tokens: Tensor, length: int, scores: Tensor) -> OnTrees:
+    """Nothing but these tokens after a history of so many."""
+    forced = torch.where(_mask(tokens, scores), 0.0, -torch.inf)
+    return lambda history, scores: torch.where((history.lengths == length)[:, :, None], forced, scores)
+
+
+def _mask(tokens: Tensor, scores: Tensor) -> Tensor:
+    """(vocab,) bool, which of the vocabulary are among ``tokens``."""
+    return torch.isin(torch.arange(scores.shape[-1], device=scores.device), tokens.to(scores.device))
+
+
+def _marked(tokens: Tensor, vocab: int) -> Tensor:
+    """(..., n) int64 -> (..., vocab) bool: which tokens there are."""
+    marks = torch.zeros(*tokens.shape[:-1], vocab + 1, dtype=torch.bool, device=tokens.device)
+    return marks.scatter_(-1, _within(tokens, vocab), True)[..., :vocab]
+
+
+def _within(tokens: Tensor, vocab: int) -> Tensor:
+    """Tokens of the vocabulary as they are, others as the one behind its last."""
+    return tokens.where((tokens >= 0) & (tokens < vocab), vocab)
+
+
+_WITH_HISTORY: dict[type, Callable[[Any, Tensor], OnTrees]] = {
+    hf.RepetitionPenaltyLogitsProcessor: _repetition,
+    hf.NoRepeatNGramLogitsProcessor: _no_repeat,
+    hf.SequenceBiasLogitsProcessor: _bias,
+    hf.NoBadWordsLogitsProcessor: _bias,
+    hf.MinLengthLogitsProcessor: _min_length,
+    hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    hf.SuppressTokensLogitsProcessor: _suppress,
+    hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
+    hf.ForcedBOSTokenLogitsProcessor: _forced_begin,
+    hf.ForcedEOSTokenLogitsProcessor: _forced_end,
+}

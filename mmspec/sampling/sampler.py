@@ -1,0 +1,362 @@
+"""From the target's logits to its choices: the one place where logits processors and sampling parameters act.
+
+Every node of a tree has its own token history (prompt, emitted tokens, the path down to the node), so that repetition
+penalties and n-gram bans see at each node exactly what plain decoding would have shown them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from mmspec import ops
+from mmspec.checks import Checked, Rule, is_text, number, option, optional, whole
+from mmspec.errors import UserError
+from mmspec.ops.transfer import on_device
+from mmspec.sampling.histories import Histories
+from mmspec.sampling.matcher import Matcher
+from mmspec.sampling.processors import TreeProcessor, copy_for_row, tree_form
+from mmspec.speculation.tree import TokenTree
+
+# These combine several rows of scores, call the model, or read the input of an encoder.
+_UNSUPPORTED = tuple(
+    getattr(hf, name)
+    for name in [
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "HammingDiversityLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "WhisperNoSpeechDetection",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSChannelFilterLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+    ]
+    if hasattr(hf, name)
+)
+
+Processor = hf.LogitsProcessor | TreeProcessor
+
+_COLDEST = 1e-4  # logits divided by less may overflow
+_BLOCK = 64  # random numbers drawn at a time per row
+_STOP = Rule(
+    "text or a list of texts, none of them empty",
+    lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams(Checked):
+    """How an answer is decoded. Names and meanings are those of transformers' generation config where it has them.
+
+    Attributes:
+        temperature: 0 is greedy decoding; above 0, logits are divided by it and sampled.
+        top_p: keep the smallest set of tokens whose probability reaches this share, in (0, 1]; 1 keeps all.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as probable as the most probable one, in [0, 1].
+        repetition_penalty: above 1 makes tokens of the prompt and the output less probable; 1 changes nothing.
+        max_new_tokens: length of the answer at most, in tokens.
+        stop: text or texts that end the answer, which is cut before them.
+        seed: of the draws; None takes torch's global generator.
+
+    Raises:
+        UserError: a value of another type or out of range.
+    """
+
+    temperature: float = option(0.0, number(f"0 or >= {_COLDEST}", lambda t: t == 0 or t >= _COLDEST))
+    top_p: float = option(1.0, number("in (0, 1]", lambda p: 0 < p <= 1))
+    top_k: int = option(0, whole(0))
+    min_p: float = option(0.0, number("in [0, 1]", lambda p: 0 <= p <= 1))
+    repetition_penalty: float = option(1.0, number("> 0", lambda penalty: penalty > 0))
+    max_new_tokens: int = option(256, whole(1, 1 << 31))
+    stop: str | Sequence[str] | None = option(None, _STOP)
+    seed: int | None = option(None, optional(whole(-(1 << 63), (1 << 64) - 1)))  # what torch's generators take
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def do_sample(self) -> bool:
+        return self.temperature > 0
+
+    def sampler(self, custom: Sequence[Processor] = (), device: torch.device | str = "cpu") -> Sampler:
+        """What chooses the tokens; ``custom`` as for ``processors``, ``device`` is that of the logits."""
+        values = self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
+        return Sampler(
+            self.processors(custom),
+            do_sample=self.do_sample,
+            generator=None if self.seed is None else torch.Generator(device).manual_seed(self.seed),
+            key=None if custom else values if self.do_sample else self.repetition_penalty,
+        )
+
+    def processors(self, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
+        """The processors that transformers' ``generate`` would build from the same parameters, in its order: ``custom``
+        ones see logits before temperature and filters do."""
+        chain = LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            chain.append(hf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        chain.extend(custom)
+        if not self.do_sample:
+            return chain
+        if self.temperature != 1.0:
+            chain.append(hf.TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            chain.append(hf.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            chain.append(hf.TopPLogitsWarper(self.top_p))
+        if self.min_p > 0.0:
+            chain.append(hf.MinPLogitsWarper(self.min_p))
+        return chain
+
+
+class Sampler:
+    """How the tokens of one request are chosen: logits processors, then the argmax or a draw.
+
+    Args:
+        processors: applied in order to float32 logits, each row with its own history: transformers' own, tree
+            processors, others. Others (a warning names them, once) run path by path: in place of one call for all
+            nodes there is one per emitted token, each of which waits for the device. They may keep state between calls;
+            each sequence has copies of its own. transformers' eta and top-h wait for the device, too.
+        do_sample: draw from the processed distribution; False takes its argmax.
+        generator: the source of randomness, on the device of the logits; None is torch's global one.
+        key: samplers of equal keys have equal processors, which then run once for all of their rows; None: no other
+            sampler's are equal.
+
+    Attributes:
+        forms: by processor, how it runs on trees (see ``tree_form``).
+        by_path: whether any of them runs path by path; all of them then do.
+
+    Raises:
+        UserError: a processor that depends on more than a row's own tokens.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[Processor] = (),
+        *,
+        do_sample: bool = False,
+        generator: torch.Generator | None = None,
+        key: Hashable = None,
+    ) -> None:
+        self.processors = list(processors)
+        self.forms = [tree_form(processor) for processor in processors]
+        self.by_path = None in self.forms
+        for processor, form in zip(self.processors, self.forms, strict=True):
+            if form is None and isinstance(processor, _UNSUPPORTED):
+                raise UserError(
+                    f"logits processors must depend on a row's own tokens only: {type(processor).__name__} does not, "
+                    "use model.generate for it"
+                )
+            if form is None:
+                _warn_once(f"{type(processor).__module__}.{type(processor).__qualname__}")
+        self.do_sample = do_sample
+        self.generator = generator
+        self.key = (object() if processors and key is None else key, do_sample)
+
+
+@cache
+def _warn_once(name: str) -> None:
+    warnings.warn(
+        f"{name} runs path by path, which is slow: make it a mmspec.TreeProcessor, or register a function that "
+        "returns one as an entry point of mmspec.processors",
+        stacklevel=3,
+    )
+
+
+class Sampled:
+    """A sequence as far as the choice of its tokens is concerned.
+
+    The n-th new token is drawn with the n-th random number of its sequence, at whichever node of a tree it is decided:
+    a path passes one node per depth, so sharing the number among the nodes of a depth biases nothing, and the same seed
+    gives the same tokens whatever was drafted. (Drawn trees need further random numbers: there the tokens depend on the
+    drafts, too.)
+
+    Args:
+        history: its tokens, the prompt's and the emitted ones.
+        sampler: how they are chosen.
+        index: its row in the request, on which some processors depend.
+
+    Attributes:
+        prompt_length: tokens of the history when it began.
+        failures: what its processors raised at nodes of the last tree. Plain decoding would have come to those on the
+            accepted path only.
+        error: what ended it by mistake.
+    """
+
+    def __init__(self, history: list[int], sampler: Sampler, index: int = 0) -> None:
+        self.history, self.sampler, self.index = history, sampler, index
+        self.prompt_length = len(history)
+        self.failures: dict[int, Exception] = {}
+        self.error: Exception | None = None
+        self._uniforms = torch.empty(0)
+        self._own: dict[int, Any] = {}  # by place of a processor, what serves this sequence alone
+
+    def uniforms(self, count: int, device: torch.device) -> Tensor:
+        """(count,) random numbers of the next tokens."""
+        first = len(self.history) - self.prompt_length
+        while len(self._uniforms) < first + count:
+            block = torch.rand(_BLOCK, generator=self.sampler.generator, device=device)
+            self._uniforms = torch.cat([self._uniforms.to(device), block])
+        return self._uniforms[first : first + count]
+
+    def own(self, place: int) -> Any:
+        """The sequence's own state of processor ``place``: a ``Matcher`` or, path by path, a copy."""
+        if place not in self._own:
+            processor, form = self.sampler.processors[place], self.sampler.forms[place]
+            if isinstance(form, TreeProcessor):
+                self._own[place] = Matcher(form, self.history[: self.prompt_length])
+            else:
+                self._own[place] = copy_for_row(processor, self.index)
+        return self._own[place]
+
+
+class BatchSampler:
+    """Chooses the tokens of a batch of sequences, each as plain decoding of it alone would."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, _Group] = {}
+
+    def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        """The target's token after each node.
+
+        Args:
+            rows: the sequences, the last token of each history being the root.
+            tree: the draft.
+            logits: (batch, nodes, vocab), raw logits of the target.
+
+        Returns:
+            (batch, nodes) int64. Nodes at which processors raised an exception are in the row's ``failures``; their
+            tokens mean nothing, and neither do those of nodes that no path of such choices leads to.
+        """
+        members: dict[Hashable, list[int]] = {}
+        for place, row in enumerate(rows):
+            row.failures = {}
+            members.setdefault(row.sampler.key, []).append(place)
+        self._groups = {
+            key: self._groups.get(key) or _Group(rows[places[0]].sampler) for key, places in members.items()
+        }
+        if len(members) == 1:
+            (group,) = self._groups.values()
+            return group.choose(rows, tree, logits)
+        choices = torch.zeros_like(tree.tokens)
+        for key, places in members.items():
+            chosen = [rows[place] for place in places]
+            choices[places] = self._groups[key].choose(chosen, tree.select(places), logits[places])
+        return choices
+
+
+class _Group:
+    """Rows whose logits pass through the same processors."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._histories = Histories()
+
+    def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        numbers = self._numbers(rows, tree, logits.device)
+        if self._sampler.by_path:
+            return self._by_path(rows, tree, logits, numbers)
+        try:
+            scores = self._process(rows, tree, logits)
+        except Exception as error:
+            for row in rows:
+                row.failures = {0: error}
+            return torch.zeros_like(tree.tokens)
+        return self._pick(tree, scores, numbers)
+
+    def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> Tensor | None:
+        """A step's random numbers: (batch, nodes), for drawn trees (batch, 2, nodes), None in greedy decoding."""
+        if not self._sampler.do_sample:
+            return None
+        if tree.draft_probs is not None:
+            # One number decides about each node at its parent, another draws after a node whose children are rejected.
+            return torch.stack(
+                [torch.rand(2, tree.nodes, generator=row.sampler.generator, device=device) for row in rows]
+            )
+        uniforms = torch.stack([row.uniforms(tree.max_depth + 1, device) for row in rows])
+        return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
+
+    def _pick(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
+        """The token after each node by processed scores, (batch, nodes, vocab)."""
+        if numbers is None:
+            return scores.max(-1).indices  # what argmax gives, ties included; on a CPU in a third of its time
+        if tree.draft_probs is not None:
+            return ops.choose_drawn(tree, scores.softmax(-1), *numbers.unbind(1))
+        return ops.quantile(scores.softmax(-1), numbers)
+
+    def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        """All processors at all nodes."""
+        if not self._sampler.forms:
+            return logits.float() if self._sampler.do_sample else logits
+        scores = logits.to(torch.float32, copy=True)
+        seen = self._histories.at([row.history for row in rows], tree, [row.index for row in rows])
+        for place, form in enumerate(self._sampler.forms):
+            if isinstance(form, TreeProcessor):
+                scores = self._mask(place, rows, tree, scores)
+            else:
+                assert form is not None
+                scores = form(seen, scores)
+        return scores
+
+    def _mask(self, place: int, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
+        """The scores of the tokens that a tree processor allows, -inf elsewhere, at the nodes that it has walked to."""
+        nodes: list[int] = []
+        found: list[Tensor] = []
+        for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
+            try:
+                masks, failures = row.own(place).walk(row.history, children, scores.shape[-1])
+            except Exception as error:
+                masks, failures = {}, {0: error}
+            row.failures = failures | row.failures
+            nodes += [at_row * tree.nodes + node for node in masks]
+            found += masks.values()
+        if not found:
+            return scores
+        allowed, at = torch.stack(found).to(scores.device), on_device(nodes, scores.device)
+        flat = scores.flatten(0, 1)
+        flat[at] = flat[at].masked_fill(~allowed, -torch.inf)
+        return flat.view(scores.shape)
+
+    def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
+        """Choose node by node along the accepted path, as plain decoding does."""
+        choices = [[0] * tree.nodes for _ in rows]
+        for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
+            history, node = list(row.history), 0
+            while True:
+                ids = torch.tensor([history], device=logits.device)
+                scores = logits[at_row, node][None].to(torch.float32, copy=True)
+                try:
+                    for place in range(len(self._sampler.forms)):
+                        scores = row.own(place)(ids, scores)
+                except Exception as error:
+                    row.failures[node] = error
+                    break
+                # A drawn tree's node is decided together with its children.
+                at = [node, *(children[node].values() if tree.draft_probs is not None else ())]
+                scores = torch.cat([scores, scores.new_zeros(len(at) - 1, scores.shape[-1])])
+                drawn = None if numbers is None else numbers[at_row, None][..., at]
+                token = int(self._pick(_star(tree, at_row, at), scores[None], drawn)[0, 0])
+                choices[at_row][node] = token
+                if token not in children[node]:
+                    break
+                history.append(token)
+                node = children[node][token]
+        return on_device(choices, logits.device)
+
+
+def _star(tree: TokenTree, row: int, nodes: list[int]) -> TokenTree:
+    """The tree of a node, the first of ``nodes``, and its children, the others."""
+    tokens = tree.tokens[row, nodes][None]
+    parents = torch.zeros_like(tokens)
+    parents[:, 0] = -1
+    probs = None if tree.draft_probs is None else tree.draft_probs[row, nodes][None]
+    return TokenTree(tokens, parents, draft_probs=probs, check=False)

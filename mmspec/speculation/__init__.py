@@ -1,0 +1,1 @@
+"""Draft trees: their verification, and how large they should be."""

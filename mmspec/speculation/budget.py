@@ -1,0 +1,286 @@
+"""How large a tree pays, step by step.
+
+A tree of n drafted nodes with path probabilities g_1 >= g_2 >= ... is expected to emit ``1 + sum(g_1..g_n)`` tokens in
+``t(n + 1)`` seconds. t is measured (``mmspec.speculation.calibrate``), the probabilities are the drafter's own,
+corrected by how often nodes of such a probability were accepted so far. A tree of the root alone is plain decoding, and
+always a candidate.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, log2
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmspec.speculation.tree import TokenTree
+
+_BINS = 16
+_PRIOR = 6.0  # an untried bin counts as this many observations that agree with the drafter
+_DECAY = 0.995  # of what a bin has seen, per observation
+_FADE = 0.95  # of tokens and seconds of late, per step
+_THRIFT = 0.7  # time is priced below its worth: a look-up drafter also learns from the nodes that a tree shows it
+_TRIAL = 3.0  # plain steps that a drafter is taken to save per request before any was seen
+_PATIENCE, _RETRY = 12, 8  # after so many steps drafted in vain, draft in every so many-th one only
+_DRAFT = 0.2  # of a plain step: what drafting is taken to cost before it was seen
+_GUESS = 0.6  # that the likeliest node is accepted, before any was seen
+_DECAY_RANK = 0.98  # of how often a rank was accepted, per step
+_TRY_AGAIN = 64  # steps until another size is tried
+_CREDIT = 0.25  # plain steps that drafting may lose before it has won any
+_CREDIT_PER_TOKEN = 0.005  # and more for every token emitted
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured seconds of a verify pass over n tokens of a batch in all.
+
+    Attributes:
+        tokens: sizes measured, ascending, the first being 1.
+        seconds: the pass's time at each size.
+
+    Raises:
+        ValueError: fewer than two sizes, sizes that do not ascend from 1, or a size without a positive time.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        ascending = len(self.tokens) > 1 and self.tokens[0] == 1 and all(a < b for a, b in pairwise(self.tokens))
+        if not ascending or len(self.seconds) != len(self.tokens):
+            raise ValueError(f"sizes must ascend from 1, with a time each: got {self.tokens} and {self.seconds}")
+        if not all(0 < seconds < inf for seconds in self.seconds):
+            raise ValueError(f"times must be positive: got {self.seconds}")
+
+    def __call__(self, count: int) -> float:
+        """Seconds for ``count`` tokens, linear between the measured sizes and beyond the last."""
+        at = min(max(bisect_left(self.tokens, count), 1), len(self.tokens) - 1)
+        low, high = self.tokens[at - 1], self.tokens[at]
+        share = (count - low) / (high - low)
+        return self.seconds[at - 1] + share * (self.seconds[at] - self.seconds[at - 1])
+
+    def width(self, nodes: int, batch: int = 1) -> int:
+        """The number of nodes, at least ``nodes``, at which a pass is cheapest.
+
+        More tokens can cost less: on a CPU, matrix products of one or of a few rows take slower paths than of eight.
+        """
+        best = nodes
+        for count in self.tokens:
+            wider = count // batch
+            if wider > best and self(wider * batch) < 0.97 * self(best * batch):
+                best = wider
+        return best
+
+
+class Budget:
+    """A fixed number of drafted nodes per step; the base of every budget.
+
+    Args:
+        nodes: drafted nodes per row and step at most.
+        depth: tokens that one step may draft in sequence at most.
+
+    Attributes:
+        remaining: (set by the engine) drafts that the longest unfinished row can still use.
+        floor: path probability below which a node is not worth listing as a candidate.
+    """
+
+    floor = 0.002
+
+    def __init__(self, nodes: int = 16, depth: int = 12) -> None:
+        self.nodes = nodes
+        self.depth = depth
+        self.remaining = depth
+
+    def begin(self, share: float = 1.0) -> None:
+        """Requests have joined, which make up this share of the batch."""
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.depth, self.remaining)
+
+    def drafts(self) -> bool:
+        """Whether to draft at all in this step."""
+        return self.remaining > 0 and self.nodes > 0
+
+    def deeper(self, gain: float) -> bool:
+        """Whether one more level of the tree pays, which is expected to add ``gain`` tokens per row to this step."""
+        return True
+
+    def prune(self, tree: TokenTree) -> TokenTree:
+        """The part of a proposed tree that this step verifies: its likeliest nodes, as many as pay. Drawn trees stay
+        whole, and so do those without ``log_probs``."""
+        return tree.first(1 + self.nodes) if tree.prunable else tree
+
+    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+        """Learn from a step: tree size with root, accepted path of each row, and what drafting and verifying took."""
+
+
+class AdaptiveBudget(Budget):
+    """The tree size that earns most: tokens gained, less the time they cost at what time has been worth of late.
+
+    What it learns (which confidences hold, what drafting costs) outlives requests. Each request has an account of the
+    time saved against plain decoding: drafting may use up what it saved, a small credit, the cost of one draft, and
+    half of what it saved in earlier requests, so that a text that no drafter can guess costs next to nothing.
+
+    Args:
+        cost: the target's verify time.
+        nodes: largest tree size to choose.
+        depth: as for ``Budget``.
+        batch: rows of the batch.
+    """
+
+    def __init__(self, cost: CostTable, nodes: int = 64, depth: int = 16, batch: int = 1) -> None:
+        super().__init__(nodes, depth)
+        self.batch = batch
+        self.limit = nodes
+        self._cost = [cost(batch * cost.width(n, batch)) for n in range(1, nodes + 2)]
+        self._scale = 1.0  # measured over calibrated seconds: the prefix grows, machines slow down
+        self._draft = 0.0  # seconds of drafting per step
+        self._levels, self._level_seconds = 1, 0.0
+        self._tokens, self._seconds = float(batch), self._cost[0]  # of late: their ratio is what time is worth
+        self._accepted = [0.0] * _BINS
+        self._seen = [0.0] * _BINS
+        self._shown: list[list[float]] = []
+        self._usual = 8.0
+        self._account = 0.0
+        self._steps = self._in_vain = 0  # steps in all; latest ones whose drafting did not pay
+        self._saved, self._record = 0.0, _TRIAL  # plain steps saved in this request, and lately per request
+
+    def begin(self, share: float = 1.0) -> None:
+        if self._saved:
+            self._record += 0.3 * share * (self._saved - self._record)
+        self._saved *= 1.0 - share
+        # One draft can always be paid, or a single slow one would be the last.
+        credit = (_CREDIT + max(_CREDIT, 0.5 * self._record)) * self._cost[0] * self._scale + self._draft
+        self._account += share * (credit - self._account)
+
+    def drafts(self) -> bool:
+        self._levels = 1
+        self._steps += 1
+        if self._in_vain >= _PATIENCE and self._steps % _RETRY:
+            return False
+        return super().drafts() and self._account > self._extra(1) + self._draft
+
+    def deeper(self, gain: float) -> bool:
+        pays = gain * self.batch * self._seconds / self._tokens > self._level_seconds
+        self._levels += pays
+        return pays
+
+    def prune(self, tree: TokenTree) -> TokenTree:
+        return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
+
+    def take(self, gains: Sequence[Sequence[float]]) -> int:
+        """How many drafted nodes per row pay, given each row's path probabilities in descending order."""
+        widest = min(self.nodes, max(map(len, gains), default=0))
+        corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
+        price = _THRIFT * self._tokens / self._seconds
+        best, profit, best_profit = 0, 0.0, 0.0
+        for n in range(1, widest + 1):
+            if self._extra(n) + self._draft > self._account:
+                break
+            profit += sum(row[n - 1] for row in corrected if len(row) >= n)
+            if profit - price * self._extra(n) > best_profit:
+                best, best_profit = n, profit - price * self._extra(n)
+        self._shown = [list(row[:best]) for row in gains]
+        # Listing candidates costs time too: look only somewhat further than what paid lately.
+        self._usual += 0.2 * (best - self._usual)
+        self.nodes = min(self.limit, 8 + int(2 * self._usual))
+        return best
+
+    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+        calibrated = self._cost[min(nodes, len(self._cost)) - 1]
+        # A hiccup of the machine must not count as the price of a tree.
+        ratio = min(max(verify_seconds / calibrated, 0.5 * self._scale), 2.0 * self._scale)
+        self._scale += 0.1 * (ratio - self._scale)
+        if draft_seconds > 0:
+            drafted = draft_seconds if not self._draft else min(draft_seconds, 3 * self._draft)
+            self._draft += (0.2 if self._draft else 1.0) * (drafted - self._draft)
+            self._level_seconds = self._draft / self._levels
+        spent = calibrated * self._scale + (self._draft if draft_seconds > 0 else 0.0)
+        emitted = sum(map(len, paths))
+        self._tokens = _FADE * self._tokens + emitted
+        self._seconds = _FADE * self._seconds + spent
+        alive = sum(map(bool, paths))
+        plain = self._cost[0] * self._scale
+        each = emitted / max(alive, 1)
+        self._saved += each - spent / plain
+        if draft_seconds > 0:
+            self._in_vain = 0 if each * plain > spent else self._in_vain + 1
+        self._account += each * plain * (1 + _CREDIT_PER_TOKEN) - spent
+        for row, path in zip(self._shown, paths, strict=False):
+            if not path:
+                continue  # the row has finished, which says nothing about its drafts
+            kept = set(path)
+            for i, gain in enumerate(row, start=1):
+                b = _bin(gain)
+                self._seen[b] = self._seen[b] * _DECAY + 1.0
+                self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
+        self._shown = []
+
+    def _extra(self, nodes: int) -> float:
+        """Seconds that a tree of so many drafted nodes costs beyond plain decoding."""
+        return (self._cost[nodes] - self._cost[0]) * self._scale
+
+    def _correct(self, gain: float) -> float:
+        """Probability that a node of path probability ``gain`` is accepted, by what was seen so far."""
+        b = _bin(gain)
+        return (self._accepted[b] + _PRIOR * gain) / (self._seen[b] + _PRIOR)
+
+
+class SteadyBudget(Budget):
+    """A tree size that is chosen before the tree is drafted, by what earlier trees earned: for devices on which looking
+    at a tree's probabilities costs more than verifying it.
+
+    How often the n-th likeliest node of a tree was accepted says what a tree of n nodes emits; what its steps took says
+    what that costs. Sizes not tried of late are priced by the calibrated passes, and tried again now and then.
+
+    Args:
+        cost: the target's verify time.
+        sizes: drafted nodes to choose among, ascending; plain decoding is always a candidate.
+        depth: as for ``Budget``.
+        batch: rows of the batch.
+    """
+
+    def __init__(
+        self, cost: CostTable, sizes: Sequence[int] = (7, 15, 31, 63), depth: int = 12, batch: int = 1
+    ) -> None:
+        super().__init__(sizes[-1], depth)
+        self._seconds = {n: cost(batch * (n + 1)) + (_DRAFT * cost(batch) if n else 0.0) for n in (0, *sizes)}
+        # The likeliest nodes are those of the first levels; the first steps put this right.
+        self._accepted = [_GUESS / rank**0.5 for rank in range(1, sizes[-1] + 1)]
+        self._tried = [0] * sizes[-1]
+        self._steps = 0
+
+    def drafts(self) -> bool:
+        self._steps += 1
+        best = max(self._seconds, key=self._rate)
+        if self._steps % _TRY_AGAIN == 0:  # the sizes beside it, in turn
+            tried = sorted(self._seconds)
+            side = 1 if self._steps % (2 * _TRY_AGAIN) else -1
+            best = tried[min(max(tried.index(best) + side, 0), len(tried) - 1)]
+        self.nodes = best
+        return super().drafts()
+
+    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+        alive = [set(path) for path in paths if path]
+        for rank in range(1, min(nodes, len(self._accepted) + 1)):
+            share = sum(rank in path for path in alive) / max(len(alive), 1)
+            self._tried[rank - 1] += 1
+            weight = max(1 - _DECAY_RANK, 1 / (1 + self._tried[rank - 1]))
+            self._accepted[rank - 1] += weight * (share - self._accepted[rank - 1])
+        if nodes - 1 in self._seconds:
+            spent, usual = draft_seconds + verify_seconds, self._seconds[nodes - 1]
+            # A hiccup, or the first step of a size, must not count as its price.
+            self._seconds[nodes - 1] += 0.1 * (min(spent, 2 * usual) - usual)
+
+    def _rate(self, size: int) -> float:
+        """Tokens per second and row."""
+        return (1 + sum(self._accepted[:size])) / self._seconds[size]
+
+
+def _bin(gain: float) -> int:
+    """Half octaves of probability: 1, 0.7, 0.5, 0.35, ..."""
+    return min(int(-2.0 * log2(gain)), _BINS - 1) if gain > 0.0 else _BINS - 1

@@ -1,0 +1,148 @@
+"""How long a verify pass takes on this machine, by the number of tokens in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter as clock
+from typing import Any
+
+import torch
+import transformers
+
+from mmspec.speculation.budget import CostTable
+from mmspec.speculation.tree import TokenTree
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+_WARM_UP = 3  # passes of each size on CUDA: kernels are compiled, and passes captured
+
+
+def cost_table(target: TransformersTarget, *, refresh: bool = False, prefix: int = 128) -> CostTable:
+    """The verify times of a target, measured once per model shape, device, dtype and software, then read from disk.
+
+    A measurement that other work on the machine has spoilt is used, but not kept.
+
+    Args:
+        target: what to measure; it must not be in the middle of a generation.
+        refresh: measure again and replace what is on disk.
+        prefix: tokens of the prompt behind which trees are timed.
+    """
+    table = None if refresh else stored_cost(target)
+    if table is None:
+        table = measure(target, prefix=prefix)
+        if _disturbed(table):
+            return table
+        content = {**describe(target), "prefix": prefix, "tokens": table.tokens, "seconds": table.seconds}
+        _write_whole(_path(target), content)
+    return table
+
+
+def _processor() -> str:
+    """The CPU's model name, or as much of it as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _disturbed(table: CostTable) -> bool:
+    """Whether other work on the machine must have spoilt the measurement, so that it should not be kept: a pass over n
+    tokens took far longer than n passes over one."""
+    return any(t > 1.5 * n * table.seconds[0] for n, t in zip(table.tokens, table.seconds, strict=True))
+
+
+def stored_cost(target: TransformersTarget) -> CostTable | None:
+    """The verify times on disk; None where there are none, or the file is damaged."""
+    try:
+        stored = json.loads(_path(target).read_text())
+        return CostTable(tuple(stored["tokens"]), tuple(stored["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def measure(target: TransformersTarget, *, prefix: int = 128, seconds: float = 1.0) -> CostTable:
+    """Time verify passes of all sizes in turn, so that a slow moment of the machine hits them alike; medians.
+
+    Args:
+        prefix: tokens of the prompt.
+        seconds: time to spend about; at least three rounds are made.
+    """
+    target.cost = None  # time each size as it is, not padded
+    device = target.model.device
+    vocab = target.config.vocab_size
+    limit = target.context_limit or prefix + SIZES[-1]
+    prefix = max(1, min(prefix, limit - SIZES[-1]))
+    ids = torch.arange(prefix, device=device)[None] % min(vocab, 256)
+    target.select([])
+    target.prefill(Prompt(ids), room=SIZES[-1])
+    times: dict[int, list[float]] = {size: [] for size in SIZES}
+    for size in SIZES * (_WARM_UP if device.type == "cuda" else 0):
+        target.forward_tree(_comb(size, vocab, device))
+    began, rounds = clock(), 0
+    while rounds < 3 or (clock() - began < seconds and rounds < 30):
+        for size in SIZES:
+            tree = _comb(size, vocab, device)
+            start = clock()
+            target.forward_tree(tree).logits.max(-1).indices.tolist()
+            times[size].append(clock() - start)
+        rounds += 1
+    target.select([])
+    return CostTable(SIZES, tuple(median(times[size]) for size in SIZES))
+
+
+def describe(target: TransformersTarget) -> dict[str, Any]:
+    """What a calibration depends on."""
+    model, config = target.model, target.config
+    device = model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    shape = {
+        k: getattr(config, k, None) for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    }
+    return {
+        "architecture": type(model).__name__,
+        **shape,
+        "attention": target.attention.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": name,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: ``$MMSPEC_CACHE``, else ``mmspec`` under the user's cache folder."""
+    if folder := os.environ.get("MMSPEC_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
+
+
+def _comb(size: int, vocab: int, device: torch.device) -> TokenTree:
+    """A chain with one sibling per level: both deep and wide, as real trees are."""
+    parents = torch.tensor([-1] + [max(0, i - 2 + i % 2) for i in range(1, size)], device=device)
+    return TokenTree((torch.arange(size, device=device) % vocab)[None], parents[None], check=False)
+
+
+def _path(target: TransformersTarget) -> Path:
+    fingerprint = hashlib.sha256(json.dumps(describe(target), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / f"calibration-{fingerprint}.json"
+
+
+def _write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write or leave alone, never half. A folder that cannot be written costs a measurement next time, no more."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(content, file)
+        os.replace(file.name, path)
+    except OSError:
+        return

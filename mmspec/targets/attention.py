@@ -1,0 +1,146 @@
+"""Attention under a tree's mask, for the layers of transformers' own models.
+
+transformers repeats keys and values for grouped queries as soon as there is a mask, over the whole prefix and in every
+layer. On a CPU, torch's attention takes groups and a mask together. Where the cache stays in place, the prefix needs no
+mask at all, and ``mmspec.ops.tree_attention`` reads it: Triton's kernel on CUDA.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from mmspec import ops
+from mmspec.cache.tree_cache import Ends
+from mmspec.errors import UserError
+from mmspec.targets.masks import window_of
+
+NAME = "mmspec_tree"
+PASS = "tree_pass"
+"""The keyword argument of a decoder's forward that hands a ``TreePass`` to every attention."""
+
+
+@dataclass(frozen=True)
+class TreePass:
+    """A pass over nodes behind a cache that stays in place.
+
+    Attributes:
+        config: the text configuration, for its layers' windows.
+        ends: where the rows stand.
+        depth: (batch, nodes) int64, distance of each node to the end of its row's prefix.
+    """
+
+    config: Any
+    ends: Ends
+    depth: Tensor
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention function as transformers calls them.
+
+    Args:
+        query: (batch, heads, nodes, head_dim).
+        key, value: (batch, kv_heads, slots, head_dim), not repeated.
+        attention_mask: (batch, 1, nodes, slots), bool or additive. Of a cache that stays in place: (batch, 1, nodes,
+            tail), bool, which of the uncommitted nodes each node attends to.
+        options: what else the model's layer gives, and ``TreePass`` under the name ``PASS`` where there is one.
+
+    Returns:
+        (batch, nodes, heads, head_dim), and no weights.
+    """
+    tree: TreePass | None = options.pop(PASS, None)
+    if tree is not None:
+        assert attention_mask is not None
+        if other := [name for name in ("position_bias", "s_aux") if options.get(name) is not None]:
+            raise UserError(f"attention must be a softmax of scaled scores: {type(module).__name__} has {other[0]}")
+        window = window_of(tree.config, module.layer_idx)  # type: ignore[arg-type]
+        ends, cap = tree.ends, options.get("softcap")
+        read = ops.tree_attention(
+            *(query, key, value, ends.begin, ends.end, attention_mask[:, 0]),
+            scale=scaling,
+            start=ends.start,
+            depth=tree.depth,
+            window=window,
+            softcap=cap,
+        )
+        return read, None
+    grouped = attention_mask is not None and key.shape[1] < query.shape[1] and query.device.type == "cpu"
+    if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    read = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attention_mask, scale=scaling, enable_gqa=True
+    )
+    return read.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, tree_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class PassAttention:
+    """The attention that a target's passes run with. Between passes the model keeps the one that its user chose.
+
+    ``tree_attention`` takes the place of torch's, and of what takes 2D masks only (FlashAttention) or aborts on a dense
+    4D mask (flex attention). Eager attention stays.
+
+    Args:
+        model: the target's model.
+
+    Attributes:
+        name: what transformers calls the attention of a pass.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        config, decoder = model.config.get_text_config(), model.get_decoder()
+        usual = config._attn_implementation
+        self.name = NAME if usual != "eager" and model._supports_sdpa else "eager"
+        if usual in ("sdpa", "eager") and not decoder._can_set_attn_implementation():
+            self.name = usual
+        # A decoder's layers may have been given a copy of the configuration.
+        found = (getattr(module, "config", None) for module in decoder.modules())
+        configs = [one for one in found if getattr(one, "_attn_implementation", None) == usual]
+        # Their attributes, as a configuration's own way of setting one would take a percent of a small model's pass.
+        self._settings: list[dict[str, Any]] = list({id(one): vars(one) for one in [config, *configs]}.values())
+        with _NEW_LOCK:
+            self._lock = _LOCKS.setdefault(decoder, threading.RLock())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PassAttention, (self._model,)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While one pass runs. Passes through one decoder, of whichever target, wait for each other: they share its
+        configuration and its hooks."""
+        with self._lock:
+            usual = [settings[_SETTING] for settings in self._settings]
+            try:
+                for settings in self._settings:
+                    settings[_SETTING] = self.name
+                yield
+            finally:
+                for settings, name in zip(self._settings, usual, strict=True):
+                    settings[_SETTING] = name
+
+
+_SETTING = "_attn_implementation_internal"  # what ``set_attn_implementation`` writes
+_LOCKS: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()  # by decoder
+_NEW_LOCK = threading.Lock()

@@ -1,0 +1,184 @@
+"""From names to a target (configuration, adapter, weights, processor) and its drafter."""
+
+from __future__ import annotations
+
+import os
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from transformers import AutoConfig
+
+from mmspec import plugins
+from mmspec.checks import shown
+from mmspec.drafters import checkpoint
+from mmspec.drafters.drafter import Drafter
+from mmspec.drafters.union import Union
+from mmspec.errors import UserError
+from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.support import from_pretrained, lay_out_for_few_rows
+from mmspec.targets.transformers_target import TransformersTarget
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LARGE = 1_000_000_000  # parameters from which float32 on a CPU would cost more memory than it is worth
+
+
+def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options: Any) -> TransformersTarget:
+    """Load a model of transformers as a target.
+
+    Args:
+        name: local folder or hub id.
+        device, dtype: as for ``mmspec.load``.
+        **options: passed on to ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code that a
+            folder brings along runs only with ``trust_remote_code=True``.
+
+    Raises:
+        UserError: nothing there, no adapter for its architecture, or an unknown device or dtype.
+    """
+    where = pick_device(device)
+    if "torch_dtype" in options:
+        raise UserError(f"torch_dtype is called dtype here: got torch_dtype={shown(options['torch_dtype'])}")
+    kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if kind != "auto" and kind not in _DTYPES.values():
+        raise UserError(f"dtype must be auto, {', '.join(_DTYPES)}: got {dtype!r}")
+    if not name or (not os.path.isdir(name) and is_path(name)):
+        raise UserError(f"cannot load model {name!r}: expected {_expected()}, there is no such folder to be read")
+    try:
+        with cache_if_offline("model", name) as found:
+            options |= found
+            config = from_pretrained(AutoConfig, name, **options)
+            adapter = plugins.target_class(config)
+            model, processor = adapter.read(name, config, **options)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        expected = "the folder of a supported model" if os.path.exists(name) else _expected()
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot load model {name!r}: expected {expected} ({first_line})") from error
+    if kind != "auto":
+        model = model.to(kind)
+    elif where.type == "cpu" and model.num_parameters() < _LARGE:
+        model = model.float()
+    model = model.to(where).eval()
+    lay_out_for_few_rows(model)
+    return adapter(model, processor)
+
+
+def pick_device(device: str) -> torch.device:
+    """``"auto"`` or a torch device name that exists here.
+
+    Raises:
+        UserError: no such device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+        torch.zeros(1, device=picked).item()  # meta tensors hold nothing
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
+    return picked
+
+
+def _expected() -> str:
+    embedded = ", ".join(plugins.names("models")) or "none"
+    return f"an embedded model ({embedded}), a local folder or a reachable hub id"
+
+
+def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) -> Drafter | None:
+    """A drafter from whatever ``mmspec.load`` takes as one.
+
+    Args:
+            Names joined by + draft into one tree.
+        home: the target's folder or name. ``"auto"`` takes the checkpoint in its ``drafter`` folder; a registered name
+            takes that one if it is of this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
+        trust_remote_code: let a model that drafts run Python code that its folder brings along.
+
+    Raises:
+        UserError: unknown name, a damaged checkpoint, or an object without a drafter's methods.
+    """
+    if drafter is None or drafter == "none":
+        return None
+    if isinstance(drafter, str) and "+" in drafter and not os.path.exists(drafter):
+        names = drafter.split("+")
+        if {"", "none"} & set(names):
+            raise UserError(f"names joined by + must each be a drafter's: got {drafter!r}")
+        joined = [make_drafter(name, home, trust_remote_code) for name in names]
+        return Union([member for member in joined if member is not None])
+    if isinstance(drafter, str | Path):
+        drafter = _at_home(str(drafter), Path(home)) if home else drafter
+        folder = Path("recycle" if drafter == "auto" else drafter)
+        if "/" in str(drafter) and ":" not in str(drafter):
+            folder = _checkpoint_folder(str(drafter))
+        if name := checkpoint.drafter_name(folder):
+            cls = plugins.find("drafters", name)
+            if not hasattr(cls, "from_checkpoint"):
+                raise UserError(f"{folder}: mmspec_drafter must name a drafter with a checkpoint: got {name!r}")
+            return cls.from_checkpoint(folder)
+        if folder.is_dir():
+            for known in plugins.names("drafters"):
+                cls = plugins.find("drafters", known)
+                if hasattr(cls, "recognises") and cls.recognises(folder):
+                    return cls.from_checkpoint(folder)
+            raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
+        return _registered_drafter(str(folder), trust_remote_code)
+    if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
+        return drafter
+    raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
+
+
+def _at_home(drafter: str, home: Path) -> str:
+    """The folder beside the target that a name stands for; the name itself where there is none."""
+    for folder in (home / "drafter", home / f"drafter-{drafter}"):
+        name = checkpoint.drafter_name(folder)
+        if name and drafter in ("auto", name):
+            return str(folder)
+    return drafter
+
+
+def _checkpoint_folder(name: str) -> Path:
+    """A local folder, or the local copy of one on the hub."""
+    if os.path.exists(name):
+        return Path(name)
+    if is_path(name) or "/" not in name:
+        raise UserError(f"{name}: expected the folder of a drafter checkpoint, there is none")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    """The local copy of a drafter checkpoint on the hub."""
+    try:
+        patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
+        with cache_if_offline("drafter", name) as found:
+            return Path(snapshot_download(name, allow_patterns=patterns, **found))
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"unknown drafter: expected one of {', '.join(plugins.names('drafters'))}, a local folder or a reachable "
+            f"hub id, got {name!r} ({first_line})"
+        ) from error
+
+
+def _registered_drafter(drafter: str, trust_remote_code: bool) -> Drafter:
+    name, _, argument = drafter.partition(":")
+    cls = plugins.find("drafters", name)
+    if argument and hasattr(cls, "from_checkpoint"):
+        return cls.from_checkpoint(_checkpoint_folder(argument))
+    try:
+        if argument and "trust_remote_code" in signature(cls).parameters:
+            return cls(argument, trust_remote_code=trust_remote_code)
+        return cls(argument) if argument else cls()
+    except UserError:
+        raise
+    except TypeError as error:
+        if not argument:
+            raise UserError(f"{name} needs a checkpoint: expected {name}:FOLDER, or the folder itself") from error
+        raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error
+    except (OSError, ValueError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot make drafter {drafter!r}: {first_line}") from error

@@ -1,0 +1,93 @@
+"""Tree attention as a mask: what each node may attend to, in the form that transformers' decoders take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.cache.tree_cache import TreeCache
+
+
+def tree_mask(
+    config: Any, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None] | None:
+    """The ``attention_mask`` of a pass over tree nodes.
+
+    Args:
+        config: the text configuration, for its kinds of layers, window and attention implementation.
+        cache: what is committed; the nodes stand behind it.
+        depth: (batch, nodes) int64, distance of each new node to the end of the prefix; None means all are 0.
+        tail_depth: (batch, earlier) int64, the same of uncommitted nodes forwarded before; None when there are none.
+        reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each new node attends to.
+        dtype: of the model, for attention that adds its mask.
+
+    Returns:
+        (batch, 1, nodes, slots): bool, or additive for eager attention, which misreads bool masks without a word. One
+        per kind of layer where a model has several. None where a single node attends to everything, or the model has no
+        attention.
+    """
+    batch, nodes = reach.shape[:2]
+    kinds, window = _windows(config)
+    all_allowed = nodes == 1 and tail_depth is None and not cache.padded
+    if (all_allowed and window is None) or not cache.attending:
+        return None
+    prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
+    full = torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
+    additive = dtype if config._attn_implementation == "eager" else None
+    if window is None:
+        return _in_form(full, additive)
+    if depth is None:
+        depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
+    # A single node gets a window's mask too: some models (Moshi, OLMoE) leave the window to transformers' cache.
+    slid = _in_form(full & _within(window, cache, depth, tail_depth), additive)
+    everything = None if all_allowed else _in_form(full, additive)
+    return {"full_attention": everything, "sliding_attention": slid} if kinds else slid
+
+
+def tail_mask(
+    config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor
+) -> Tensor | dict[str, Tensor | None]:
+    """The ``attention_mask`` of a pass over tree nodes behind a cache that stays in place; see ``tree_mask``.
+
+    Returns:
+        (batch, 1, nodes, earlier + nodes) bool; one per kind of layer where a model has several.
+    """
+    full = reach[:, None]
+    kinds, window = _windows(config)
+    if window is None:
+        return full
+    tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
+    slid = full & (depth[:, :, None] - tail[:, None, :] < window)[:, None]
+    return {"full_attention": full, "sliding_attention": slid} if kinds else slid
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """How many tokens before itself a layer's node attends to; None where all."""
+    kinds, window = _windows(config)
+    return window if window is None or not kinds or kinds[layer] == "sliding_attention" else None
+
+
+def _windows(config: Any) -> tuple[list[str], int | None]:
+    """The kinds of a model's layers, where its configuration tells them, and the window of those that have one."""
+    kinds = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    return kinds, None if kinds and "sliding_attention" not in kinds else window
+
+
+def _within(window: int, cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> Tensor:
+    """(batch, 1, nodes, slots) bool: slots less than ``window`` tokens before a node."""
+    ends = torch.tensor(cache.lengths, device=depth.device)[:, None]
+    tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
+    slots = torch.arange(cache.length, device=depth.device).expand(depth.shape[0], -1)
+    key = torch.cat([slots, ends + tail], dim=1)
+    return ((ends + depth)[:, :, None] - key[:, None, :] < window)[:, None]
+
+
+def _in_form(allowed: Tensor, additive: torch.dtype | None) -> Tensor:
+    if additive is None:
+        return allowed
+    return torch.zeros(allowed.shape, dtype=additive, device=allowed.device).masked_fill(
+        ~allowed, torch.finfo(additive).min
+    )

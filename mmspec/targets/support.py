@@ -1,0 +1,171 @@
+"""What a model of transformers must be like to be a target, and what its head does behind the output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mmspec import plugins
+from mmspec.errors import UserError
+from mmspec.targets.layers import ATTENTION, TreeLayers
+
+
+def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """``auto_class.from_pretrained`` that runs Python code of the folder only if ``trust_remote_code``.
+
+    Left unset, transformers would ask on standard input.
+
+    Raises:
+        UserError: the folder needs code of its own, which is not allowed.
+    """
+    try:
+        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{str(name)!r} needs Python code that it brings along, which runs only if it is trusted: expected "
+            "trust_remote_code=True (--trust-remote-code on the command line) or a folder without such code"
+        ) from error
+
+
+def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
+    """A model that has exactly the checkpoint's weights, in the checkpoint's dtype.
+
+    Raises:
+        UserError: the checkpoint lacks weights, has them in other shapes, or has further ones, such as layers beyond
+            those of its configuration. transformers would draw them at random or drop them, and merely warn.
+    """
+    model, report = from_pretrained(
+        auto_class, name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    problems = [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in report["mismatched_keys"]]
+    problems += [f"{key} is not one of them" for key in sorted(report["unexpected_keys"])]
+    if problems:
+        shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+        raise UserError(
+            f"cannot load model {name!r}: expected exactly the weights of {type(model).__name__}, but {shown}"
+        )
+    return model
+
+
+_WIDEST = 2048  # beyond so many features a transposed weight was measured to be slower
+
+
+def lay_out_for_few_rows(module: nn.Module) -> None:
+    """Store the weights of linear layers transposed in memory, where products with a few rows are faster that way.
+
+    On a CPU in float32, a pass over 8 to 16 tokens was measured to take two thirds of the time. Values and shapes stay.
+    """
+    tied = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and id(layer.weight) not in tied:
+            weight = layer.weight
+            if weight.device.type == "cpu" and weight.dtype == torch.float32 and max(weight.shape) <= _WIDEST:
+                weight.data = weight.data.t().contiguous().t()
+
+
+def cache_argument(decoder: nn.Module) -> str:
+    """What a decoder's forward calls its cache."""
+    return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
+
+
+_NEVER_EXACT = {"git": "caches image tokens that the prompt does not contain"}
+"""Model types that pass all other checks, and why their tokens would differ."""
+
+
+def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers | None) -> None:
+    """Name what trees cannot pass through exactly.
+
+    Args:
+        layers: what serves the layers other than attention, if anything does.
+
+    Raises:
+        UserError: an encoder-decoder, layers that nothing serves, or a forward that cannot be told positions, cache or
+            which logits to compute.
+    """
+    name = type(model).__name__
+    if reason := _NEVER_EXACT.get(model.config.model_type):
+        raise UserError(f"the target must be one that trees can reproduce: {name} {reason}")
+    if model.get_output_embeddings() is None:
+        raise UserError(f"the target must have an output layer: {name} has none")
+    if model.config.is_encoder_decoder:
+        raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
+    kinds: set[str] = set(getattr(config, "layer_types", None) or ())
+    if other := sorted(kinds - (ATTENTION if layers is None else layers.kinds)):
+        served = ", ".join(plugins.names("layers"))
+        raise UserError(
+            f"layers must be full or sliding-window attention{served and f', or {served}'}: "
+            f"{name} has {', '.join(other)} of another kind"
+        )
+    decoder = model.get_decoder()
+    attends = layers is None or layers.attends
+    needs = {"position_ids", "past_key_values"} if attends else {cache_argument(decoder)}
+    for part, needed in ((model, {"logits_to_keep"}), (decoder, needs)):
+        accepted = signature(part.forward).parameters
+        if lacking := sorted(needed - accepted.keys()):
+            raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
+
+
+def refuse_rope_switch(config: Any, length: int, room: int) -> None:
+    """Refuse sequences that cross the length at which their rotary frequencies change.
+
+    Such frequencies are one set per pass, yet the paths of a tree differ in length.
+
+    Raises:
+        UserError: prompt and answer do not stay on one side of it (longrope), or below it (dynamic).
+    """
+    for kind, switch in _rope_switches(config):
+        if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
+            raise UserError(
+                f"{kind} rotary embeddings change at {switch} tokens: prompt and answer must "
+                f"{'fit below' if kind == 'dynamic' else 'stay on one side'}, got {length} and up to {room} more"
+            )
+
+
+def rope_side(config: Any, length: int) -> tuple[bool, ...]:
+    """On which side of those lengths a prompt is: sequences of one batch must agree."""
+    return tuple(length > switch for _, switch in _rope_switches(config))
+
+
+def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [part for part in given.values() if isinstance(part, dict)] or [given]:
+        kind = rope.get("rope_type", "default")
+        if kind not in ("dynamic", "longrope"):
+            continue  # Mamba-2 has neither rotary embeddings nor max_position_embeddings
+        switch = config.max_position_embeddings
+        if kind == "longrope":
+            switch = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", switch
+            )
+        yield kind, switch
+
+
+def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
+    """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return partial(_capped, cap=cap)
+    if scale := getattr(config, "logit_scale", None):
+        return partial(torch.mul, other=scale)
+    if scale := getattr(config, "logits_scaling", None):
+        return partial(torch.div, other=scale)
+    if scale := getattr(config, "lm_head_multiplier", None):
+        return partial(torch.mul, other=scale)
+    return _unscaled
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
+
+
+def _unscaled(logits: Tensor) -> Tensor:
+    return logits

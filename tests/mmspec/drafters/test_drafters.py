@@ -1,0 +1,407 @@
+"""Drafters propose sensible trees; that the output stays the target's is for other tests."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mmspec
+from eval.decoding.tiny_models import TINY_SIZES, text_inputs
+from mmspec import TokenTree, UserError, plugins
+from mmspec.drafters.drafter import build_tree
+from mmspec.drafters.growth import Reach, best_first, grow_tree
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.verify import verify_greedy
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.target import Prompt, Step
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import root_path, shared_model, valid_nodes
+
+
+def begun(drafter, rows, vocab=30):
+    prompt = Prompt(torch.tensor(rows))
+    logits = torch.randn(len(rows), 1, vocab, generator=torch.Generator().manual_seed(0))
+    drafter.begin(prompt, Step(logits, torch.zeros(len(rows), len(rows[0]), 4)), rows)
+    return logits
+
+
+def paths(tree, row=0):
+    """Token paths of all nodes below the root."""
+    return [[int(tree.tokens[row, i]) for i in root_path(tree, row, n)[1:]] for n in valid_nodes(tree, row)[1:]]
+
+
+def assert_well_formed(tree):
+    TokenTree(tree.tokens, tree.parents, tree.valid, tree.draft_probs)  # validates
+    assert tree.max_depth == int(TokenTree(tree.tokens, tree.parents, check=False).depth.max())
+    assert tree.drafted == [len(valid_nodes(tree, b)) - 1 for b in range(tree.batch)]
+
+
+# ---------------------------------------------------------------------- building
+
+
+def test_ragged_rows_are_padded():
+    tree = build_tree(torch.tensor([1, 2, 3]), [([5, 6, 7], [0, 1, 0]), ([], []), ([8], [0])])
+    assert_well_formed(tree)
+    assert tree.tokens.tolist() == [[1, 5, 6, 7], [2, 0, 0, 0], [3, 8, 0, 0]]
+    assert tree.valid.tolist() == [[True] * 4, [True, False, False, False], [True, True, False, False]]
+    assert (tree.max_depth, tree.drafted) == (2, [3, 0, 1])
+
+
+def test_rows_without_drafts_are_plain_decoding():
+    assert build_tree(torch.tensor([1, 2]), [([], []), ([], [])]).nodes == 1
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 5, 60])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 2, None])
+def test_best_first_lists_the_likeliest_nodes(nodes, depth, width):
+    """Against all paths of a small language, sorted."""
+    p = torch.rand(3, 3, generator=torch.Generator().manual_seed(nodes)).double()
+    p /= p.sum(-1, keepdim=True) * 1.2
+    floor = 0.01
+    every = []
+
+    def extend(last, chance, path):
+        if len(path) == depth:
+            return
+        for token in p[last].argsort(descending=True).tolist()[:width]:
+            below = chance * float(p[last, token])
+            every.append((below, (*path, token)))
+            extend(token, below, (*path, token))
+
+    extend(0, 1.0, ())
+    expected = sorted((c for c, _ in every if c >= floor), reverse=True)[:nodes]
+    tokens, parents, gains = best_first(
+        0, lambda last: [(t, float(p[last, t]), t) for t in range(3)], depth, nodes, floor, width
+    )
+    assert gains == pytest.approx(expected)
+    tree = build_tree(torch.tensor([0]), [(tokens, parents)], [gains])
+    assert_well_formed(tree)
+    chances = {path: c for c, path in every}
+    assert [chances[tuple(path)] for path in paths(tree)] == pytest.approx(gains)
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 11, 60])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
+    """A bigram drafter, two rows; a wide beam sees everything, so that the result is the best overall."""
+    log_p = torch.randn(6, 6, generator=torch.Generator().manual_seed(depth)).log_softmax(-1)
+    budget = Budget(nodes, depth)
+    budget.remaining = 99
+    token = torch.tensor([0, 3])
+    scores, ids = log_p.topk(top_k, dim=-1)
+    tree = grow_tree(token, (ids[token], scores[token]), lambda beam, origin: (ids[beam], scores[beam]), budget, top_k)
+    assert_well_formed(tree)
+    assert tree.max_depth <= depth
+    for b in range(2):
+        found = []
+        for path in paths(tree, b):
+            chance, last = 0.0, int(token[b])
+            for token_id in path:
+                chance, last = chance + float(log_p[last, token_id]), token_id
+            found.append(chance)
+        assert found == sorted(found, reverse=True)
+        assert torch.tensor(found).exp().tolist() == pytest.approx(tree.path_probs[b], rel=1e-4)
+    expected = min(nodes, sum(top_k if level == 0 else top_k * top_k for level in range(depth)))
+    assert tree.nodes == 1 + expected
+
+
+def test_an_empty_grant_is_plain_decoding():
+    budget = Budget(0, depth=1)
+    tree = grow_tree(torch.tensor([1]), (torch.tensor([[2]]), torch.tensor([[-0.1]])), lambda *_: None, budget, 1)
+    assert tree.nodes == 1
+
+
+def test_the_budget_is_asked_before_each_level():
+    """Two tokens of chance one half each; the beam keeps one node, which is reached with half the mass per level."""
+    gains = []
+
+    class Spy(Budget):
+        def deeper(self, gain):
+            gains.append(gain)
+            return True
+
+    half = torch.tensor([[0.5, 0.5]]).log()
+    children = torch.tensor([[1, 2]])
+    extend = lambda beam, origin: (children[None], half[None])  # noqa: E731
+    tree = grow_tree(torch.tensor([0]), (children, half), extend, Spy(64, 5), 1)
+    assert tree.max_depth == 5
+    assert gains == pytest.approx([0.5, 0.25, 0.125, 0.0625])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
+    """Row i is reached with a chance of 1 / (i + 1) per level."""
+    gains = []
+
+    class Spy(Budget):
+        def deeper(self, gain):
+            gains.append(gain)
+            return True
+
+    chance = 1 / torch.arange(1.0, batch + 1)[:, None]
+    token = torch.zeros(batch, dtype=torch.long)
+    first = token[:, None], chance.log()
+    grow_tree(token, first, lambda beam, _: (beam[:, :, None], chance.log()[:, None]), Spy(64, 4), 1)
+    assert gains == pytest.approx([float((chance**level).mean()) for level in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_fed_nodes_reach_their_ancestors_and_no_one_else(stride):
+    """Two rows, three beams of other widths."""
+    g = torch.Generator().manual_seed(stride)
+    reach, above, entries = Reach(stride), [[set()], [set()]], 0
+    for width in (3, 2, 4):
+        origin = torch.randint(len(above[0]), (2, width), generator=g)
+        got = reach(origin)
+        assert got.shape == (2, width * stride, entries + width * stride)
+        here = [[], []]
+        for row in range(2):
+            for node in range(width):
+                seen = set(above[row][int(origin[row, node])])
+                for place in range(stride):
+                    seen.add(entries + node * stride + place)
+                    assert set(got[row, node * stride + place].nonzero().flatten().tolist()) == seen
+                here[row].append(seen)
+        above, entries = here, entries + width * stride
+
+
+# ---------------------------------------------------------------------- look-up drafters
+
+
+def test_ngram_continues_the_longest_known_suffix():
+    drafter = Ngram()
+    begun(drafter, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
+    tree = drafter.propose(torch.tensor([3]), Budget(8, 3))
+    assert_well_formed(tree)
+    assert paths(tree)[0] == [4]  # after 1 2 3, which is longer than 2 3
+    assert [4, 9, 8] in paths(tree)
+    assert [7] in paths(tree)
+    assert tree.max_depth <= 3
+    chained = Ngram(width=1)
+    begun(chained, [[1, 2, 3, 4, 9, 8, 2, 3, 7, 1, 2, 3]])
+    assert chained.propose(torch.tensor([3]), Budget(8, 3)).tokens.tolist() == [[3, 4, 9, 8]]
+
+
+def test_ngram_goes_by_the_latest_occurrences():
+    """Of more occurrences than are looked at, in the tokens of earlier requests too."""
+    old, new = [1, 2, 3] * 20, [1, 2, 4] * 12
+    drafter = Ngram(longest=2)
+    begun(drafter, [[*old, *new, 1, 2]])
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
+    drafter = Ngram(longest=2, memory=1000)
+    begun(drafter, [old])
+    begun(drafter, [[*new, 1, 2]])
+    assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
+
+
+def test_ngram_without_a_match_decodes_plainly():
+    drafter = Ngram()
+    begun(drafter, [[1, 2, 3]])
+    assert drafter.propose(torch.tensor([3]), Budget(8)).nodes == 1
+
+
+def test_ngram_follows_the_history_that_the_engine_keeps():
+    drafter, history = Ngram(), [[5, 6, 7]]
+    begun(drafter, history)
+    assert drafter.propose(torch.tensor([7]), Budget(4)).nodes == 1
+    history[0] += [8, 5, 6]
+    assert paths(drafter.propose(torch.tensor([6]), Budget(4)))[0] == [7]
+
+
+def test_ngram_remembers_as_much_as_it_is_told_to():
+    for memory, found in ((100, True), (0, False), (2, False)):
+        drafter = Ngram(memory=memory)
+        begun(drafter, [[5, 6, 7, 8]])
+        begun(drafter, [[1, 5, 6]])
+        assert (drafter.propose(torch.tensor([6]), Budget(4)).nodes > 1) == found
+    assert len(drafter._past) == 2
+
+
+def test_recycle_proposes_what_the_target_ranked():
+    drafter = Recycle(top_k=2)
+    logits = begun(drafter, [[1, 2, 3], [4, 5, 3]], vocab=9)
+    best = logits[:, 0].topk(2).indices
+    tree = drafter.propose(torch.tensor([3, 3]), Budget(8, 1))
+    # The rows end alike with 3 but differ before it; their last two tokens tell them apart.
+    drafter._last = [(2, 3), (5, 3)]
+    tree = drafter.propose(torch.tensor([3, 3]), Budget(8, 1))
+    assert_well_formed(tree)
+    for b in range(2):
+        assert set(map(tuple, paths(tree, b))) <= {(int(t),) for t in best[b]}
+
+
+def test_recycle_learns_from_every_node():
+    drafter = Recycle(top_k=1, pairs=False)
+    begun(drafter, [[1, 2]], vocab=9)
+    tree = build_tree(torch.tensor([2]), [([4, 6], [0, 0])])
+    logits = torch.full((1, 3, 9), -20.0)
+    for node, successor in enumerate((5, 7, 8)):
+        logits[0, node, successor] = 20.0
+    drafter.observe(tree, verify_greedy(tree, torch.tensor([[5, 7, 8]])), Step(logits, logits))
+    for token, successor in ((2, 5), (4, 7), (6, 8)):
+        drafter._last = [(0, token)]
+        assert paths(drafter.propose(torch.tensor([token]), Budget(1, 1))) == [[successor]]
+    drafter.reset()
+    assert drafter.propose(torch.tensor([2]), Budget(4)).nodes == 1
+
+
+def test_recycle_averages_what_the_target_ranked():
+    drafter = Recycle(top_k=4)
+    rankings = [torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.0, 0.5, 0.1, 0.4])]
+    for ranking in rankings:
+        prompt = Prompt(torch.tensor([[1, 2]]))
+        drafter.begin(prompt, Step(ranking.log().view(1, 1, 4), torch.zeros(1, 2, 4)), [[1, 2, 3]])
+    expected = dict(enumerate((0.7 * rankings[0] + 0.3 * rankings[1]).tolist()))
+    for context in ((1, 2), (-1, 2)):
+        assert {token: p for token, p, _ in drafter._successors(context)} == pytest.approx(expected)
+    assert {token: p for token, p, _ in drafter._successors((9, 2))} == pytest.approx(expected)  # falls back
+
+
+def test_recycle_learns_nothing_from_a_row_that_has_finished():
+    drafter = Recycle()
+    begun(drafter, [[1, 2], [3, 4]], vocab=9)
+    before = drafter.entries
+    tree = TokenTree.root(torch.tensor([5, 6]))
+    verdict = verify_greedy(tree, torch.tensor([[7], [8]])).only([True, False])
+    drafter.observe(tree, verdict, Step(torch.randn(2, 1, 9), torch.zeros(2, 1, 4)))
+    assert drafter.entries == before + 2  # the context of 5, in both forms, and none of 6
+
+
+def test_recycle_checkpoints(tmp_path):
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    drafter = Recycle(top_k=3)
+    mmspec.generate(model, drafter=drafter, nodes=6, max_new_tokens=20, do_sample=False, **text_inputs(1, 9))
+    drafter.save(tmp_path, target, smallest=0.0)
+    again = make_drafter(str(tmp_path))
+    again.attach(target)
+    assert again.entries == drafter.entries > 10
+    for context, ranking in drafter._table.items():
+        best = sorted(ranking.values(), reverse=True)[:3]
+        assert sorted(again._table[context].values(), reverse=True) == pytest.approx(best, abs=1e-3)
+    home = tmp_path / "model"
+    (tmp_path / "model").mkdir()
+    assert make_drafter("auto", str(home)).entries == 0
+    drafter.save(home / "drafter", target)
+    assert make_drafter("auto", str(home)).entries == drafter.entries
+    with pytest.raises(UserError, match=r"the drafter was made for .* \(architectures .*Llama.*\): got .*Qwen3"):
+        again.attach(TransformersTarget(shared_model("qwen3")))
+
+
+def test_damaged_drafter_checkpoints_are_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"mmspec_drafter": "recycle", "top_k": 2}')
+    with pytest.raises(UserError, match="expected a verifier, received none"):
+        make_drafter(str(tmp_path))
+    Recycle().save(tmp_path, TransformersTarget(shared_model("llama")))
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
+        make_drafter(str(tmp_path))
+    save_file({"tokens": torch.zeros(1, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"expected the tensors .*contexts.*, received .*\(1, 2\)"):
+        make_drafter(str(tmp_path))
+
+
+def test_recycle_forgets_another_vocabulary():
+    drafter = Recycle()
+    begun(drafter, [[1, 2]], vocab=30)
+    begun(drafter, [[1, 2]], vocab=4)
+    drafter._last = [(1, 2)]
+    assert int(drafter.propose(torch.tensor([2]), Budget(50)).tokens.max()) < 4
+
+
+# ---------------------------------------------------------------------- a small model
+
+
+def test_small_drafts_what_the_model_itself_would_say():
+    """Drafting for itself, everything on the likeliest path is accepted."""
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    options = dict(max_new_tokens=25, do_sample=False, eos_token_id=None)
+    out = mmspec.generate(
+        model, drafter=Small(model, top_k=1), nodes=4, return_dict_in_generate=True, **inputs, **options
+    )
+    for stats in out.stats:
+        assert stats.accept_lengths[:-1] == [5] * (len(stats.accept_lengths) - 1)
+    assert torch.equal(out.sequences, model.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_smalls_path_probabilities_are_its_own_models(top_k):
+    model = shared_model("qwen3")
+    drafter, target = Small(model, top_k=top_k), TransformersTarget(shared_model("llama"))
+    drafter.attach(target)
+    rows = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    prompt = Prompt(torch.tensor(rows))
+    step = target.prefill(prompt, 30)
+    for row, token in zip(rows, (20, 21), strict=True):
+        row.append(token)
+    drafter.begin(prompt, step, rows)
+    for new in ([], [30, 31, 32], [40]):
+        for row in rows[: 1 if new == [40] else 2]:  # once, the second row has finished
+            row += new
+        token = torch.tensor([row[-1] for row in rows])
+        tree = drafter.propose(token, Budget(9, 3))
+        assert_well_formed(tree)
+        for b, row in enumerate(rows[: 1 if new == [40] else 2]):
+            for path, gain in zip(paths(tree, b), tree.path_probs[b], strict=True):
+                with torch.no_grad():
+                    log_p = model(torch.tensor([row + path])).logits[0].log_softmax(-1)
+                expected = sum(float(log_p[len(row) - 1 + i, t]) for i, t in enumerate(path))
+                assert gain == pytest.approx(float(torch.tensor(expected).exp()), rel=1e-3, abs=1e-6)
+
+
+def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
+    torch.manual_seed(0)
+    fewer, more = (LlamaForCausalLM(LlamaConfig(**{**TINY_SIZES, "vocab_size": size})).eval() for size in (50, 120))
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    options = dict(max_new_tokens=20, do_sample=False)
+    reference = model.generate(**inputs, **options)
+    assert int(reference.max()) >= 50  # the target says what the drafter cannot read
+    assert torch.equal(mmspec.generate(model, drafter=Small(fewer), nodes=8, **inputs, **options), reference)
+    with pytest.raises(UserError, match="must share a vocabulary: the drafter has 120 tokens, the target 101"):
+        mmspec.generate(model, drafter=Small(more), nodes=8, **inputs, **options)
+
+
+# ---------------------------------------------------------------------- names
+
+
+def test_registered_names():
+    assert {"ngram", "recycle", "small"} <= set(plugins.names("drafters"))
+    assert isinstance(make_drafter("ngram"), Ngram)
+    assert make_drafter(None) is make_drafter("none") is None
+    own = Ngram()
+    assert make_drafter(own) is own
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ngram(longest=2, shortest=3), "1 <= shortest <= longest: got 3 and 2"),
+        (lambda: Ngram(shortest=0), "1 <= shortest <= longest: got 0 and 4"),
+        (lambda: Recycle(top_k=0), "top_k must be an integer from 1 to 64: got 0"),
+        (lambda: Small(), "the small drafter needs a model"),
+        (lambda: make_drafter("small"), "the small drafter needs a model"),
+        (lambda: Small(shared_model("bamba")), "must have attention layers only: BambaForCausalLM has others"),
+        (lambda: make_drafter("small:/nowhere/at/all"), "cannot make drafter 'small:/nowhere/at/all'"),
+        (lambda: make_drafter("ngram:x"), "drafter 'ngram' does not take the argument 'x'"),
+        (lambda: make_drafter("recycle:8"), "8: expected the folder of a drafter checkpoint, there is none"),
+        (
+            lambda: make_drafter("eagle:/nowhere"),
+            "/nowhere: expected the folder of a drafter checkpoint, there is none",
+        ),
+        (
+            lambda: make_drafter("/nowhere/at/all"),
+            "/nowhere/at/all: expected the folder of a drafter",
+        ),
+        (lambda: make_drafter("tests"), "tests: expected a drafter's config.json with mmspec_drafter, received none"),
+        (lambda: make_drafter("nobody"), "unknown drafter: expected one of .*ngram.*, got 'nobody'"),
+        (lambda: make_drafter(object()), "drafter must be a name, a folder, a Drafter or None: got object"),
+    ],
+)
+def test_mistakes_are_named(make, message):
+    with pytest.raises(UserError, match=message):
+        make()

@@ -1,0 +1,329 @@
+"""The loop, on a target that is a table: what it says is known without any model."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+from eval.decoding.oracle import Oracle
+from mmspec import TokenTree
+from mmspec.drafters.drafter import build_tree
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.engine.stopping import Stopper
+from mmspec.sampling.sampler import Sampler, SamplingParams
+from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable
+from mmspec.targets.target import Prompt, Step
+from tests.decoding import decode
+from tests.tiny import table_model
+
+VOCAB = 7
+
+
+class TableTarget:
+    """A language model whose next token depends on the last two by a table, (vocab, vocab, vocab) logits."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, table):
+        self.table = table
+        self.rows = []  # tokens that each row has absorbed
+        self.features = ()
+        self.passes = []  # (rows, nodes) of every verify pass
+
+    def kind(self, prompt):
+        return None
+
+    def prefill_chunks(self, prompt, room, chunk):
+        new = [list(row) for row in prompt.histories()]
+        for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
+            yield None
+        self.rows += new
+        yield self._step(torch.tensor([[row[-2:]] for row in new]))
+
+    def select(self, rows):
+        self.rows = [self.rows[row] for row in rows]
+
+    def forward_tree(self, tree):
+        self.tree = tree
+        self.passes.append(tuple(tree.tokens.shape))
+        up = tree.tokens.gather(1, tree.parents.clamp(min=0))
+        up[:, 0] = torch.tensor([row[-1] for row in self.rows])
+        return self._step(torch.stack([up, tree.tokens], dim=-1))
+
+    def commit(self, verdict):
+        for b, (path, _) in enumerate(verdict.host):
+            self.rows[b] += [int(self.tree.tokens[b, node]) for node in path]
+
+    def embed(self, token_ids):
+        return torch.nn.functional.one_hot(token_ids, VOCAB).float()
+
+    def head(self, hidden):
+        return hidden
+
+    def _step(self, pairs):
+        logits = self.table[pairs[..., 0], pairs[..., 1]]
+        return Step(logits, {"last": torch.zeros(*logits.shape[:2], 4)})
+
+
+def prompt_of(rows):
+    return Prompt(torch.tensor(rows))
+
+
+def said_plainly(table, row, count, eos=()):
+    tokens = list(row)
+    while len(tokens) < len(row) + count:
+        tokens.append(int(table[tokens[-2], tokens[-1]].argmax()))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(row) :]
+
+
+def run(table, rows, drafter, stopper, sampler=None, budget=None):
+    """All steps: the rows at the end, and what each step emitted for each row."""
+    target, steps, result = TableTarget(table), [], []
+    for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, budget or Budget(10, 6)):
+        steps.append([list(row.emitted) for row in result])
+        alive = [row for row in result if not row.done]
+        # The target has absorbed everything but the last token of each row, and holds no other rows after a step.
+        assert len(steps) == 1 or sorted(row.history[:-1] for row in alive) == sorted(target.rows)
+    assert target.rows == []
+    return result, steps
+
+
+def assert_consistent(row, steps):
+    s = row.stats
+    assert s.num_generated_tokens == len(row.token_ids) == 1 + sum(s.accept_lengths)
+    assert s.num_spec_steps == len(s.accept_lengths) == sum(s.acceptance_histogram)
+    assert s.num_accepted_draft_tokens == sum(i * n for i, n in enumerate(s.acceptance_histogram))
+    assert s.num_accepted_draft_tokens <= min(s.num_draft_tokens, len(row.token_ids) - 1)
+    assert list(itertools.chain(*steps)) == row.token_ids
+    assert all(accepted <= emitted for accepted, emitted in zip([0], s.accept_lengths, strict=False))
+    if s.num_spec_steps:
+        assert 1 <= s.mean_acceptance_length <= s.num_spec_tokens + 1
+    assert s.draft_seconds + s.verify_seconds + s.commit_seconds + s.prefill_seconds <= s.wall_seconds + 1e-6
+
+
+def drafters(table, rows, count, seed):
+    references = [said_plainly(table, row, count) for row in rows]
+    return {
+        "plain": None,
+        "oracle": Oracle(references, vocab=VOCAB, seed=seed),
+        "ngram": Ngram(),
+        "recycle": Recycle(top_k=3),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "oracle", "ngram", "recycle"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_says_what_the_table_says(name, batch, seed):
+    table, rows = table_model(VOCAB, seed), [[1, 2, 3], [4, 5, 6], [3, 3, 3]][:batch]
+    result, steps = run(table, rows, drafters(table, rows, 40, seed)[name], Stopper(40))
+    for b, row in enumerate(result):
+        assert row.token_ids == said_plainly(table, rows[b], 40)
+        assert row.finish_reason == "length"
+        assert_consistent(row, [step[b] for step in steps])
+    if name == "oracle":
+        assert max(row.stats.mean_acceptance_length for row in result) > 1.5
+
+
+@pytest.mark.parametrize("limit", range(1, 14))
+def test_every_limit_is_met_inside_paths(limit):
+    table, rows = table_model(VOCAB), [[1, 2], [5, 4]]
+    for seed in range(3):
+        result, steps = run(table, rows, drafters(table, rows, 30, seed)["oracle"], Stopper(limit))
+        for b, row in enumerate(result):
+            assert row.token_ids == said_plainly(table, rows[b], limit)
+            assert_consistent(row, [step[b] for step in steps])
+
+
+@pytest.mark.parametrize("eos", range(VOCAB))
+def test_rows_end_at_their_own_time(eos):
+    table, rows = table_model(VOCAB, 3), [[1, 2], [5, 4], [6, 6], [0, 3]]
+    lengths = set()
+    for seed in range(3):
+        result, steps = run(table, rows, drafters(table, rows, 30, seed)["oracle"], Stopper(25, eos_token_ids=[eos]))
+        for b, row in enumerate(result):
+            expected = said_plainly(table, rows[b], 25, eos=[eos])
+            assert row.token_ids == expected
+            assert row.finish_reason == ("stop" if expected[-1] == eos else "length")
+            assert_consistent(row, [step[b] for step in steps])
+            lengths.add(len(expected))
+            # A row that has ended emits nothing and costs no more steps.
+            ended = next(
+                i for i, step in enumerate(itertools.accumulate(len(s[b]) for s in steps)) if step == len(expected)
+            )
+            assert row.stats.num_spec_steps == ended
+    assert len(lengths) > 1 or eos not in set(itertools.chain(*(said_plainly(table, row, 25) for row in rows)))
+
+
+class StopAtLength(StoppingCriteria):
+    def __init__(self, length):
+        self.length, self.seen = length, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids.shape[1])
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+@pytest.mark.parametrize("length", range(3, 15))
+def test_custom_criteria_are_asked_token_by_token(length):
+    table, criterion = table_model(VOCAB), StopAtLength(length)
+    result, _ = run(table, [[1, 2]], drafters(table, [[1, 2]], 30, 1)["oracle"], Stopper(50, criteria=[criterion]))
+    assert len(result[0].history) == length
+    assert criterion.seen == list(range(3, length + 1))
+    assert result[0].finish_reason == "stop"
+
+
+def test_drafts_behind_a_stop_are_not_counted():
+    table = table_model(VOCAB)
+    reference = said_plainly(table, [1, 2], 10)
+    exact = Oracle([reference], vocab=VOCAB, spoil=0.0)
+    exact._random.randint = lambda low, high: high if low == 0 and high == 6 else 0  # the whole truth, no decoys
+    (row,), _ = run(table, [[1, 2]], exact, Stopper(50, criteria=[StopAtLength(2 + 4)]))
+    assert row.token_ids == reference[:4]
+    assert row.stats.accept_lengths == [3]
+    assert row.stats.num_accepted_draft_tokens == 3
+    assert row.stats.num_draft_tokens == 6
+
+
+class Fixed:
+    """Proposes given trees: per step, per row (tokens, parents)."""
+
+    def __init__(self, *trees):
+        self.trees = list(trees)
+        self.observed = []
+
+    def attach(self, target): ...
+
+    def begin(self, prompt, step, history):
+        self.history = history
+
+    def select(self, rows):
+        self.history = [self.history[row] for row in rows]
+
+    def propose(self, token, budget):
+        assert token.tolist() == [row[-1] for row in self.history]
+        return build_tree(token, self.trees.pop(0)) if self.trees else TokenTree.root(token)
+
+    def observe(self, tree, verdict, step):
+        self.observed.append(
+            ([len(row) for row in self.history], verdict.length.tolist(), tree.nodes, step.logits.shape[1])
+        )
+
+
+def test_padding_is_not_counted_as_drafts():
+    table, rows = table_model(VOCAB), [[1, 2], [5, 4]]
+    right = said_plainly(table, rows[0], 3)
+    drafter = Fixed([([right[1], 0 if right[1] else 1, right[2]], [0, 0, 1]), ([], [])])
+    result, _ = run(table, rows, drafter, Stopper(4))
+    assert [row.stats.num_draft_tokens for row in result] == [3, 0]
+    assert [row.stats.num_accepted_draft_tokens for row in result] == [2, 0]
+    assert drafter.observed[0] == ([2 + 4, 2 + 2], [3, 1], 4, 4)
+    assert [row.token_ids for row in result] == [said_plainly(table, row, 4) for row in rows]
+
+
+def test_no_draft_reaches_beyond_the_limit():
+    """``remaining`` bounds the depth, so that the last steps do not draft in vain."""
+    table, depths = table_model(VOCAB), []
+
+    class Spy(Oracle):
+        def propose(self, token, budget):
+            tree = super().propose(token, budget)
+            assert tree.max_depth <= budget.max_depth <= budget.remaining
+            depths.append((len(self._rows[0][0]), tree.max_depth))
+            return tree
+
+    for limit in range(1, 12):
+        run(table, [[1, 2]], Spy([said_plainly(table, [1, 2], 30)], vocab=VOCAB, seed=limit), Stopper(limit))
+        assert all(length + depth < 2 + limit for length, depth in depths)
+        depths.clear()
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 2, 30])
+def test_any_budget_says_the_same(nodes):
+    table, rows = table_model(VOCAB), [[1, 2], [3, 4]]
+    for name, drafter in drafters(table, rows, 40, 0).items():
+        for budget in (Budget(nodes), AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)), nodes=nodes, batch=2)):
+            result, _ = run(table, rows, drafter, Stopper(30), budget=budget)
+            assert [row.token_ids for row in result] == [said_plainly(table, row, 30) for row in rows], name
+
+
+def test_random_numbers_come_from_the_seed_alone():
+    table, rows = table_model(VOCAB), [[1, 2], [3, 4]]
+
+    def sampled(seed):
+        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+        result, _ = run(table, rows, drafters(table, rows, 40, 0)["oracle"], Stopper(30), sampler)
+        return [row.token_ids for row in result]
+
+    torch.manual_seed(1)
+    first = sampled(5)
+    torch.manual_seed(2)
+    assert sampled(5) == first
+    assert sampled(6) != first
+
+
+class Drawn:
+    """Draws children from its own distribution after each token, in draw order: root -> (a, b), a -> c."""
+
+    def __init__(self, q, seed):
+        self.q, self.g = q, torch.Generator().manual_seed(seed)
+
+    def attach(self, target): ...
+
+    def begin(self, prompt, step, history): ...
+
+    def select(self, rows): ...
+
+    def propose(self, token, budget):
+        first = torch.multinomial(self.q[token], 2, generator=self.g)
+        below = torch.multinomial(self.q[first[:, 0]], 1, generator=self.g)
+        tokens = torch.cat([token[:, None], first, below], dim=1)
+        return TokenTree(tokens, torch.tensor([[-1, 0, 0, 1]]).expand_as(tokens), draft_probs=self.q[tokens])
+
+    def observe(self, tree, verdict, step): ...
+
+
+@pytest.mark.parametrize("name", ["plain", "oracle", "drawn", "recycle"])
+def test_samples_are_distributed_as_plain_ones(name):
+    """Four tokens of a vocabulary of four, 6,000 rows: chi-square against the chain rule, processors included."""
+    vocab, batch, new = 4, 6000, 4
+    table = table_model(vocab, 5, spread=1.0)
+    params = SamplingParams(temperature=0.8, top_k=3)
+    random_references = random.Random(0)
+    drafter = {
+        "plain": lambda: None,
+        "oracle": lambda: Oracle(
+            [[random_references.randrange(vocab) for _ in range(9)] for _ in range(batch)], vocab=vocab, nodes=5
+        ),
+        "drawn": lambda: Drawn(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(9)).softmax(-1), 3),
+        "recycle": lambda: Recycle(top_k=2),
+    }[name]()
+    sampler = Sampler(params.processors(), do_sample=True, generator=torch.Generator().manual_seed(11))
+    result, _ = run(table, [[1, 2]] * batch, drafter, Stopper(new), sampler, Budget(5, 3))
+
+    probs = (table / 0.8).masked_fill(table < table.topk(3).values[..., -1:], -torch.inf).softmax(-1).double()
+    seen: dict[tuple[int, ...], int] = {}
+    for row in result:
+        seen[tuple(row.token_ids)] = seen.get(tuple(row.token_ids), 0) + 1
+    chi_square, cells, rare_seen, rare_expected = 0.0, 0, 0, 0.0
+    for tokens in itertools.product(range(vocab), repeat=new):
+        chance, history = 1.0, [1, 2]
+        for token in tokens:
+            chance *= float(probs[history[-2], history[-1], token])
+            history.append(token)
+        if chance == 0.0:
+            assert tokens not in seen
+        elif chance * batch < 5:
+            rare_seen, rare_expected = rare_seen + seen.get(tokens, 0), rare_expected + chance * batch
+        else:
+            chi_square += (seen.get(tokens, 0) - chance * batch) ** 2 / (chance * batch)
+            cells += 1
+    chi_square += (rare_seen - rare_expected) ** 2 / max(rare_expected, 1.0)
+    # The mean of chi-square is its degrees of freedom, its variance twice that: four deviations.
+    assert chi_square < cells + 4 * (2 * cells) ** 0.5
+    assert cells > 20

@@ -1,0 +1,66 @@
+"""Whole answers on a CUDA device that is not there: devices are not mixed, and what is captured can be."""
+
+import copy
+
+import pytest
+import torch
+
+from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from mmspec import SamplingParams, plugins
+from mmspec.engine.stopping import Stopper
+from mmspec.ops.graphs import Graphed
+from mmspec.sampling.sampler import Sampler
+from mmspec.speculation.budget import Budget
+from mmspec.targets.target import Prompt
+from tests.decoding import decode
+from tests.mmspec.ops.test_graphs import DRAFTERS
+from tests.tiny import shared_model
+
+pytest.importorskip("triton")
+from tests.pretended import pretended, pretended_cuda, to_cuda
+
+CASES = [("llava", kind) for kind in DRAFTERS] + [
+    (name, "ngram")
+    for name in ("qwen2-window", "gemma3", "mamba2", "bamba", "falcon_h1", "zamba2", "llava_bamba", "llava_next")
+]
+GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
+
+
+@pytest.mark.parametrize(("batch", "params"), [(1, GREEDY), (3, DRAWN)], ids=["1-greedy", "3-drawn"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_an_answer(name, kind, batch, params, monkeypatch):
+    model = copy.deepcopy(shared_model(name))
+    drafter = DRAFTERS[kind](model)
+    inputs = vision_inputs(name, batch) if name in VISION_CONFIGS else text_inputs(batch)
+    sampler = Sampler(params.processors(), do_sample=params.do_sample)
+    with pretended_cuda(monkeypatch) as device:
+        to_cuda(model)
+        target = plugins.target_class(model.config)(model)
+        if drafter is not None:
+            drafter.attach(target)
+        inputs = {name: pretended(value) for name, value in inputs.items() if name != "attention_mask"}
+        ids = inputs.pop("input_ids")
+        running = decode(target, drafter, Prompt(ids, None, inputs), sampler, Stopper(12, criteria=[]), Budget(5, 3))
+        next(running)
+        for _ in range(6):
+            device.reads.clear()
+            device.copies = 0
+            next(running)
+        assert device.reads == {"tolist": 1}
+        assert device.copies == 0
+        running.close()
+    assert device.captured
+
+
+def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
+    with pretended_cuda(monkeypatch) as device:
+        there, here = torch.zeros(2, device="cuda"), torch.zeros(2)
+        with pytest.raises(RuntimeError, match="cuda:0"):
+            there + here
+        there + here.to("cuda") * int(there[0])
+        assert (device.reads, device.copies) == ({"a number": 1}, 1)
+        for step in (lambda x: x * int(x[0]), lambda x: x + torch.tensor([1.0], device=x.device)):
+            graphed = Graphed(lambda x, step=step: (step(x),))
+            graphed(there)
+            with pytest.raises(AssertionError, match="while a pass is captured"):
+                graphed(there)

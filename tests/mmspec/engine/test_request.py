@@ -1,0 +1,137 @@
+"""Mistakes in a call's keywords and requests: one line with the rule and what was received, before anything runs."""
+
+import numpy as np
+import pytest
+
+from mmspec import Pipeline, SamplingParams, UserError
+from mmspec.checks import shown
+from mmspec.drafters.ngram import Ngram
+from mmspec.engine.request import parse
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import byte_model, byte_tokenizer
+
+NAN, INF = float("nan"), float("inf")
+WRONG = {
+    "max_new_tokens": ["5", None, 2.5, NAN, INF, True, 0, 10**30, [1]],
+    "temperature": ["0", None, NAN, INF, -1, True, [0.5]],
+    "top_p": ["1", None, NAN, 0, 1.5],
+    "top_k": ["1", None, 2.5, -1, NAN],
+    "min_p": ["1", None, -0.1, 2],
+    "repetition_penalty": ["1", None, 0, INF],
+    "stop": [5, b"END", "", ["END", ""], ["END", 5], "\ud800", {"a": 1}.keys() ^ {5}],
+    "seed": ["5", 2.5, 2**64, -(2**63) - 1, True],
+    "nodes": ["5", 2.5, -1, NAN, True],
+    "logits_processor": [5, [5], len],
+    "stopping_criteria": [None, "ab"],
+}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline(TransformersTarget(byte_model(), byte_tokenizer()), Ngram())
+
+
+def mistake(function, *arguments, **keywords):
+    with pytest.raises(UserError) as caught:
+        function(*arguments, **keywords)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 240
+    message.encode()  # can be printed
+    return message
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_keyword_of_another_type_or_out_of_range(pipe, name, value):
+    assert mistake(pipe.generate, "a", **{name: value}).startswith(f"{name} must be ")
+    assert mistake(lambda: next(pipe.stream("a", **{name: value}))).startswith(f"{name} must be ")
+
+
+def test_the_message_says_what_was_received(pipe):
+    assert mistake(pipe.generate, "a", seed=2**64).endswith(
+        "in [-9223372036854775808, 18446744073709551615]: got 18446744073709551616"
+    )
+    assert mistake(pipe.generate, "a", max_new_tokens="5").endswith(": got '5'")
+    assert mistake(pipe.generate, "a", nodes=object()).endswith(": got object")
+    assert shown("x" * 1000) == "str " + repr("x" * 1000)[:80] + "..."
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"max_new_tokens": np.int64(3), "top_k": np.int32(2), "temperature": np.float32(0.5), "seed": np.int64(5)},
+        {"max_new_tokens": 3, "stop": None, "seed": None, "nodes": None},
+        {"max_new_tokens": 3, "stop": ("x", "y"), "temperature": 1, "top_p": 1, "seed": 2**64 - 1},
+        {"max_new_tokens": 3, "temperature": 0.5, "seed": -1},
+    ],
+)
+def test_numbers_of_numpy_and_whole_numbers_pass(pipe, keywords):
+    assert len(pipe.generate("a", **keywords).token_ids) <= 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (b"a", "^a prompt must be text or a list of chat messages: got b'a'$"),
+        (None, "^a prompt must be text or a list of chat messages: got None$"),
+        ({"role": "user", "content": "a"}, "^a prompt must be text or a list of chat messages: got {'role'"),
+        ("ab\ud800c", r"^a prompt must be text that UTF-8 can encode: got '\\ud800' at character 2$"),
+        (["a"], "^a chat message must be a dict with a role and content: got 'a'$"),
+        ([{"content": "a"}], "^a chat message must be a dict with a role and content: got {'content': 'a'}$"),
+        ([{"role": "user"}], "^a message's content must be text or a list of items: got None$"),
+        ([{"role": "user", "content": 5}], "^a message's content must be text or a list of items: got 5$"),
+        ([{"role": "user", "content": "\udfff"}], "UTF-8"),
+        ([{"role": "user", "content": ["a"]}], "^an item of a message must be a dict with a type: got 'a'$"),
+        (
+            [{"role": "user", "content": [{"text": "a"}]}],
+            "^an item of a message must be a dict with a type: got {'text'",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "^a text item must have a text: got {'type': 'text'}$"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "UTF-8"),
+    ],
+)
+def test_prompts_that_are_none(pipe, prompt, message):
+    with pytest.raises(UserError, match=message):
+        pipe.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([{"prompt": "a", "image": "a.png"}], "^a request's keys are prompt, images, videos, params: got image$"),
+        (
+            [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 5}],
+            "prompt, images, videos, params: got max_new_tokens$",
+        ),
+        ([{"prompt": "a", "params": {"seed": 1}}], "^params must be mmspec.SamplingParams: got {'seed': 1}$"),
+        ([{"images": None}], "^a request must have a prompt: got images$"),
+        ([{}], "^a request must have a prompt: got nothing$"),
+        (["a"], "^a request must be a dict with a prompt: got 'a'$"),
+        ({"prompt": "a"}, "^requests must be a list of dicts: got {'prompt': 'a'}$"),
+        ("a", "^requests must be a list of dicts: got 'a'$"),
+        ([{"prompt": 5}], "^a prompt must be text or a list of chat messages: got 5$"),
+    ],
+)
+def test_requests_of_a_batch(pipe, requests, message):
+    with pytest.raises(UserError, match=message):
+        pipe.generate_batch(requests)
+
+
+def test_what_is_left_goes_to_the_target():
+    (call,) = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 5})
+    assert (call.inputs, call.params.top_k, call.extras.nodes) == ({"frames": 3}, 2, 5)
+
+
+def test_params_of_a_request_take_the_place_of_the_calls():
+    own = SamplingParams(top_k=7)
+    calls = parse([{"prompt": "a", "params": own}, {"prompt": "b"}, {"prompt": "c", "params": None}], {"top_k": 2})
+    assert [call.params.top_k for call in calls] == [7, 2, 2]
+    (call,) = parse([{"prompt": "a"}], {"params": own})
+    assert call.params is own
+
+
+def test_params_are_given_in_one_form():
+    with pytest.raises(UserError, match=r"^params hold all sampling parameters: got top_k beside them$"):
+        parse([{"prompt": "a"}], {"params": SamplingParams(), "top_k": 2})
+    with pytest.raises(UserError, match=r"^params must be mmspec.SamplingParams: got 3$"):
+        parse([{"prompt": "a"}], {"params": 3})

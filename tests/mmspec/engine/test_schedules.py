@@ -1,0 +1,135 @@
+"""Random schedules of joining, leaving and cancelling: every sequence's tokens are those that it has alone."""
+
+import random
+import zlib
+from functools import cache
+
+import pytest
+import torch
+
+from eval.tiny_models import VISION_CONFIGS, mamba_network, msd_network, text_inputs, vision_inputs
+from mmspec import SamplingParams, plugins
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.drafters.union import Union
+from mmspec.engine.engine import Engine
+from mmspec.engine.stopping import Stopper
+from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable
+from ssm.drafters.mamba import Mamba
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from vision.drafters.msd import MSD, Flash
+
+SLOTS, CHUNK, REQUESTS = 4, 8, 10
+
+DRAFTERS = {
+    "plain": lambda model: None,
+    "ngram": lambda model: Ngram(memory=50),
+    "recycle": lambda model: Recycle(top_k=3),
+    "union": lambda model: Union([Recycle(top_k=3), Ngram()]),
+    "small": lambda model: Small(shared_model("llama"), top_k=3),
+    "mamba": lambda model: Mamba(mamba_network(), top_k=3, depth=3, total_tokens=9),
+    "msd": lambda model: MSD(msd_network(model), top_k=3, depth=3, total_tokens=9),
+    "flash": lambda model: Flash(msd_network(model, latents=2, slots=2), top_k=3, depth=4, total_tokens=9),
+}
+CASES = [
+    *[("llama", name) for name in DRAFTERS],
+    *[("mistral-window", name) for name in ("plain", "recycle", "small")],
+    *[("bamba", name) for name in ("plain", "ngram", "recycle", "mamba", "msd")],
+    *[("mamba2", name) for name in ("plain", "recycle")],
+    *[("llava", name) for name in ("plain", "union", "msd", "flash")],
+    *[("qwen3_vl", name) for name in ("plain", "recycle", "msd")],
+]
+EACH = 200 // len(CASES) + 1  # schedules of each case
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=1.2, top_k=12, seed=6),
+    SamplingParams(temperature=0.9, repetition_penalty=1.2, seed=7),
+]
+
+
+@cache
+def requests(name):
+    """Prompt, sampling parameters, limit and the tokens of each request alone, decoded plainly by a fresh engine."""
+    model, found = shared_model(name), []
+    for number in range(REQUESTS):
+        if name in VISION_CONFIGS:
+            inputs = vision_inputs(name, images=1 + number % 2, seed=number)
+        else:
+            inputs = text_inputs(length=1 + 5 * number, seed=number)
+        prompt, params = prompt_of(inputs), PARAMS[number % len(PARAMS)]
+        engine = Engine(plugins.target_class(model.config)(model), None, lambda batch, nodes: Budget(0))
+        (row,) = engine.add(prompt, params.sampler(), stopper := Stopper(2 + 3 * number, eos_token_ids=[3]))
+        engine.wait(lambda row=row: row.done)
+        found.append((prompt, params, stopper, row.token_ids))
+    return found
+
+
+def test_alone_is_what_generate_generates():
+    for name in ("llama", "bamba"):
+        model, (prompt, _, stopper, said) = shared_model(name), requests(name)[5]
+        ids = prompt.input_ids
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=stopper.max_new_tokens,
+            eos_token_id=3,
+            pad_token_id=0,
+        )
+        assert said == expected[0, ids.shape[1] :].tolist()
+
+
+def budget_of(rng):
+    adaptive = AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)), nodes=12)
+    return rng.choice([Budget(0), Budget(3), Budget(12, 4), adaptive])
+
+
+@pytest.mark.parametrize(("name", "drafter"), CASES)
+def test_a_schedule(name, drafter):
+    check(name, drafter, range(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "drafter"), CASES)
+def test_schedules(name, drafter):
+    check(name, drafter, range(1, EACH))
+
+
+def check(name, drafter, seeds):
+    model, known = shared_model(name), requests(name)
+    target = plugins.target_class(model.config)(model)
+    used = DRAFTERS[drafter](model)
+    if used is not None:
+        used.attach(target)
+    for seed in seeds:
+        rng = random.Random(zlib.crc32(f"{name} {drafter} {seed}".encode()))
+        budget = budget_of(rng)
+        engine = Engine(target, used, lambda batch, nodes, budget=budget: budget, slots=SLOTS, chunk=CHUNK)
+        running, ended = [], 0
+        for _ in range(60):
+            event = rng.random()
+            if event < 0.35:
+                prompt, params, stopper, said = rng.choice(known)
+                (row,) = engine.add(prompt, params.sampler(), stopper)
+                running.append((row, said))
+            elif event < 0.42 and running:
+                row, said = running.pop(rng.randrange(len(running)))
+                engine.remove([row])
+                assert row.token_ids == said[: len(row.token_ids)]
+            else:
+                engine.step()
+            assert len(engine.running) <= SLOTS
+            assert target.rows == len(engine.running)
+        while not all(row.done for row, _ in running):
+            engine.step()
+        for row, said in running:
+            assert row.error is None
+            assert row.token_ids == said
+            ended += 1
+        engine.remove([])
+        assert target.rows == 0
+        assert ended > 2

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+from mmspec import UserError
+from mmspec.engine.stopping import Stopper
+from tests.tiny import byte_tokenizer
+
+PROMPT = [5, 6, 7]
+
+
+def ids_of(text):
+    return byte_tokenizer()(text)["input_ids"]
+
+
+def feed(stopper, tokens, pieces):
+    """Hand over tokens in paths of the given lengths; what is kept, and why it ended."""
+    history, kept, at = list(PROMPT), [], 0
+    for size in pieces:
+        part, reason = stopper.keep(history, len(PROMPT), tokens[at : at + size])
+        kept += part
+        at += size
+        assert history == PROMPT + kept
+        if reason is not None:
+            return kept, reason
+    return kept, None
+
+
+@pytest.mark.parametrize("limit", range(1, 10))
+def test_limit_is_exact_inside_a_path(limit):
+    assert feed(Stopper(limit), list(range(10, 20)), [1, 4, 5]) == (list(range(10, 10 + limit)), "length")
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_end_of_sequence_is_kept_and_nothing_after_it(place):
+    tokens = list(range(10, 18))
+    tokens[place] = 2
+    assert feed(Stopper(50, eos_token_ids=[2, 3]), tokens, [1, 3, 4]) == (tokens[: place + 1], "stop")
+
+
+def test_end_of_sequence_at_the_limit_is_a_stop():
+    assert feed(Stopper(3, eos_token_ids=[2]), [10, 11, 2], [1, 2]) == ([10, 11, 2], "stop")
+
+
+@pytest.mark.parametrize("pieces", [[1] * 30, [30], [1, 7, 22], [2, 3, 5, 20]])
+@pytest.mark.parametrize("stop", ["END", "E", " wörld", "né", "\n\n"])
+def test_stop_strings_split_over_tokens(stop, pieces):
+    text = "héllo wörld né\n\nEND more"
+    tokens = ids_of(text)
+    end = len(text[: text.index(stop)].encode()) + len(stop.encode())
+    kept, reason = feed(Stopper(99, stop=("never", stop), tokenizer=byte_tokenizer()), tokens, pieces)
+    assert (kept, reason) == (tokens[:end], "stop")
+
+
+def test_stop_strings_are_sought_in_the_answer_alone():
+    history = ids_of("say EN")
+    stopper = Stopper(99, stop=["END"], tokenizer=byte_tokenizer())
+    kept, reason = stopper.keep(history, len(history), ids_of("D and END."))
+    assert (kept, reason) == (ids_of("D and END"), "stop")
+
+
+def test_a_long_answer_is_watched_at_its_end():
+    stopper = Stopper(9999, stop=["xyz"], tokenizer=byte_tokenizer())
+    text = "ab" * 500 + "xyz"
+    assert feed(stopper, ids_of(text + "!"), [1, *[7] * 200]) == (ids_of(text), "stop")
+
+
+class SeenSoFar(StoppingCriteria):
+    """Stops after a token and writes down what it was shown."""
+
+    def __init__(self, token, form):
+        self.token, self.form, self.seen = token, form, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert input_ids.shape[0] == 1
+        self.seen.append(input_ids[0].tolist())
+        done = int(input_ids[0, -1]) == self.token
+        return {"bool": done, "tensor": torch.tensor([done]), "scalar": torch.tensor(done)}[self.form]
+
+
+@pytest.mark.parametrize("form", ["bool", "tensor", "scalar"])
+def test_custom_criteria_see_every_token_once(form):
+    criterion = SeenSoFar(14, form)
+    assert feed(Stopper(50, criteria=[criterion]), list(range(10, 20)), [1, 3, 6]) == ([10, 11, 12, 13, 14], "stop")
+    assert criterion.seen == [PROMPT + list(range(10, end + 1)) for end in range(10, 15)]
+
+
+def test_each_row_has_room_up_to_the_context_limit():
+    stopper = Stopper(5, context_limit=10)
+    assert [stopper.room(length) for length in (1, 5, 6, 9)] == [5, 5, 4, 1]
+    assert Stopper(5).room(1000) == 5
+    history = list(range(8))
+    assert stopper.keep(history, 8, [20, 21, 22]) == ([20, 21], "length")
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(UserError, match=r"^stop strings need a tokenizer: none was given$"):
+        Stopper(1, stop=["x"])

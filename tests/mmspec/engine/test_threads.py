@@ -1,0 +1,403 @@
+"""Threads, tasks and unfinished streams on one pipeline: each answer is the one that the request has alone.
+
+Pipelines that share a target or a drafter wait for each other, and are refused where that might never end.
+"""
+
+import asyncio
+import itertools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+
+import mmspec
+from mmspec import Pipeline, SamplingParams, UserError
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.union import Union
+from mmspec.engine.engine import leases
+from mmspec.speculation.trace import Traced
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import byte_model, byte_tokenizer
+
+PROMPTS = ["a", "The second one, the second one", "xyz" * 9, "one, two, one, two"]
+KEYWORDS = {"max_new_tokens": 12, "nodes": 6}
+UNFINISHED = "^a target or drafter serves one pipeline at a time: another pipeline has a stream that is not finished"
+
+
+def target():
+    return TransformersTarget(byte_model(), byte_tokenizer())
+
+
+def pipeline(drafter=None):
+    return Pipeline(target(), drafter)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {prompt: pipeline().generate(prompt, **KEYWORDS).token_ids for prompt in PROMPTS}
+
+
+def begun(pipe, prompt=PROMPTS[1]):
+    """A stream that has yielded and is not finished."""
+    stream = pipe.stream(prompt, **KEYWORDS)
+    first = next(stream)
+    assert first.finish_reason is None
+    return stream, first
+
+
+def streamed(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def in_thread(function, *arguments):
+    """The result of a call made in another thread; a deadlock fails the test."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result(timeout=300)
+
+
+def shared_pipelines(kind):
+    drafter = Recycle()
+    if kind == "pipeline":
+        return [pipeline(drafter)] * 3
+    if kind == "target":
+        one = target()
+        return [Pipeline(one, drafter), Pipeline(one, Ngram()), Pipeline(one)]
+    if kind == "drafter":
+        return [pipeline(drafter), pipeline(Traced(drafter)), pipeline(drafter)]
+    return [pipeline(drafter), pipeline(Ngram()), pipeline()]  # one model, everything else apart
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "target", "drafter", "model"])
+def test_threads_get_the_answers_that_they_would_get_alone(kind, alone):
+    pipes = shared_pipelines(kind)
+
+    def ask(pipe, prompt, number):
+        if number % 2:
+            return streamed(pipe.stream(prompt, **KEYWORDS))
+        return pipe.generate(prompt, **KEYWORDS).token_ids
+
+    jobs = list(product(pipes, PROMPTS, range(2)))
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(ask, *job) for job in jobs]
+        for (_, prompt, _), answer in zip(jobs, answers, strict=True):
+            assert answer.result(timeout=300) == alone[prompt]
+
+
+def test_threads_of_the_hook(alone):
+    model, drafter = byte_model(), Recycle()
+    ids = {prompt: torch.tensor([byte_tokenizer()(prompt)["input_ids"]]) for prompt in PROMPTS}
+
+    def ask(prompt, name):
+        options = {"max_new_tokens": 12, "do_sample": False, "nodes": 6, "drafter": drafter if name == "own" else name}
+        return mmspec.generate(model, ids[prompt], **options)[0, ids[prompt].shape[1] :].tolist()
+
+    jobs = list(product(PROMPTS, ["own", "ngram", None]))
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, *job) for job in jobs]
+        for (prompt, _), answer in zip(jobs, answers, strict=True):
+            assert answer.result(timeout=300) == alone[prompt]
+
+
+def test_8_threads_with_24_requests_each():
+    """Greedy and seeded sampling, streams and whole answers, stop strings; slots for a few of them only."""
+    pipe = Pipeline(target(), Recycle(), slots=5)
+    rng = random.Random(1)
+    asked = [
+        (
+            rng.choice(PROMPTS),
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.9]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+                seed=rng.randrange(3),
+                max_new_tokens=rng.randrange(1, 20),
+                stop=rng.choice([None, "e"]),
+            ),
+        )
+        for _ in range(24)
+    ]
+    plain = pipeline()
+    expected = [plain.generate(prompt, params=params) for prompt, params in asked]
+
+    def ask(number):
+        found = []
+        for at in random.Random(number).sample(range(24), 24):
+            prompt, params = asked[at]
+            if at % 3 == 0:
+                pieces = list(pipe.stream(prompt, params=params))
+                found.append((at, "".join(piece.text for piece in pieces), streamed(pieces)))
+            elif at % 3 == 1:
+                answer = pipe.generate(prompt, params=params)
+                found.append((at, answer.text, answer.token_ids))
+            else:
+                for answer in pipe.generate_batch([{"prompt": prompt, "params": params}] * 2):
+                    found.append((at, answer.text, answer.token_ids))
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, number) for number in range(8)]
+        for answer in answers:
+            for at, text, ids in answer.result(timeout=300):
+                assert (text, ids) == (expected[at].text, expected[at].token_ids)
+    assert not pipe.engine.running
+
+
+def test_threads_decode_together():
+    """The passes of four threads are fewer than those of four requests one after the other."""
+    one = target()
+    passes, forward = [], one.forward_tree
+    one.forward_tree = lambda tree: passes.append(tree.batch) or forward(tree)
+    pipe, ready = Pipeline(one, None), threading.Barrier(4)
+
+    def ask(prompt):
+        ready.wait()
+        return pipe.generate(prompt, max_new_tokens=40)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, PROMPTS))
+    assert len(passes) < 4 * 39
+    assert max(passes) > 1
+
+
+@pytest.mark.parametrize("kind", ["target", "drafter"])
+def test_another_pipeline_is_refused_beside_an_unfinished_stream(kind, alone):
+    first, second, _ = shared_pipelines(kind)
+    stream, piece = begun(first)
+    with pytest.raises(UserError, match=UNFINISHED):
+        second.generate(PROMPTS[0], **KEYWORDS)
+    with pytest.raises(UserError, match=UNFINISHED):
+        next(second.stream(PROMPTS[0], **KEYWORDS))
+    assert streamed([piece, *stream]) == alone[PROMPTS[1]]  # it did not notice
+    assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+
+
+def test_requests_beside_an_unfinished_stream(alone):
+    pipe = pipeline(Recycle())
+    stream, piece = begun(pipe)
+    assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+    assert streamed(pipe.stream(PROMPTS[2], **KEYWORDS)) == alone[PROMPTS[2]]
+    ids = torch.tensor([byte_tokenizer()(PROMPTS[3])["input_ids"]])
+    said = mmspec.generate(pipe.model, ids, drafter=pipe, do_sample=False, max_new_tokens=12, nodes=6)
+    assert said[0, ids.shape[1] :].tolist() == alone[PROMPTS[3]]
+    assert streamed([piece, *stream]) == alone[PROMPTS[1]]
+
+
+@pytest.mark.parametrize("drafter", [None, Recycle()])
+def test_zipped_streams(drafter, alone):
+    pipe = pipeline(drafter)
+    streams = [pipe.stream(prompt, **KEYWORDS) for prompt in PROMPTS]
+    rounds = list(itertools.zip_longest(*streams))
+    for prompt, pieces in zip(PROMPTS, zip(*rounds, strict=True), strict=True):
+        assert streamed(piece for piece in pieces if piece) == alone[prompt]
+
+
+def test_async_streams(alone):
+    pipe = pipeline(Recycle())
+
+    async def ask(prompt):
+        return streamed([piece async for piece in pipe.astream(prompt, **KEYWORDS)])
+
+    async def ask_all():
+        return await asyncio.gather(*map(ask, PROMPTS))
+
+    assert asyncio.run(ask_all()) == [alone[prompt] for prompt in PROMPTS]
+
+
+def test_a_cancelled_task_frees_its_slot():
+    pipe = pipeline()
+
+    async def ask():
+        begun = asyncio.Event()
+
+        async def read():
+            async for _ in pipe.astream(PROMPTS[1], max_new_tokens=200):
+                begun.set()
+
+        task = asyncio.create_task(read())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(ask())
+    pipe.generate(PROMPTS[0], **KEYWORDS)
+    assert pipe.target.rows == 0
+    assert not leases._HOLDERS
+
+
+def test_an_error_of_one_request_leaves_the_others_alone(alone):
+    pipe = pipeline(Recycle())
+    stream, first = begun(pipe)
+
+    def fails(ids, scores):
+        if ids.shape[1] > 3:
+            raise RuntimeError("a processor's own")
+        return scores
+
+    with pytest.raises(RuntimeError, match="own"):
+        pipe.generate(PROMPTS[0], **KEYWORDS, logits_processor=[fails])
+    with pytest.raises(RuntimeError, match="own"):
+        pipe.generate(PROMPTS[0], **KEYWORDS, stopping_criteria=[lambda ids, _: fails(ids, torch.tensor([False]))])
+    assert streamed([first, *stream]) == alone[PROMPTS[1]]
+
+
+def test_a_failed_pass_ends_its_requests_and_no_later_ones(monkeypatch, alone):
+    pipe = pipeline(Recycle())
+    stream, _ = begun(pipe)
+
+    def fails(tree):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe.target, "forward_tree", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pipe.generate(PROMPTS[0], **KEYWORDS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(stream)
+    assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+
+
+def test_streams_of_pipelines_with_targets_of_their_own_may_be_mixed(alone):
+    one, other = pipeline(Ngram()), pipeline()  # of one model
+    pairs = list(zip(one.stream(PROMPTS[1], **KEYWORDS), other.stream(PROMPTS[1], **KEYWORDS), strict=False))
+    assert len(pairs) > 2
+    (first, head), (second, _) = begun(one), begun(other, PROMPTS[2])
+    list(second)
+    assert streamed([head, *first]) == alone[PROMPTS[1]]
+
+
+@pytest.mark.parametrize("end", ["drop", "close", "close elsewhere", "error", "error inside", "exhaust"])
+def test_what_ends_a_stream_frees_the_pipeline(end, alone):
+    pipe = pipeline(Recycle())
+    if end == "error inside":
+
+        def fails(ids, scores):
+            if ids.shape[1] > 3:
+                raise RuntimeError("a processor's own")
+            return scores
+
+        with pytest.raises(RuntimeError, match="own"):
+            list(pipe.stream(PROMPTS[0], **KEYWORDS, logits_processor=[fails]))
+        with pytest.raises(RuntimeError, match="own"):
+            pipe.generate(PROMPTS[0], **KEYWORDS, logits_processor=[fails])
+    elif end == "error":
+        stream, _ = begun(pipe)
+        with pytest.raises(RuntimeError, match="consumer"):
+            stream.throw(RuntimeError("the consumer's own"))
+    else:
+        stream, _ = begun(pipe)
+        if end == "close":
+            stream.close()
+        elif end == "close elsewhere":
+            in_thread(stream.close)
+        elif end == "exhaust":
+            assert list(stream)[-1].finish_reason is not None
+        del stream
+    assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+    assert not leases._HOLDERS
+    assert pipe.target.rows == 0
+
+
+def test_a_stream_that_was_not_begun_holds_nothing(alone):
+    pipe = pipeline()
+    stream = pipe.stream(PROMPTS[1], **KEYWORDS)
+    assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+    assert streamed(stream) == alone[PROMPTS[1]]
+
+
+def test_the_last_piece_comes_when_the_target_is_free(alone):
+    first, second, _ = shared_pipelines("target")
+    for piece in first.stream(PROMPTS[1], **KEYWORDS):
+        if piece.finish_reason is not None:
+            assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+
+
+def test_a_stream_moves_between_threads(alone):
+    pipe = pipeline(Recycle())
+    stream, first = begun(pipe)
+    second = in_thread(next, stream)
+    rest = threading.Thread(target=lambda: found.extend(stream))
+    found = []
+    rest.start()
+    answer = pipe.generate(PROMPTS[0], **KEYWORDS)
+    rest.join()
+    assert answer.token_ids == alone[PROMPTS[0]]
+    assert streamed([first, second, *found]) == alone[PROMPTS[1]]
+
+
+def test_a_stream_of_a_thread_that_has_ended_is_not_waited_for():
+    first, second, _ = shared_pipelines("target")
+    stream, _ = in_thread(begun, first)
+    with pytest.raises(UserError, match=UNFINISHED):
+        second.generate(PROMPTS[0], **KEYWORDS)
+    stream.close()
+    assert second.generate(PROMPTS[0], **KEYWORDS)
+
+
+def test_who_waits_for_a_stream_that_nobody_resumes_is_refused_in_the_end(monkeypatch, alone):
+    """As where ``asyncio.to_thread`` is awaited between two pieces: the stream's thread waits for the request."""
+    monkeypatch.setattr(leases, "PATIENCE", 0.2)
+    pipe, other, _ = shared_pipelines("target")
+
+    async def ask():
+        found = []
+        for piece in pipe.stream(PROMPTS[1], **KEYWORDS):
+            if not found:
+                with pytest.raises(UserError, match=UNFINISHED):
+                    await asyncio.to_thread(other.generate, PROMPTS[0], **KEYWORDS)
+            found.append(piece)
+        return streamed(found)
+
+    assert asyncio.run(ask()) == alone[PROMPTS[1]]
+
+
+def test_tasks_that_wait_in_threads(alone):
+    pipe = pipeline(Recycle())
+
+    async def ask():
+        return await asyncio.gather(*(asyncio.to_thread(pipe.generate, prompt, **KEYWORDS) for prompt in PROMPTS))
+
+    for prompt, answer in zip(PROMPTS, asyncio.run(ask()), strict=True):
+        assert answer.token_ids == alone[prompt]
+
+
+@pytest.mark.parametrize("from_where", ["logits_processor", "stopping_criteria"])
+def test_a_request_from_within_a_request_is_refused(from_where):
+    pipe = pipeline()
+
+    def asks(*arguments, **_):
+        return pipe.generate(PROMPTS[0], **KEYWORDS)
+
+    with pytest.raises(UserError, match=r"^a request cannot be made from within a step of the same pipeline$"):
+        pipe.generate(PROMPTS[1], **KEYWORDS, **{from_where: [asks]})
+    assert pipe.generate(PROMPTS[0], **KEYWORDS)
+
+
+def test_a_drafter_follows_the_pipeline_that_uses_it():
+    """A second pipeline attaches the drafter to its own target; the first one's requests must not draft for that."""
+
+    class Loyal(Ngram):
+        def attach(self, target):
+            self.target = target
+
+        def propose(self, token, budget):
+            assert self.target is using.target
+            return super().propose(token, budget)
+
+    drafter = Loyal()
+    pipes = [pipeline(drafter), pipeline(drafter)]
+    for using in (*pipes, *pipes):
+        using.generate(PROMPTS[1], **KEYWORDS)
+
+
+def test_members_of_a_union_are_held_with_it(alone):
+    shared = Recycle()
+    first, second = pipeline(Union([shared, Ngram()])), pipeline(shared)
+    stream, _ = begun(first)
+    with pytest.raises(UserError, match=UNFINISHED):
+        second.generate(PROMPTS[0], **KEYWORDS)
+    stream.close()
+    assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]

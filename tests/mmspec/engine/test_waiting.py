@@ -1,0 +1,138 @@
+"""One device-to-host copy per step: counted on a CPU, forbidden by torch on a GPU."""
+
+import copy
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec import SamplingParams, plugins
+from mmspec.engine.stopping import Stopper
+from mmspec.ops import kernels
+from mmspec.sampling.sampler import BatchSampler, Sampler
+from mmspec.speculation.budget import Budget, CostTable, SteadyBudget
+from mmspec.speculation.verify import Verdict
+from tests.decoding import decode
+from tests.device import as_launches, on_a_gpu, waiting
+from tests.mmspec.ops.test_graphs import CASES as CAPTURED
+from tests.mmspec.ops.test_graphs import DRAFTERS
+from tests.mmspec.sampling.test_sampler import PROCESSORS, VOCAB, histories_and_tree, rows_of
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+
+CASES = [*CAPTURED, ("qwen2-window", "ngram")]
+SAMPLING = {
+    "greedy": lambda: Sampler(),
+    "top-k": lambda: Sampler(SamplingParams(temperature=0.8, top_k=20).processors(), do_sample=True),
+    "top-p": lambda: Sampler(SamplingParams(temperature=1.0, top_p=0.9).processors(), do_sample=True),
+    "what was said": lambda: Sampler(
+        [
+            hf.RepetitionPenaltyLogitsProcessor(1.1),
+            hf.NoRepeatNGramLogitsProcessor(3),
+            hf.NoBadWordsLogitsProcessor([[3], [4, 5]]),
+            hf.MinNewTokensLengthLogitsProcessor(9, 20, 7),
+        ]
+    ),
+}
+
+
+def steps(name, kind, batch, sampling, budget, device="cpu"):
+    """An answer step by step; the first of the rows ends early."""
+    model = shared_model(name) if device == "cpu" else copy.deepcopy(shared_model(name)).to(device)
+    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    if drafter is not None:
+        drafter.attach(target)
+    inputs = on_a_gpu(vision_inputs(name, batch) if "llava" in name else text_inputs(batch), device)
+    stopper = Stopper(60, criteria=[])
+    for rows in decode(target, drafter, prompt_of(inputs), SAMPLING[sampling](), stopper, budget):
+        if batch > 1 and len(rows[0].token_ids) > 8:
+            rows[0].finish_reason = "stop"
+        yield rows
+
+
+def budget_for(kind, steady):
+    if kind == "plain":
+        return Budget(0)
+    return SteadyBudget(CostTable((1, 64), (1e-3, 1.1e-3)), (3, 7), depth=4) if steady else Budget(12, 4)
+
+
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_the_host_waits_once_per_step(name, kind, batch, sampling, steady, monkeypatch):
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    as_launches(monkeypatch)
+    running = steps(name, kind, batch, sampling, budget_for(kind, steady))
+    next(running), next(running)  # the prompt; the drafter's part of it, and the first step
+    counted = 0
+    while counted < 8:
+        with waiting() as counts:
+            rows = next(running)
+        assert counts == {"tolist": 1}
+        counted += 1
+        if all(row.finish_reason for row in rows):
+            break
+    assert counted > 3
+
+
+WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass"}
+"""Those of transformers' own that look at values on the host, and those that run path by path."""
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_which_processors_wait(name, monkeypatch):
+    as_launches(monkeypatch)
+    history, tree = histories_and_tree(0)
+    logits, sampler = torch.randn(3, tree.nodes, VOCAB), BatchSampler()
+    rows = rows_of(Sampler(PROCESSORS[name]()), history)
+    sampler.choose(rows, tree, logits)
+    with waiting() as counts:
+        sampler.choose(rows, tree, logits)
+    assert bool(counts) == (name in WAITING)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_waiting_is_noticed(inference):
+    numbers = torch.arange(4)
+    for wait, name in [
+        (lambda: int(numbers[0]), "_local_scalar_dense"),
+        (lambda: bool(numbers.all()), "_local_scalar_dense"),
+        (lambda: numbers.tolist(), "tolist"),
+        (lambda: numbers[numbers > 1], "index"),
+        (lambda: numbers[[0, 2]], "list as index"),
+        (lambda: (numbers > 1).nonzero(), "nonzero"),
+        (lambda: torch.tensor([1, 2]), "torch.tensor in tests.mmspec.engine.test_waiting"),
+    ]:
+        with torch.inference_mode(inference), waiting() as counts:
+            wait()
+        assert sum(counts.values()) == 1, name
+        assert inference or counts[name] == 1, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
+    """From the fourth step on, when all is compiled and captured."""
+    copies, host = [], Verdict.host.func
+
+    def only_copy(verdict):
+        torch.cuda.set_sync_debug_mode("default")
+        copies.append(host(verdict))
+        torch.cuda.set_sync_debug_mode("error" if len(copies) > 3 else "default")
+        return copies[-1]
+
+    found = type(Verdict.host)(only_copy)
+    found.__set_name__(Verdict, "host")
+    monkeypatch.setattr(Verdict, "host", found)
+    try:
+        for _, rows in zip(
+            range(12), steps(name, kind, batch, sampling, budget_for(kind, False), "cuda"), strict=False
+        ):
+            assert len(rows) == batch
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 4 < len(copies) <= 11

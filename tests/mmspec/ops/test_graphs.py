@@ -1,0 +1,269 @@
+"""Captured passes give what passes give; on a CPU, recorded and replayed in their place."""
+
+import copy
+
+import pytest
+import torch
+
+from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
+from mmspec import TokenTree, plugins, verify_greedy
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.engine.stopping import Stopper
+from mmspec.ops import graphs, kernels
+from mmspec.ops.graphs import Graphed
+from mmspec.ops.transfer import on_device
+from mmspec.sampling.sampler import Sampler
+from mmspec.speculation.budget import Budget
+from mmspec.targets.transformers_target import TransformersTarget
+from ssm.drafters.mamba import Mamba
+from tests.decoding import decode
+from tests.device import Replayed, as_launches, on_a_gpu
+from tests.drafting import network_for
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from vision.drafters.msd import MSD, Flash
+
+
+@pytest.fixture
+def _recorded(monkeypatch):
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(graphs, "captures", lambda device: True)
+    monkeypatch.setattr(graphs, "_captured", Replayed)
+    monkeypatch.setattr(Replayed, "replays", 0)
+    as_launches(monkeypatch)
+
+
+class Counter:
+    """State that a function changes in place."""
+
+    def __init__(self, device="cpu"):
+        self.total = torch.zeros(2, device=device)
+        self.run = 0
+        self.step = Graphed(self.add)
+
+    def add(self, x, factor=1):
+        self.run += 1
+        self.total += factor * x
+        return (self.total * 2,)
+
+
+def check_calls(counter, device="cpu"):
+    """The same results and the same state as by plain calls, whatever was captured meanwhile."""
+    total = torch.zeros(2)
+    for number in range(6):
+        for factor in (1, 3):
+            x = torch.tensor([1.0, float(number)])
+            total += factor * x
+            (out,) = counter.step(x.to(device), version="a", factor=factor)
+            assert torch.equal(out.cpu(), 2 * total)
+    assert torch.equal(counter.total.cpu(), total)
+
+
+def test_elsewhere_a_function_is_called():
+    counter = Counter()
+    check_calls(counter)
+    assert (counter.run, counter.step.captured) == (12, 0)
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_calls_are_replayed_from_the_third_on():
+    counter = Counter()
+    check_calls(counter)
+    assert (counter.run, counter.step.captured, Replayed.replays) == (4, 2, 10)
+    counter.step(torch.ones(2), version="b")  # other addresses: what was captured is of no use any more
+    assert (counter.run, counter.step.captured) == (5, 0)
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_a_copy_captures_for_itself():
+    counter = Counter()
+    check_calls(counter)
+    other = copy.deepcopy(counter)
+    other.step(torch.ones(2), version="a")
+    assert torch.equal(other.total, counter.total + 1)
+    assert other.step.captured == 0
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_what_cannot_be_captured_is_called(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(graphs, "_captured", refuse)
+    counter = Counter()
+    with pytest.warns(RuntimeWarning, match="steps are not captured: operation not permitted"):
+        check_calls(counter)
+    assert counter.run == 12
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: (x * float(x[0]),),
+        lambda x: (x[x > 1],),
+        lambda x: (x[[1, 0]],),
+        lambda x: (x + torch.tensor([1.0, 2.0]),),
+        lambda x: (x + on_device([1.0, 2.0], x.device),),
+        lambda x: (x + torch.rand(2),),
+    ],
+    ids=["value", "mask", "list", "numbers", "transfer", "random"],
+)
+def test_what_may_not_be_captured_is_found_out(wrong):
+    step = Graphed(wrong)
+    step(torch.tensor([2.0, 3.0]))
+    with pytest.raises(AssertionError, match="cannot be captured"):
+        step(torch.tensor([2.0, 3.0]))
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_readers_of_what_passes_are_found_out():
+    """Memory taken under capture holds what it should until any graph is replayed, and no longer."""
+    held = {}
+
+    def twice(x):
+        held["twice"] = 2 * x
+        return (held["twice"] + 1,)
+
+    step = Graphed(twice)
+    for _ in range(3):
+        (out,) = step(torch.ones(2))
+        assert torch.equal(out, torch.full((2,), 3.0))
+    assert held["twice"].isnan().all()
+
+
+# ---------------------------------------------------------------------- whole answers
+
+DRAFTERS = {
+    "plain": lambda model: None,
+    "ngram": lambda model: Ngram(),
+    "msd": lambda model: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
+    "flash": lambda model: Flash(
+        network_for(model, latents=3, span=16, slots=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
+    ),
+    "small": lambda model: Small(copy.deepcopy(shared_model("llama")), top_k=3),
+    "mamba": lambda model: Mamba(mamba_network(), torch.arange(60), top_k=3, depth=4, total_tokens=12),
+    "recycle": lambda model: Recycle(),
+}
+CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd")]
+CASES += [("bamba", kind) for kind in ("plain", "ngram", "small", "mamba", "recycle")]
+
+
+class Some(Budget):
+    """Some steps are not drafted."""
+
+    asked = 0
+
+    def drafts(self):
+        self.asked += 1
+        return self.asked % 5 != 0 and super().drafts()
+
+
+def check_answers(name, kind, batch, device="cpu"):
+    """Three answers one after the other, greedy in float32; the passes and drafts that were captured."""
+    model = shared_model(name)
+    if device != "cpu":
+        model = copy.deepcopy(model).to(device)
+    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    if drafter is not None:
+        drafter.attach(target)
+    for seed in range(3):
+        inputs = vision_inputs(name, batch, seed=seed) if "llava" in name else text_inputs(batch, 9, seed=seed)
+        inputs = on_a_gpu(inputs, device)
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        budget = Some(12 if drafter else 0, 4)
+        *_, rows = decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(24), budget)
+        assert [row.token_ids for row in rows] == ids[:, inputs["input_ids"].shape[1] :].tolist()
+    assert target._check.captured > 0
+    assert target._keep.captured > 0
+    if kind not in ("plain", "ngram"):
+        steps = drafter._recycled if kind == "recycle" else drafter._captured
+        grown, absorbed = steps.captured
+        assert grown > 0
+        assert absorbed > 0
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_replayed_passes_say_what_generate_says(name, kind, batch):
+    check_answers(name, kind, batch)
+    assert Replayed.replays > 20
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_new_prompt_may_keep_longer_paths(batch):
+    """Its passes are replayed from the start, while keeping a path of that length is still to be captured."""
+    target, fresh = (TransformersTarget(shared_model("bamba")) for _ in range(2))
+    tokens = torch.arange(8).expand(batch, -1)
+    star = TokenTree(tokens, torch.tensor([-1] + 7 * [0]).expand(batch, -1))
+    chain = TokenTree(tokens, torch.arange(-1, 7).expand(batch, -1))
+    for seed, tree in enumerate((star, star, chain)):
+        prompt = prompt_of(text_inputs(batch, 9, seed=seed))
+        for side in (target, fresh) if tree is chain else (target,):
+            side.prefill(prompt, 60)
+            for _ in range(4):
+                side.forward_tree(tree)
+                side.commit(verify_greedy(tree, tokens.roll(-1, 1)))
+    root = TokenTree.root(tokens[:, 0])
+    torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] not in ("plain", "ngram")])
+def test_replayed_drafts_are_those_of_calls(name, kind, batch, monkeypatch):
+    """Whatever was drafted, an answer is the same; so trees are compared."""
+    model, drafted = shared_model(name), []
+    for captures in (True, False):
+        monkeypatch.setattr(graphs, "captures", lambda device, captures=captures: captures)
+        target, drafter, trees = plugins.target_class(model.config)(model), DRAFTERS[kind](model), []
+        drafter.attach(target)
+        propose = drafter.propose
+
+        def noted(token, budget, propose=propose, trees=trees):
+            tree = propose(token, budget)
+            trees.append([tree.tokens.tolist(), tree.parents.tolist()])
+            return tree
+
+        drafter.propose = noted
+        for seed in range(2):
+            inputs = vision_inputs(name, batch, seed=seed) if "llava" in name else text_inputs(batch, 9, seed=seed)
+            for _ in decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(16), Some(12, 4)):
+                pass
+        drafted.append(trees)
+    assert Replayed.replays > 20
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_numbers_of_the_host_are_found_out(monkeypatch):
+    """Where a pass is written to must be read on the device: a number would be that of the pass that was captured."""
+
+    def by_the_host(cache, nodes):
+        cache._at = torch.arange(cache.length + cache.offset, cache.length + cache.offset + nodes)
+
+    monkeypatch.setattr(TreeCache, "enter", by_the_host)
+    with pytest.raises(AssertionError):
+        check_answers("llava", "plain", 1)
+
+
+@pytest.mark.gpu
+def test_calls_on_a_gpu():
+    counter = Counter("cuda")
+    check_calls(counter, "cuda")
+    assert (counter.run, counter.step.captured) == (4, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "reference"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_captured_passes_say_what_generate_says(name, kind, batch, kernel, monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", kernel)
+    check_answers(name, kind, batch, "cuda")

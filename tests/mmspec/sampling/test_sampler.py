@@ -1,0 +1,365 @@
+"""Processors on trees: each node must get what plain decoding would give the token after its own path."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation import logits_process as hf
+
+from mmspec import SamplingParams, TokenTree, UserError, ops, verify, verify_greedy
+from mmspec.ops import quantile
+from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
+from tests.tiny import random_tree, root_path, shared_model, valid_nodes
+
+VOCAB = 23
+HISTORIES = [[3, 4, 5, 3, 4], [9, 8, 9], [11]]
+
+
+def histories_and_tree(seed, nodes=11):
+    """Rows of different length whose last token is the tree's root."""
+    tree = random_tree(torch.Generator().manual_seed(seed), 3, nodes, 8)
+    roots = torch.tensor([row[-1] for row in HISTORIES])
+    tokens = torch.cat([roots[:, None], tree.tokens[:, 1:]], dim=1)
+    return [list(row) for row in HISTORIES], TokenTree(tokens, tree.parents, tree.valid)
+
+
+def unrolled(history, tree, row, node):
+    return history[row] + [int(tree.tokens[row, i]) for i in root_path(tree, row, node)[1:]]
+
+
+def rows_of(sampler, history=HISTORIES):
+    return [Sampled(list(tokens), sampler, index) for index, tokens in enumerate(history)]
+
+
+def verdict_of(sampler, history, tree, logits):
+    return verify_greedy(tree, BatchSampler().choose(rows_of(sampler, history), tree, logits))
+
+
+def processed(monkeypatch, processors, history, tree, logits):
+    """By row and node, the distributions that a sampler chooses with."""
+    sampler, rows = Sampler(processors, do_sample=True), range(tree.batch)
+    nodes = [(b, i) for b in rows for i in valid_nodes(tree, b)]
+    if not sampler.by_path:
+        seen = recorded(monkeypatch, iter([torch.zeros_like(tree.tokens)]))
+        BatchSampler().choose(rows_of(sampler, history), tree, logits)
+        return {(b, i): seen[0][b, i] for b, i in nodes}
+    found = {}
+    for b, i in nodes:  # the walk is led to each node
+        led = [int(tree.tokens[b, node]) for node in root_path(tree, b, i)[1:]] + [VOCAB - 1]
+        seen = recorded(monkeypatch, (torch.tensor([[token]]) for token in led))
+        row = Sampled(list(history[b]), sampler, b)
+        BatchSampler().choose([row], tree.select([b]), logits[b : b + 1])
+        assert not row.failures
+        found[b, i] = seen[-1][0, 0]
+    return found
+
+
+def recorded(monkeypatch, choices):
+    """Draws are replaced by ``choices``; the distributions that they would have been made from."""
+    seen = []
+    monkeypatch.setattr(ops, "quantile", lambda probs, uniform: seen.append(probs) or next(choices))
+    return seen
+
+
+class Recorder(LogitsProcessor):
+    """Writes down which history came with which scores, in all of its copies; scores carry their place in entry 0."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __call__(self, input_ids, scores):
+        for ids, row in zip(input_ids.tolist(), scores, strict=True):
+            self.calls[int(row[0])] = ids
+        return scores
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_node_sees_its_own_history(monkeypatch, seed):
+    history, tree = histories_and_tree(seed)
+    logits = torch.arange(3 * tree.nodes).view(3, tree.nodes, 1).expand(-1, -1, VOCAB).float()
+    recorder = Recorder()
+    processed(monkeypatch, [recorder], history, tree, logits)
+    expected = {b * tree.nodes + i: unrolled(history, tree, b, i) for b in range(3) for i in valid_nodes(tree, b)}
+    assert recorder.calls == expected
+    assert history == HISTORIES  # what the engine lent is as it was
+
+
+def test_the_first_token_sees_the_prompt():
+    recorder = Recorder()
+    logits = torch.arange(3).view(3, 1, 1).expand(-1, -1, VOCAB).float()
+    BatchSampler().choose(rows_of(Sampler([recorder])), TokenTree.root(torch.zeros(3, dtype=torch.long)), logits)
+    assert recorder.calls == dict(enumerate(HISTORIES))
+
+
+class LateBan(hf.TemperatureLogitsWarper):
+    """Inherits from a processor that ignores the history, and does not ignore it."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids, -50.0)
+
+
+def allowed(row, ids):
+    return [(row + ids.shape[0] + k) % VOCAB for k in range(4)]
+
+
+ENDING_ALIKE = [*((token, 9) for token in range(8)), (3, 4, 9), (9,)]
+
+PROCESSORS = {
+    "repetition": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7)],
+    "repetition, padding ignored": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 1]))],
+    "no repeated bigram": lambda: [hf.NoRepeatNGramLogitsProcessor(2)],
+    "min length": lambda: [hf.MinLengthLogitsProcessor(7, 5)],
+    "min new tokens": lambda: [hf.MinNewTokensLengthLogitsProcessor(3, 3, 5)],
+    "bad words": lambda: [hf.NoBadWordsLogitsProcessor([[4], [3, 4], [5, 6, 7]], eos_token_id=2)],
+    "sequence bias": lambda: [hf.SequenceBiasLogitsProcessor([[[3, 4], 5.0], [[1], -4.0]])],
+    # Whichever of those that end alike is looked at last: it has not begun where another has.
+    "sequences that end alike": lambda: [hf.SequenceBiasLogitsProcessor(dict.fromkeys(ENDING_ALIKE, 5.0))],
+    "bad words that end alike": lambda: [hf.NoBadWordsLogitsProcessor(list(map(list, ENDING_ALIKE[:-1])))],
+    "length decay": lambda: [hf.ExponentialDecayLengthPenalty((1, 1.3), 5, 3)],
+    "forced end": lambda: [hf.ForcedEOSTokenLogitsProcessor(8, 5)],
+    "begin": lambda: [hf.ForcedBOSTokenLogitsProcessor(4)],
+    "suppressed at the begin": lambda: [hf.SuppressTokensAtBeginLogitsProcessor([4, 5], 5)],
+    "watermark": lambda: [hf.WatermarkLogitsProcessor(VOCAB, "cpu", bias=5.0)],
+    "prefix": lambda: [hf.PrefixConstrainedLogitsProcessor(allowed, 1)],
+    "subclass": lambda: [LateBan(1.0)],
+    "temperature": lambda: [hf.TemperatureLogitsWarper(0.6)],
+    "top-k": lambda: [hf.TopKLogitsWarper(3)],
+    "top-p": lambda: [hf.TopPLogitsWarper(0.7)],
+    "min-p": lambda: [hf.MinPLogitsWarper(0.2)],
+    "typical": lambda: [hf.TypicalLogitsWarper(0.5)],
+    "epsilon": lambda: [hf.EpsilonLogitsWarper(0.03)],
+    "eta": lambda: [hf.EtaLogitsWarper(0.03)],
+    "top-h": lambda: [hf.TopHLogitsWarper(0.5)],
+    "suppressed": lambda: [hf.SuppressTokensLogitsProcessor([4, 9])],
+    "without infinities": lambda: [hf.InfNanRemoveLogitsProcessor()],
+    "normalised": lambda: [hf.LogitNormalization()],
+    "several": lambda: [
+        hf.RepetitionPenaltyLogitsProcessor(1.3),
+        hf.NoRepeatNGramLogitsProcessor(3),
+        hf.TemperatureLogitsWarper(0.8),
+        hf.TopKLogitsWarper(9),
+        hf.TopPLogitsWarper(0.9),
+    ],
+}
+try:
+    PROCESSORS["repetition, padding ignored"]()
+except ValueError:  # the oldest release of transformers takes one number for all rows
+    del PROCESSORS["repetition, padding ignored"]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("seed", range(2))
+def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
+    history, tree = histories_and_tree(seed)
+    logits = torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    before = logits.clone()
+    ours = processed(monkeypatch, PROCESSORS[name](), history, tree, logits)
+    assert torch.equal(logits, before)
+    assert len(ours) == sum(len(valid_nodes(tree, b)) for b in range(3))
+    for b in range(3):
+        for i in valid_nodes(tree, b):
+            ids = torch.tensor([unrolled(history, tree, b, i)])
+            scores = logits[b, i][None].clone()
+            for processor in PROCESSORS[name]():
+                if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+                    processor.prompt_ignore_length = processor.prompt_ignore_length[b : b + 1]
+                if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
+                    processor = hf.PrefixConstrainedLogitsProcessor(lambda _, ids, row=b: allowed(row, ids), 1)
+                scores = processor(ids, scores)
+            torch.testing.assert_close(ours[b, i], scores[0].softmax(-1))
+
+
+def test_a_history_as_long_as_an_ngram_is_one(monkeypatch):
+    """Of the tokens 5, 5 the second may not be followed by another 5 where no pair may come twice."""
+    tree, logits = TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)
+    banned = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(2)], [[5, 5]], tree, logits)[0, 0]
+    assert (banned == 0).nonzero().flatten().tolist() == [5]
+    free = processed(monkeypatch, [hf.NoRepeatNGramLogitsProcessor(3)], [[5, 5]], tree, logits)[0, 0]
+    assert (free > 0).all()
+
+
+@pytest.mark.parametrize(("history", "banned"), [([5, 6], 7), ([4, 5, 6], 7), ([6, 5], None), ([5, 5, 6, 7], None)])
+def test_the_last_token_of_a_sequence_is_banned_behind_the_others(history, banned, monkeypatch):
+    processor = hf.NoBadWordsLogitsProcessor([[5, 6, 7]], eos_token_id=2)
+    tree, logits = TokenTree.root(torch.tensor(history[-1:])), torch.zeros(1, 1, VOCAB)
+    probs = processed(monkeypatch, [processor], [history], tree, logits)[0, 0]
+    assert (probs < 1e-6).nonzero().flatten().tolist() == ([] if banned is None else [banned])
+
+
+def test_greedy_takes_the_processed_argmax():
+    history, tree = histories_and_tree(0)
+    logits = torch.zeros(3, tree.nodes, VOCAB)
+    logits[..., 3], logits[..., 8] = 5.0, 4.0
+    verdict = verdict_of(Sampler([hf.SuppressTokensLogitsProcessor([3])]), history, tree, logits)
+    assert all(token == 8 for _, tokens in verdict.host for token in tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_equals(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 9, 1000).round().to(dtype)
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90, ragged=False)
+    chosen = BatchSampler().choose([Sampled([5], Sampler())], tree, logits)
+    assert chosen.tolist() == [[int((row == row.max()).nonzero()[0]) for row in logits[0]]]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be 0 or >= 0.0001: got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be 0 or >= 0.0001: got nan"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]: got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]: got 1.5"),
+        ({"top_k": -1}, "top_k must be a whole number >= 0: got -1"),
+        ({"top_k": 2.5}, "top_k must be a whole number >= 0: got 2.5"),
+        ({"min_p": 1.1}, r"min_p must be in \[0, 1\]: got 1.1"),
+        ({"min_p": -0.5}, r"min_p must be in \[0, 1\]: got -0.5"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be a whole number in \[1, 2147483648\]: got 0"),
+        ({"max_new_tokens": 2**31 + 1}, r"max_new_tokens must be a whole number in \[1, 2147483648\]: got 2147483649"),
+        ({"seed": 2**64}, "seed must be None or a whole number in .*: got 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "seed must be None or a whole number in .*: got -9223372036854775809"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0: got 0.0"),
+        ({"repetition_penalty": -1.5}, "repetition_penalty must be > 0: got -1.5"),
+    ],
+)
+def test_values_out_of_range(keywords, message):
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**keywords)
+
+
+def test_the_ends_of_ranges_are_allowed():
+    for keywords in (
+        {"seed": 2**64 - 1},
+        {"seed": -(2**63)},
+        {"max_new_tokens": 2**31},
+        {"min_p": 0.0},
+        {"min_p": 1.0},
+    ):
+        params = SamplingParams(temperature=1.0, **keywords)
+        assert {name: getattr(params, name) for name in keywords} == keywords
+    for seed in (2**64 - 1, -(2**63)):
+        torch.Generator().manual_seed(seed)  # raises where torch takes no such seed
+
+
+def test_half_precision_is_sampled_in_float32():
+    """Near uniform over 3000 tokens: sums of bfloat16 probabilities would shift most draws."""
+    logits = torch.randn(1, 60, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 60, 90, ragged=False)
+    half, full = (
+        BatchSampler().choose([Sampled([5], SamplingParams(temperature=1.0, seed=7).sampler())], tree, scores)
+        for scores in (logits, logits.float())
+    )
+    assert torch.equal(half, full)
+
+
+def test_params_stay_as_they_were_checked():
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = -1.0
+
+
+def test_params_that_change_nothing_build_nothing():
+    assert list(SamplingParams(temperature=1.0).processors()) == []
+    (warper,) = SamplingParams(temperature=0.5).processors()
+    assert type(warper) is hf.TemperatureLogitsWarper
+
+
+def test_params_build_what_generate_builds():
+    params = SamplingParams(0.7, 0.9, 5, 0.05, 1.2)
+    config = GenerationConfig(
+        do_sample=True, temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, repetition_penalty=1.2, eos_token_id=2
+    )
+    theirs = shared_model("llama")._get_logits_processor(config, input_ids_seq_length=3, logits_processor=[Recorder()])
+    ours = params.processors([Recorder()])
+    assert [type(p) for p in ours] == [type(p) for p in theirs]
+    ids, scores = torch.tensor([[3, 4, 5]]), torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ours(ids, scores.clone()), theirs(ids, scores.clone()))
+    assert list(SamplingParams().processors()) == []
+    assert list(SamplingParams(top_k=5, top_p=0.5).processors()) == []  # greedy needs no filters
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        lambda: hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, shared_model("llama")),
+        lambda: hf.EncoderRepetitionPenaltyLogitsProcessor(1.2, torch.tensor([[1, 2]])),
+        lambda: hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([[1, 2, 3]])),
+        lambda: hf.ClassifierFreeGuidanceLogitsProcessor(1.5),
+    ],
+)
+def test_refuses_processors_that_are_not_exact_on_trees(processor):
+    made = processor()
+    with pytest.raises(UserError, match=f"{type(made).__name__} does not, use model.generate for it"):
+        Sampler([made])
+
+
+def test_one_generator_decides_the_draws():
+    history, tree = histories_and_tree(0)
+    logits = torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(3))
+
+    def run(seed):
+        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+        return verdict_of(sampler, history, tree, logits).host
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_trees_are_verified_with_each_nodes_processed_distribution(seed):
+    history, tree = histories_and_tree(seed)
+    g = torch.Generator().manual_seed(seed)
+    logits, q = torch.randn(2, 3, tree.nodes, VOCAB, generator=g)
+    drawn = TokenTree(tree.tokens, tree.parents, tree.valid, q.softmax(-1))
+    processors = [hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(9)]
+    scores = logits / 0.5
+    kept = scores >= scores.topk(9).values[..., -1:]
+    probs, numbers = scores.where(kept, -torch.inf).softmax(-1), torch.Generator().manual_seed(seed)
+    sampler = Sampler(processors, do_sample=True, generator=torch.Generator().manual_seed(seed))
+    ours = verdict_of(sampler, history, drawn, logits)
+    for b in range(3):
+        assert ours.host[b] == verify(drawn.select([b]), probs[b : b + 1], generator=numbers).host[0]
+
+
+def test_quantile_takes_each_token_as_often_as_it_is_probable():
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0])
+    grid = (torch.arange(80) + 0.5) / 80
+    taken = quantile(weights.expand(80, -1), grid)
+    assert torch.equal(torch.bincount(taken, minlength=6), (weights * 10).long())
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24])
+def test_quantile_never_takes_an_impossible_token(uniform):
+    probs = torch.softmax(torch.randn(50, 300, generator=torch.Generator().manual_seed(0)), -1)
+    probs[:, ::2] = 0.0
+    probs[:, -4:] = 0.0
+    taken = quantile(probs, torch.full((50,), uniform))
+    assert (probs.gather(1, taken[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("nodes", [2, 40])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tree_samples_what_single_tokens_would(seed, nodes):
+    """Walking down the tree with the n-th number for the n-th new token, one node at a time, by a plain loop."""
+    history, tree = histories_and_tree(seed, nodes=nodes)
+    # Few tokens are likely, so that walks go deep.
+    logits = 4.0 * torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
+    logits.scatter_(2, tree.tokens[:, None, :].expand(-1, tree.nodes, -1), 3.0, reduce="add")
+    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+    verdict, numbers = verdict_of(sampler, history, tree, logits), torch.Generator().manual_seed(seed)
+    numbers = torch.stack([torch.rand(64, generator=numbers) for _ in range(3)])
+    for b, (path, tokens) in enumerate(verdict.host):
+        walked, said = [0], []
+        while True:
+            probs = logits[b, walked[-1]].softmax(-1).double()
+            said.append(int((probs.cumsum(0) <= numbers[b, len(said)].double() * probs.sum()).sum()))
+            below = [
+                i for i in valid_nodes(tree, b) if tree.parents[b, i] == walked[-1] and tree.tokens[b, i] == said[-1]
+            ]
+            if not below:
+                break
+            walked += below
+        assert (path, tokens) == (walked, said)

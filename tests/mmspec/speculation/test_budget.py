@@ -1,0 +1,336 @@
+import random
+
+import pytest
+import torch
+
+from mmspec import TokenTree
+from mmspec.drafters.drafter import build_tree
+from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable, SteadyBudget
+
+FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
+STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
+FREE = CostTable((1, 64), (1.0, 1.0))
+
+
+def test_costs_are_interpolated_and_carried_on():
+    table = CostTable((1, 4, 8), (1.0, 2.5, 3.0))
+    assert [table(n) for n in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 2.75, 3.0, 3.5])
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 2])
+def test_times_are_positive_and_finite(seconds, place):
+    times = [1.0, 2.0, 3.0]
+    times[place] = seconds
+    with pytest.raises(ValueError, match="times must be positive"):
+        CostTable((1, 2, 4), tuple(times))
+
+
+def test_width_is_the_cheapest_that_fits():
+    dear_when_small = CostTable((1, 2, 4, 8, 16), (1.4, 1.5, 1.2, 1.0, 1.3))
+    assert [dear_when_small.width(n) for n in (1, 2, 4, 8, 9, 16, 40)] == [8, 8, 8, 8, 9, 16, 40]
+    assert dear_when_small.width(1, batch=3) == 2  # 8 tokens hold two nodes of three rows
+    assert all(STEEP.width(n) == n for n in range(1, 70))
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 5, 30])
+def test_a_fixed_budget_is_fixed(nodes):
+    budget = Budget(nodes, depth=6)
+    budget.remaining = 4
+    assert budget.drafts() == (nodes > 0)
+    assert budget.max_depth == 4
+    rows = [([5] * count, list(range(count))) for count in (3, 12)]
+    drafted = build_tree(torch.tensor([1, 2]), rows, [[0.9] * 3, [0.9] * 12])
+    assert budget.prune(drafted).drafted == [min(nodes, 3), min(nodes, 12)]
+    assert budget.prune(build_tree(torch.tensor([1, 2]), rows)).nodes == 13  # nothing tells which to keep
+    assert budget.prune(TokenTree.root(torch.tensor([1]))).nodes == 1
+    budget.remaining = 0
+    assert not budget.drafts()
+
+
+# ---------------------------------------------------------------------- adaptive
+
+
+def drafted(budget, claims, accepted, cost, draft_seconds):
+    """One step with a chain of the given path probabilities; seconds it took and tokens it gave, drafts asked for."""
+    budget.remaining = 1000
+    if not budget.drafts():
+        budget.observe(1, [[0]], 0.0, cost(1))
+        return cost(1), 1, 0
+    size = budget.take([claims])
+    path = list(range(1 + min(size, accepted)))
+    budget.observe(size + 1, [path], draft_seconds, cost(size + 1))
+    return cost(size + 1) + draft_seconds, len(path), size
+
+
+def simulate(budget, steps, acceptance, cost=FLAT, draft_seconds=0.02, claim=0.8, seed=0):
+    """Seconds per token over many steps of a chain drafter that says ``claim`` and is right with ``acceptance``."""
+    rng, seconds, tokens = random.Random(seed), 0.0, 0
+    for _ in range(steps):
+        accepted = 0
+        while accepted < 12 and rng.random() < acceptance:
+            accepted += 1
+        spent, emitted, _ = drafted(budget, [claim ** (i + 1) for i in range(12)], accepted, cost, draft_seconds)
+        seconds, tokens = seconds + spent, tokens + emitted
+    return seconds / tokens
+
+
+def adaptive(cost=FLAT, **keywords):
+    budget = AdaptiveBudget(cost, **keywords)
+    budget.begin()
+    return budget
+
+
+def best_fixed(cost, acceptance, draft_seconds):
+    """Seconds per token of the best chain length, by enumeration; no drafting is one of them."""
+    rates = [cost(1)]
+    for n in range(1, 13):
+        expected = sum(acceptance**i for i in range(n + 1))
+        rates.append((cost(n + 1) + draft_seconds) / expected)
+    return min(rates)
+
+
+@pytest.mark.parametrize("cost", [FLAT, FREE], ids=["flat", "free"])
+@pytest.mark.parametrize("acceptance", [0.6, 0.8, 0.95])
+@pytest.mark.parametrize("claim", [0.7, 0.9])
+def test_comes_close_to_the_enumerated_best_size(cost, acceptance, claim):
+    budget = adaptive(cost)
+    simulate(budget, 400, acceptance, cost, claim=claim)
+    assert simulate(budget, 600, acceptance, cost, claim=claim, seed=1) < 1.15 * best_fixed(cost, acceptance, 0.02)
+
+
+def test_takes_all_that_is_free_and_nothing_that_is_too_dear():
+    gains = [0.9**i for i in range(1, 30)]
+    assert adaptive(FREE).take([gains]) >= 8
+    assert adaptive(STEEP).take([[0.2, 0.1, 0.05]]) == 0
+    assert adaptive(FLAT).take([[]]) == 0
+
+
+def test_never_takes_more_than_its_limit():
+    for limit in (0, 1, 7):
+        assert adaptive(FREE, nodes=limit).take([[0.99] * 50]) <= limit
+
+
+@pytest.mark.parametrize(("cost", "draft_seconds"), [(FLAT, 0.02), (FLAT, 0.5), (STEEP, 0.02), (STEEP, 1.0)])
+@pytest.mark.parametrize("claim", [0.5, 0.95])
+def test_useless_drafts_cost_next_to_nothing(cost, draft_seconds, claim):
+    assert simulate(adaptive(cost), 500, 0.0, cost, draft_seconds, claim) < 1.05 * cost(1)
+
+
+def test_drafting_stops_while_it_is_useless_and_comes_back():
+    budget = adaptive()
+    good = simulate(budget, 300, 0.9)
+    assert good < 0.5 * FLAT(1)
+    for _ in range(20):  # a good record earns patience, for a while
+        budget.begin()
+        simulate(budget, 100, 0.0, draft_seconds=0.3)
+    budget.begin()
+    asked = [drafted(budget, [0.8**i for i in range(1, 12)], 0, FLAT, 0.3)[2] for _ in range(300)]
+    assert sum(size > 0 for size in asked) < 60
+    simulate(budget, 500, 0.9)
+    assert simulate(budget, 300, 0.9, seed=2) < 1.2 * good
+
+
+def test_trust_follows_what_was_accepted():
+    budget = adaptive()
+    for _ in range(300):
+        drafted(budget, [0.5, 0.4, 0.3], 0, FREE, 0.0)
+    doubtful = budget._correct(0.5)
+    for _ in range(600):
+        drafted(budget, [0.5, 0.4, 0.3], 3, FREE, 0.0)
+    assert doubtful < 0.45 < 0.9 < budget._correct(0.5)
+
+
+def test_rows_that_have_finished_teach_nothing():
+    both, alone = adaptive(FREE, batch=2), adaptive(FREE, batch=2)
+    for _ in range(30):
+        size = both.take([[0.5] * 6, [0.5] * 6])
+        both.observe(size + 1, [list(range(size + 1)), []], 0.0, FREE(1))
+        same = alone.take([[0.5] * 6])
+        alone.observe(same + 1, [list(range(same + 1))], 0.0, FREE(1))
+        assert size == same > 0
+    assert both._correct(0.5) == pytest.approx(alone._correct(0.5))
+
+
+def test_one_more_drafter_pass_must_pay():
+    budget = adaptive()
+    assert budget.deeper(0.1)  # its price is not known yet
+    budget.drafts()
+    budget.take([[0.5]])
+    budget.observe(1, [[0]], 0.5, 1.0)
+    budget.drafts()
+    assert budget.deeper(0.95)
+    assert not budget.deeper(0.01)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_one_more_drafter_pass_pays_by_what_it_adds_to_each_row(batch):
+    """Rows that are alike draft alike, however many they are, where a pass over all costs as much as over one."""
+    budget = adaptive(FREE, batch=batch)
+    budget.drafts()
+    budget.observe(1, [[0]] * batch, 0.5, 1.0)
+    # Of late 1.95 tokens of each row took 0.95 + 1.5 seconds, so that half a second is worth 0.398 tokens of each.
+    assert budget.deeper(0.45)
+    assert not budget.deeper(0.35)
+
+
+KNEE = CostTable((1, 8, 64, 512), (1.0, 1.0, 8.0, 64.0))
+
+
+@pytest.mark.parametrize("cost", [KNEE, FLAT], ids=["knee", "flat"])
+def test_a_tree_is_priced_for_all_rows(cost):
+    """The best size by enumeration: tokens of all rows, less what the pass over all of them costs beyond plain
+    decoding."""
+    gains, taken = [0.75**i for i in range(1, 17)], []
+    for batch in (1, 3, 8):
+        price = 0.7 * batch / cost(batch)
+        earned = [batch * sum(gains[:n]) - price * (cost(batch * (n + 1)) - cost(batch)) for n in range(17)]
+        budget = adaptive(cost, batch=batch)
+        budget._account = 1e9  # what pays is asked here, not what a request may lose
+        taken.append(budget.take([gains] * batch))
+        assert earned[taken[-1]] == max(earned)
+    assert taken[0] > taken[2] > 0
+
+
+@pytest.mark.parametrize(("batch", "best"), [(1, 7), (2, 3), (8, 0)])
+def test_sizes_are_priced_for_all_rows(batch, best):
+    """Up to eight tokens in all are free, and the others cost as much as plain decoding."""
+    budget = SteadyBudget(KNEE, sizes=(3, 7), batch=batch)
+    size = budget.nodes if budget.drafts() else 0
+    assert size == best
+
+
+def test_a_hiccup_is_not_the_price_of_a_tree():
+    budget = adaptive()
+    simulate(budget, 200, 0.9)
+    before = simulate(budget, 50, 0.9, seed=3)
+    budget.take([[0.8**i for i in range(1, 9)]])
+    budget.observe(9, [list(range(9))], 50.0, 500.0)
+    assert simulate(budget, 50, 0.9, seed=3) < 1.2 * before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "message"),
+    [
+        ((1,), (0.5,), r"^sizes must ascend from 1, with a time each: got \(1,\) and \(0.5,\)$"),
+        ((2, 4), (0.5, 0.6), "sizes must ascend from 1"),
+        ((1, 4, 2), (0.5, 0.6, 0.7), "sizes must ascend from 1"),
+        ((1, 2), (0.5,), "with a time each"),
+        ((1, 2), (0.5, 0.0), r"^times must be positive: got \(0.5, 0.0\)$"),
+        ((1, 2), (0.5, float("nan")), "times must be positive"),
+    ],
+)
+def test_refuses_tables_that_say_nothing(tokens, seconds, message):
+    with pytest.raises(ValueError, match=message):
+        CostTable(tokens, seconds)
+
+
+def test_one_slow_draft_is_not_the_last():
+    """What drafting costs is learnt by drafting: a first draft that took very long must not forbid all others."""
+    budget = adaptive()
+    simulate(budget, 1, 0.9, draft_seconds=40.0)
+    for seed in range(8):
+        budget.begin()
+        simulate(budget, 60, 0.9, seed=seed)
+    budget.begin()
+    assert simulate(budget, 300, 0.9) < 0.6 * FLAT(1)
+
+
+def test_drafting_in_vain_becomes_rare():
+    budget = AdaptiveBudget(CostTable((1, 64), (1e-3, 2e-3)))
+    budget.begin()
+
+    def asked(emitted):
+        budget.remaining = 50
+        drafts = budget.drafts()
+        budget.observe(1, [list(range(emitted))], 1e-5 if drafts else 0.0, 1e-3)
+        return drafts
+
+    assert all(asked(1) for _ in range(12))
+    assert sum(asked(1) for _ in range(80)) == 10
+    while not asked(6):  # a guess that holds: drafting is back in every step
+        pass
+    assert all(asked(1) for _ in range(11))
+
+
+# ---------------------------------------------------------------------- sizes chosen ahead
+
+
+def steady(cost, accepted, draft_seconds=0.1, steps=600, batch=1, **keywords):
+    """Sizes that a steady budget chose, where a tree's first ``accepted`` nodes are always right."""
+    budget, chosen = SteadyBudget(cost, batch=batch, **keywords), []
+    for _ in range(steps):
+        size = budget.nodes if budget.drafts() else 0
+        chosen.append(size)
+        path = list(range(min(accepted, size) + 1))
+        spent = draft_seconds if size else 0.0
+        budget.observe(size + 1, [path] * batch, spent, cost(batch * (size + 1)))
+    return chosen
+
+
+@pytest.mark.parametrize(("accepted", "best"), [(4, 7), (10, 15), (28, 31), (60, 63)])
+def test_a_steady_budget_takes_the_size_that_holds_what_is_accepted(accepted, best):
+    chosen = steady(CostTable((1, 64), (1.0, 3.0)), accepted)
+    assert chosen[-20:-4].count(best) >= 14
+
+
+def test_a_steady_budget_does_not_draft_in_vain():
+    for cost, accepted in ((FREE, 0), (STEEP, 1)):
+        chosen = steady(cost, accepted)
+        assert chosen[-100:].count(0) >= 97  # and looks now and then whether that still holds
+        assert sum(size > 0 for size in chosen[-128:]) >= 1
+
+
+def test_rows_that_have_finished_say_nothing():
+    one, with_finished = SteadyBudget(FREE, (7,)), SteadyBudget(FREE, (7,), batch=2)
+    for _ in range(30):
+        one.observe(8, [[0, 1, 2]], 0.1, 1.0)
+        with_finished.observe(8, [[0, 1, 2], []], 0.1, 1.0)
+    assert one._accepted == with_finished._accepted
+    assert one._accepted[0] == pytest.approx(1.0, abs=0.3)
+    assert one._accepted[6] < 0.2
+
+
+def test_a_hiccup_is_not_the_price_of_a_size():
+    budget = SteadyBudget(FREE)
+    budget.observe(64, [[0, 1, 2, 3, 4, 5]], 5.0, 50.0)
+    assert budget.drafts()
+    assert budget.nodes >= 31
+
+
+@pytest.mark.parametrize("budget", [Budget(2), AdaptiveBudget(STEEP), SteadyBudget(FREE)])
+def test_drawn_trees_and_those_without_probabilities_stay_whole(budget):
+    rows = [([5] * 70, list(range(70)))]
+    unscored, drawn = build_tree(torch.tensor([1]), rows), build_tree(torch.tensor([1]), rows, [[0.01] * 70])
+    drawn.draft_probs = torch.full((1, 71, 9), 1 / 9)
+    assert budget.prune(unscored) is unscored
+    assert budget.prune(drawn) is drawn
+    assert budget.prune(build_tree(torch.tensor([1]), rows, [[0.01] * 70])).nodes < 71
+
+
+def test_one_step_moves_prices_by_a_tenth_at_most():
+    for seconds, scale in ((1000.0, 1.1), (1e-6, 0.95), (1.2, 1.02)):
+        budget = adaptive(FREE)
+        budget.observe(1, [[0]], 0.0, seconds)
+        assert budget._scale == pytest.approx(scale)
+    steady = SteadyBudget(CostTable((1, 64), (3.0, 3.0)))
+    usual = steady._seconds[63]
+    steady.observe(64, [[0]], 0.0, 1000.0)
+    assert steady._seconds[63] == pytest.approx(1.1 * usual)
+
+
+def test_a_request_begins_with_half_of_what_drafting_saved_before():
+    """In plain steps: a credit of a quarter, and half of the three that a new drafter is taken to save."""
+    budget = adaptive(FREE)
+    budget.begin()
+    assert budget._account == pytest.approx(0.25 + 0.5 * 3)
+
+
+def test_sizes_on_both_sides_are_tried_again():
+    budget = SteadyBudget(FREE)
+    budget._accepted = [1.0] * 15 + [0.0] * 48  # 15 nodes earn most
+    tried = {}
+    for step in range(1, 257):
+        budget.drafts()
+        tried.setdefault(budget.nodes, []).append(step)
+    assert {size: steps for size, steps in tried.items() if size != 15} == {31: [64, 192], 7: [128, 256]}

@@ -1,0 +1,98 @@
+"""The attention under trees against its formula, head by head."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mmspec.speculation.tree import TokenTree
+from mmspec.targets.attention import NAME, PassAttention, tree_attention
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import shared_model
+
+
+def by_the_formula(q, k, v, allowed, scale):
+    heads, per = q.shape[1], q.shape[1] // k.shape[1]
+    read = []
+    for head in range(heads):
+        scores = q[:, head] @ k[:, head // per].transpose(1, 2) * scale
+        read.append(scores.masked_fill(~allowed[:, 0], -math.inf).softmax(-1) @ v[:, head // per])
+    return torch.stack(read, dim=2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1), (15, 5)])
+@pytest.mark.parametrize(("nodes", "slots"), [(1, 1), (1, 9), (7, 7), (5, 64), (63, 100)])
+@pytest.mark.parametrize("additive", [False, True])
+def test_groups_and_masks(heads, kv_heads, nodes, slots, additive):
+    g = torch.Generator().manual_seed(nodes)
+    q, k, v = (torch.randn(2, n, length, 12, generator=g) for n, length in ((heads, nodes), *[(kv_heads, slots)] * 2))
+    allowed = torch.rand(2, 1, nodes, slots, generator=g) < 0.7
+    allowed[..., 0] = True
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min) if additive else allowed
+    layer = nn.Module()
+    layer.num_key_value_groups = heads // kv_heads
+    read, weights = tree_attention(layer, q, k, v, mask, scaling=0.3)
+    assert weights is None
+    torch.testing.assert_close(read, by_the_formula(q, k, v, allowed, 0.3), rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_without_a_mask_is_causal():
+    q, k, v = torch.randn(3, 1, 4, 6, 8)
+    layer = nn.Module()
+    layer.num_key_value_groups, layer.is_causal = 1, True
+    read, _ = tree_attention(layer, q, k, v, None)
+    causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    torch.testing.assert_close(read, by_the_formula(q, k, v, causal, 8**-0.5), rtol=1e-5, atol=1e-5)
+
+
+def attention_of(model):
+    return {
+        name: module.config._attn_implementation for name, module in model.named_modules() if hasattr(module, "config")
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llava"])
+def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
+    model, run = shared_model(name), []
+    before = attention_of(model)
+    assert set(before.values()) == {"sdpa"}
+    target = TransformersTarget(model)
+    assert target.attention.name == NAME
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        NAME,
+        lambda *args, **kw: run.append(NAME) or tree_attention(*args, **kw),
+    )
+    target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
+    layers = model.config.get_text_config().num_hidden_layers
+    assert len(run) == layers
+    target.forward_tree(TokenTree.root(torch.tensor([5])))
+    assert len(run) == 2 * layers
+    assert attention_of(model) == before
+
+
+def test_a_pass_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    model = shared_model("qwen2")
+    before, target = attention_of(model), TransformersTarget(model)
+
+    def fails(*_, **__):
+        assert model.config._attn_implementation == NAME
+        raise RuntimeError("in a pass")
+
+    prompt = Prompt(torch.tensor([[5, 6, 7]]))
+    monkeypatch.setattr(model.get_decoder(), "forward", fails)
+    with pytest.raises(RuntimeError, match="in a pass"):
+        target.prefill(prompt, 8)
+    assert attention_of(model) == before
+    assert not model.get_decoder()._forward_hooks
+
+
+def test_a_copy_serves_the_model_that_was_copied_along():
+    model = shared_model("qwen2")
+    copied, again = copy.deepcopy([model, PassAttention(model)])
+    with again.applied():
+        assert (copied.config._attn_implementation, model.config._attn_implementation) == (NAME, "sdpa")

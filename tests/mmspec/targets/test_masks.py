@@ -1,0 +1,108 @@
+"""Masks of a pass over tree nodes against a loop over rows, nodes and slots."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.targets.masks import tail_mask, tree_mask, window_of
+
+CPU = torch.device("cpu")
+KINDS = ["full_attention", "sliding_attention"]
+
+
+def config(window=None, kinds=None, attention="sdpa"):
+    return SimpleNamespace(sliding_window=window, layer_types=kinds, _attn_implementation=attention)
+
+
+def cache_of(lengths, padding=(0, 0)):
+    """A cache whose rows have so many slots, the first of them padding."""
+    cache = TreeCache(2)
+    attended = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, (length, begin) in enumerate(zip(lengths, padding, strict=True)):
+        attended[row, begin:length] = 1
+    cache.commit_prompt(max(lengths), None if attended.all() else attended, len(lengths), CPU)
+    cache.lengths = list(lengths)
+    return cache
+
+
+def nodes_of(seed, batch=2, nodes=5, earlier=0):
+    """Depths of the new nodes and of earlier ones, and which of both a new node follows."""
+    g = torch.Generator().manual_seed(seed)
+    depth = torch.randint(4, (batch, nodes), generator=g)
+    tail = torch.randint(4, (batch, earlier), generator=g) if earlier else None
+    return depth, tail, torch.rand(batch, nodes, earlier + nodes, generator=g) < 0.6
+
+
+def by_loop(cache, depth, tail_depth, reach, window):
+    batch, nodes, behind = reach.shape
+    tail = depth if tail_depth is None else torch.cat([tail_depth, depth], 1)
+    allowed = torch.zeros(batch, 1, nodes, cache.length + behind, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(nodes):
+            here = cache.lengths[b] + int(depth[b, i])
+            for slot in range(cache.length):
+                allowed[b, 0, i, slot] = bool(cache.attended[b, slot]) and (window is None or here - slot < window)
+            for j in range(behind):
+                distance = here - cache.lengths[b] - int(tail[b, j])
+                allowed[b, 0, i, cache.length + j] = bool(reach[b, i, j]) and (window is None or distance < window)
+    return allowed
+
+
+@pytest.mark.parametrize("earlier", [0, 3])
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+@pytest.mark.parametrize(("lengths", "padding"), [((6, 6), (0, 0)), ((6, 4), (0, 0)), ((6, 6), (2, 0))])
+def test_masks_equal_a_loop(lengths, padding, window, earlier):
+    cache, (depth, tail, reach) = cache_of(lengths, padding), nodes_of(1, earlier=earlier)
+    expected = by_loop(cache, depth, tail, reach, window)
+    mask = tree_mask(config(window), cache, depth, tail, reach, torch.float32)
+    assert torch.equal(mask, expected)
+    assert torch.equal(tail_mask(config(window), depth, tail, reach), expected[..., cache.length :])
+    for other in ("custom", "mmspec_tree"):
+        found = tree_mask(config(window, attention=other), cache, depth, tail, reach, torch.bfloat16)
+        assert torch.equal(found, expected)
+    added = tree_mask(config(window, attention="eager"), cache, depth, tail, reach, torch.bfloat16)
+    assert added.dtype == torch.bfloat16
+    assert torch.equal(added == 0, expected)
+    assert (added[~expected] == torch.finfo(torch.bfloat16).min).all()
+
+
+def test_every_kind_of_layer_has_its_mask():
+    cache, (depth, tail, reach) = cache_of((6, 5)), nodes_of(2)
+    full, slid = (by_loop(cache, depth, tail, reach, window) for window in (None, 2))
+    for masks, end in (
+        (tree_mask(config(2, KINDS), cache, depth, tail, reach, torch.float32), 0),
+        (tail_mask(config(2, KINDS), depth, tail, reach), cache.length),
+    ):
+        assert list(masks) == KINDS
+        assert torch.equal(masks["full_attention"], full[..., end:])
+        assert torch.equal(masks["sliding_attention"], slid[..., end:])
+    # A window that no layer has counts nothing.
+    assert torch.equal(tree_mask(config(2, KINDS[:1]), cache, depth, tail, reach, torch.float32), full)
+    assert [window_of(config(2, KINDS), layer) for layer in (0, 1)] == [None, 2]
+    assert (window_of(config(2), 0), window_of(config(), 0), window_of(config(2, KINDS[:1]), 0)) == (2, None, None)
+
+
+def test_roots_without_depth_stand_at_the_end():
+    cache, (_, _, reach) = cache_of((6, 4)), nodes_of(3, nodes=1)
+    zero = torch.zeros(2, 1, dtype=torch.long)
+    mask = tree_mask(config(3), cache, None, None, reach, torch.float32)
+    assert torch.equal(mask, by_loop(cache, zero, None, reach, 3))
+
+
+def test_no_mask_where_none_is_needed():
+    """One node that follows everything; or no layer with attention. Two nodes, padding or earlier nodes need one."""
+    reach = torch.ones(2, 1, 1, dtype=torch.bool)
+    depth = torch.zeros(2, 1, dtype=torch.long)
+    assert tree_mask(config(), cache_of((6, 6)), depth, None, reach, torch.float32) is None
+    assert tree_mask(config(), cache_of((6, 4)), depth, None, reach, torch.float32) is not None
+    after = torch.ones(2, 1, 2, dtype=torch.bool)
+    assert tree_mask(config(), cache_of((6, 6)), depth, depth, after, torch.float32) is not None
+    two = torch.ones(2, 2, 2, dtype=torch.bool).tril()
+    assert tree_mask(config(), cache_of((6, 6)), depth.expand(2, 2), None, two, torch.float32) is not None
+    without = TreeCache(2, attending=[])
+    without.commit_prompt(6, None, 2, CPU)
+    assert tree_mask(config(), without, depth.expand(2, 2), None, two, torch.float32) is None

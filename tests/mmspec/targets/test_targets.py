@@ -1,0 +1,385 @@
+"""Text models as targets, and what is refused."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    FalconMambaConfig,
+    GPT2Config,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    PhiConfig,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import mmspec
+from eval.decoding.oracle import Oracle
+from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from mmspec import TokenTree, UserError
+from mmspec.speculation.budget import CostTable
+from mmspec.targets.loading import make_drafter
+from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.cutting import cut, random_model
+from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
+from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
+
+
+@pytest.mark.parametrize("name", TEXT_CONFIGS)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 12), (3, 4), (3, 20)])
+def test_every_node_equals_its_path(name, batch, length):
+    assert_trees_equal_paths(shared_model(name), text_inputs(batch, length), steps=3, seed=length)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "gemma3"])
+def test_eager_attention(name):
+    model = text_model(name)
+    model.set_attn_implementation("eager")
+    assert_trees_equal_paths(model, text_inputs(3, 9), steps=2)
+
+
+@pytest.mark.parametrize("shape", ["chain", "star"])
+def test_a_big_tree_behind_one_token(shape):
+    target = TransformersTarget(shared_model("llama"))
+    target.prefill(Prompt(torch.tensor([[5]])), 64)
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 63, 90, ragged=False, shape=shape)
+    logits = target.forward_tree(tree).logits
+    for i in (1, 31, 62):
+        path = tree.ancestors[0, i].nonzero().flatten()
+        with torch.no_grad():
+            expected = shared_model("llama")(torch.cat([torch.tensor([5]), tree.tokens[0, path]])[None]).logits[0, -1]
+        torch.testing.assert_close(logits[0, i], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (5, 1), (4, 4), (6, 3)])
+def test_grouped_heads(heads, kv_heads):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=60,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=10,
+        initializer_range=0.25,
+    )
+    assert_trees_equal_paths(AutoModelForCausalLM.from_config(config).eval(), text_inputs(2, 7))
+
+
+def test_learned_positions():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=101, n_embd=48, n_layer=2, n_head=4, n_positions=64, initializer_range=0.25)
+    assert_trees_equal_paths(AutoModelForCausalLM.from_config(config).eval(), text_inputs(1, 7))
+
+
+def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
+    inputs, model = text_inputs(3, 9), shared_model("mistral-window")
+    plain, padded = TransformersTarget(model), TransformersTarget(model)
+    padded.cost = CostTable((1, 12, 48), (3.0, 2.0, 1.0))
+    tree = random_tree(torch.Generator().manual_seed(0), 3, 7, 90)
+    steps = []
+    for target in (plain, padded):
+        target.prefill(prompt_of(inputs), 64)
+        steps.append(target.forward_tree(tree))
+    assert steps[0].logits.shape == steps[1].logits.shape
+    torch.testing.assert_close(steps[0].logits, steps[1].logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(steps[0].hidden, steps[1].hidden, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_head_takes_no_product_in_batches():
+    # As for slices of one node it would by torch's choice, which copies the head each time.
+    inputs, model = text_inputs(1, 9), copy.deepcopy(shared_model("llama")).requires_grad_(False)
+    target = TransformersTarget(model)
+    target.cost = CostTable((1, 4), (2.0, 1.0))  # one node is padded to four, three are cut off again
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
+        target.prefill(prompt_of(inputs), 8)
+        target.forward_tree(TokenTree.root(inputs["input_ids"][:, -1]))
+    batched = [event.input_shapes for event in profile.events() if event.name == "aten::bmm"]
+    assert not any(model.config.vocab_size in shape for shapes in batched for shape in shapes)
+
+
+@torch.inference_mode()
+def test_commit_at_every_node_is_the_sequential_state():
+    model = shared_model("llama")
+    tree = random_tree(torch.Generator().manual_seed(3), 1, 12, 90, ragged=False)
+    prompt = Prompt(torch.tensor([[5, 6, 7, 8]]))
+    for node in range(12):
+        path = tree.ancestors[0, node].nonzero().flatten()
+        branching, sequential = TransformersTarget(model), TransformersTarget(model)
+        branching.prefill(prompt, 32)
+        branching.forward_tree(tree)
+        branching.commit_nodes(path[None], [path.tolist()])
+        sequential.prefill(prompt, 32)
+        for token in tree.tokens[0, path]:
+            sequential.forward_tree(TokenTree.root(token[None]))
+            sequential.commit_nodes(torch.zeros(1, 1, dtype=torch.long), [[0]])
+        for ours, theirs in zip(branching._cache.layers, sequential._cache.layers, strict=True):
+            nothing = torch.zeros(1, 2, 0, 12)
+            for a, b in zip(ours.update(nothing, nothing), theirs.update(nothing, nothing), strict=True):
+                assert a.shape == b.shape
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_hidden_states_and_embeddings_are_the_models_own():
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    ids = torch.tensor([[5, 6, 7]])
+    step = target.prefill(Prompt(ids), 8)
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+        torch.testing.assert_close(step.hidden, out.hidden_states[-1])
+        torch.testing.assert_close(target.head(step.hidden), out.logits)
+        assert torch.equal(target.embed(ids), model.get_input_embeddings()(ids))
+    assert step.visual is None
+
+
+def test_the_model_stays_as_it_was():
+    model = text_model("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    reference = model.generate(ids, max_new_tokens=5, do_sample=False)
+    mmspec.generate(model, drafter="ngram", nodes=4, input_ids=ids, max_new_tokens=5, do_sample=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not model.get_decoder()._forward_hooks
+    assert not model.get_decoder()._forward_pre_hooks
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), reference)
+
+
+def test_threads_share_a_model():
+    """Speculations and plain decoding at the same time, through one model."""
+    model, inputs = shared_model("llama"), [text_inputs(1, 9, seed) for seed in range(3)]
+    options = dict(max_new_tokens=24, do_sample=False)
+    expected = [model.generate(**i, **options) for i in inputs]
+
+    def ours(i):
+        return mmspec.generate(model, drafter="recycle", nodes=6, **i, **options)
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(4):
+            jobs = [pool.submit(ours, inputs[0]), pool.submit(ours, inputs[1])]
+            jobs.append(pool.submit(lambda: model.generate(**inputs[2], **options)))
+            assert all(torch.equal(job.result(), wanted) for job, wanted in zip(jobs, expected, strict=True))
+
+
+@pytest.mark.parametrize(("asked", "got"), [("sdpa", "mmspec_tree"), ("eager", "eager")])
+def test_attention_that_takes_trees_is_kept(asked, got):
+    model = text_model("llama")
+    model.set_attn_implementation(asked)
+    assert TransformersTarget(model).attention.name == got
+    assert model.config._attn_implementation == asked
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize("model_name", ["llama", "gemma2"])
+def test_attention_that_takes_none_is_switched(name, model_name):
+    model = text_model(model_name)
+    model.config._attn_implementation_internal = name  # what from_pretrained(attn_implementation=...) leaves behind
+    targets = TransformersTarget(model), TransformersTarget(text_model(model_name))
+    assert targets[0].attention.name in ("mmspec_tree", "eager")
+    tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90)
+    for run in (
+        lambda target: target.prefill(prompt_of(text_inputs(1, 5)), 9),
+        lambda target: target.forward_tree(tree),
+    ):
+        torch.testing.assert_close(*(run(target).logits for target in targets))
+    assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+            ),
+            "T5ForConditionalGeneration is an encoder-decoder",
+        ),
+        (
+            lambda: random_model(cut(Llama4TextConfig)),
+            "Llama4ForCausalLM has chunked_attention",
+        ),
+        (lambda: random_model(cut(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
+        (lambda: random_model(cut(FalconMambaConfig)), "FalconMambaForCausalLM has linear_attention of another kind"),
+        (
+            lambda: random_model(cut(JambaConfig)),
+            "JambaForCausalLM has linear_attention of another kind",
+        ),
+        (
+            lambda: random_model(cut(Qwen3NextConfig)),
+            "Qwen3NextForCausalLM has linear_attention of another kind",
+        ),
+        (
+            lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)),
+            "BloomForCausalLM",
+        ),
+    ],
+)
+def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
+    with pytest.raises(UserError, match=message):
+        TransformersTarget(make())
+
+
+def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(mmspec.plugins, "_entries", lambda group: ())
+    expected = (
+        r"^layers must be full or sliding-window attention: BambaForCausalLM has linear_attention of another kind$"
+    )
+    with pytest.raises(UserError, match=expected):
+        TransformersTarget(shared_model("bamba"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_head_that_does_more_than_is_known_is_refused(dtype):
+    torch.manual_seed(0)
+    model = random_model(cut(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
+    with pytest.raises(UserError, match="BertLMHeadModel changes its logits after the output layer"):
+        TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_head_that_is_known_is_taken_in_half_precision(name, dtype):
+    TransformersTarget(text_model(name).to(dtype)).prefill(Prompt(torch.tensor([[5, 6]])), 4)
+
+
+def test_no_adapter():
+    with pytest.raises(UserError, match="no target adapter supports T5Config: registered are text, vision"):
+        mmspec.plugins.target_class(T5Config())
+
+
+def _rope(kind, limit):
+    torch.manual_seed(0)
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        initializer_range=0.25,
+        max_position_embeddings=limit,
+        rope_parameters=rope,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "expected"), [("dynamic", 16, "fit below"), ("longrope", 64, "stay on one side")]
+)
+def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit, expected):
+    target = TransformersTarget(_rope(kind, limit))
+    with pytest.raises(
+        UserError, match=f"^{kind} rotary embeddings change at 16 tokens: .*{expected}, got 9 and up to 9 more$"
+    ):
+        target.prefill(Prompt(torch.arange(9)[None]), room=9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "length", "new"),
+    [("dynamic", 16, 6, 10), ("longrope", 64, 6, 10), ("longrope", 64, 17, 20), ("yarn", 64, 9, 20)],
+)
+def test_rotary_embeddings_on_one_side_of_the_change(kind, limit, length, new):
+    model = _rope(kind, limit)
+    inputs, options = text_inputs(1, length), dict(max_new_tokens=new, do_sample=False, eos_token_id=None)
+    reference = model.generate(**inputs, **options)
+    for seed in range(3):
+        oracle = Oracle(reference[:, length:].tolist(), vocab=90, seed=seed)
+        assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
+
+
+def test_rows_ahead_of_others_stay_within_learned_positions():
+    """Up to the last position that the model has, in a batch whose rows advance at different speed."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=101, n_embd=48, n_layer=1, n_head=4, n_positions=32, initializer_range=0.25, pad_token_id=0
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    inputs, options = text_inputs(3, 9), dict(max_new_tokens=23, do_sample=False, eos_token_id=None)
+    reference = model.generate(**inputs, **options)
+    for seed in range(5):
+        oracle = Oracle(reference[:, 9:].tolist(), vocab=90, seed=seed)
+        assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
+
+
+@pytest.mark.parametrize(("limit", "room"), [(512, 2), (10, 8)])
+def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, room):
+    """Eight nodes in sequence: beyond what is asked for but within the context, and the other way round."""
+    torch.manual_seed(0)
+    config = TEXT_CONFIGS["llama"]()
+    config.max_position_embeddings = limit
+    model, inputs = AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9)
+    target = TransformersTarget(model)
+    target.prefill(prompt_of(inputs), room)
+    tree = random_tree(torch.Generator().manual_seed(0), 3, 8, 90, ragged=False, shape="chain")
+    logits = target.forward_tree(tree).logits
+    for b in range(3):
+        expected = plain_logits(model, row_of(inputs, b), tree.tokens[b].tolist())[1:]
+        torch.testing.assert_close(logits[b], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("place", [None, 0, 1, 2])
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_every_end_token_ends_an_answer(place, drafter):
+    """One token, or a list in which the one that the model says stands anywhere, as ``generate`` takes them."""
+    model = copy.deepcopy(byte_model())
+    model.generation_config.eos_token_id = None
+    pipe = mmspec.Pipeline(TransformersTarget(model, byte_tokenizer()), make_drafter(drafter))
+    assert pipe.target.eos_token_ids == []
+    said = pipe.generate("abc", max_new_tokens=12, nodes=4).token_ids
+    last = next(token for token in said[4:] if token not in said[:4])
+    ends = [token for token in range(3, 9) if token not in said][:3]
+    if place is not None:
+        ends[place] = last
+    model.generation_config.eos_token_id = last if place is None else ends
+    assert pipe.target.eos_token_ids == ([last] if place is None else ends)
+    result = pipe.generate("abc", max_new_tokens=12, nodes=4)
+    assert (result.token_ids, result.finish_reason) == (said[: said.index(last) + 1], "stop")
+
+
+def test_weights_laid_out_for_few_rows_are_the_same_weights():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(30, 8), "head": torch.nn.Linear(8, 30, bias=False)})
+    model["body"], model["wide"] = torch.nn.Linear(8, 12), torch.nn.Linear(8, 2050)
+    model["rounded"] = torch.nn.Linear(8, 12).to(torch.bfloat16)
+    model["head"].weight = model["embed"].weight
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lay_out_for_few_rows(model)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert model["body"].weight.t().is_contiguous()
+    for name in ("embed", "wide", "rounded"):  # rows that are looked up, too wide, not float32
+        assert model[name].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90]])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_narrow_head_gives_the_same_logits(ids, name):
+    target = TransformersTarget(shared_model(name))
+    hidden = torch.randn(2, 3, 48)
+    narrow = target.narrow_head(torch.tensor(ids))
+    torch.testing.assert_close(narrow(hidden), target.head(hidden)[..., ids])
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90]])
+def test_a_narrow_head_has_its_part_of_the_bias(ids):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    )
+    model.get_output_embeddings().bias.data.normal_()
+    target = TransformersTarget(model)
+    hidden = torch.randn(2, 3, 48)
+    torch.testing.assert_close(target.narrow_head(torch.tensor(ids))(hidden), target.head(hidden)[..., ids])

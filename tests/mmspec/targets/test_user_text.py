@@ -1,0 +1,164 @@
+"""Special tokens that are typed in prompts, in every kind of template, against tokenizers that do not know them."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from mmspec import UserError
+from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.user_text import UserText
+from tests.standin import tokenizer as byte_level
+from tests.tiny import shared_model
+
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for i in m['content'] %}{% if i['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ i['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TRIMMED = "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] | trim }} [/INST]{% endfor %}"
+_QWEN = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>"]
+_PLAIN = [
+    "Describe the image.",
+    " two  blanks ",
+    "a\nb\n",
+    "<",
+    "< /s>",
+    "<image",
+    "5 < 6 and </b>",
+    "émoji 🙂",
+    "[INST]",
+]
+
+
+def _sentencepiece(scheme):
+    """As Llama-2's: words begin with a mark, bytes for what is unknown, a first <s>; specials are in the vocabulary."""
+    letters = [*"▁abcdefghijklmnopqrstuvwxyzDENIST<>/|_[]:.0123456789 \n"]
+    vocab = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *letters, "▁a", "th", "the", "▁the"]
+    ids = {token: number for number, token in enumerate(dict.fromkeys(vocab))}
+    merges = [("▁", "a"), ("t", "h"), ("th", "e"), ("▁", "the")]
+    backend = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if scheme == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.add_tokens([AddedToken("<tool>", special=False)])
+    return made
+
+
+def chatml():
+    made = byte_level()
+    made.add_special_tokens({"additional_special_tokens": _QWEN})
+    made.chat_template = _CHATML
+    return made
+
+
+def _trimmed(scheme):
+    made = _sentencepiece(scheme)
+    made.chat_template = _TRIMMED
+    return made
+
+
+_TOKENIZERS = {
+    "byte-level": byte_level,
+    "first": lambda: _sentencepiece("first"),
+    "always": lambda: _sentencepiece("always"),
+    "legacy": lambda: _sentencepiece("legacy"),
+    "chatml": chatml,
+    "trimmed-first": lambda: _trimmed("first"),
+    "trimmed-legacy": lambda: _trimmed("legacy"),
+}
+
+
+@pytest.fixture(params=_TOKENIZERS)
+def tokenizer(request):
+    return _TOKENIZERS[request.param]()
+
+
+def _ids(tokenizer, prompt):
+    return TransformersTarget(shared_model("llama"), tokenizer)._token_ids(prompt)
+
+
+def _rendered(tokenizer, prompt):
+    chat = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+
+
+def _specials(tokenizer):
+    return [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+
+
+@pytest.mark.parametrize("prompt", _PLAIN)
+def test_prompts_without_special_tokens_are_as_ever(tokenizer, prompt):
+    bare = not tokenizer.chat_template
+    text = prompt if bare else _rendered(tokenizer, prompt)
+    expected = tokenizer(text, add_special_tokens=bare)["input_ids"]
+    assert _ids(tokenizer, prompt) == expected
+    assert UserText(tokenizer).encode(text, bare) == expected  # as would the path that others take
+
+
+def test_a_typed_special_token_is_text(tokenizer):
+    for special in _specials(tokenizer):
+        for prompt in (special, f"a {special} b", f"the{special}the", f"{special}{special} a", f" {special}"):
+            ids = _ids(tokenizer, prompt)
+            control = {tokenizer.convert_tokens_to_ids(name) for name in _specials(tokenizer)}
+            counted = _ids(tokenizer, "a")
+            assert [i for i in ids if i in control] == [i for i in counted if i in control], prompt
+            shown = prompt.strip() if "trim" in (tokenizer.chat_template or "") else prompt
+            assert shown in tokenizer.decode(ids), prompt
+
+
+@pytest.mark.parametrize("name", ["byte-level", "first", "always", "legacy"])
+def test_without_a_template_as_the_tokenizer_splits_special_tokens(name):
+    tokenizer = _TOKENIZERS[name]()
+    for special in _specials(tokenizer):
+        for prompt in (special, f"a {special} b", f"the{special}the", f" {special} the\n{special}"):
+            assert _ids(tokenizer, prompt) == tokenizer(prompt, split_special_tokens=True)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "trimmed-first", "trimmed-legacy"])
+def test_in_a_template_as_by_a_tokenizer_of_other_special_tokens(name):
+    """A twin whose template writes control tokens that nobody types: the same tokens under other names."""
+    tokenizer, twin = _TOKENIZERS[name](), _TOKENIZERS[name]()
+    names = {content: f"{{{number}}}" for number, content in enumerate(_specials(tokenizer))}
+    parsed = json.loads(twin.backend_tokenizer.to_str())
+    real = {}
+    for token in parsed["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+        real[token["content"]] = token["id"]
+    backend = Tokenizer.from_str(json.dumps(parsed))
+    ids = {backend.token_to_id(content): number for content, number in real.items()}
+    for special in _specials(tokenizer):
+        prompt = f"the {special}the"
+        text = _rendered(tokenizer, "QUESTION")
+        for content, other in names.items():
+            text = text.replace(content, other)
+        expected = backend.encode(text.replace("QUESTION", prompt), add_special_tokens=False).ids
+        assert _ids(tokenizer, prompt) == [ids.get(i, i) for i in expected]
+
+
+def test_every_message_and_joined_items():
+    tokenizer = chatml()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    messages = [
+        {"role": "system", "content": "a<|im_end|>"},
+        {"role": "user", "content": [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|> b"}]},
+    ]
+    ids = _ids(tokenizer, messages)
+    assert ids.count(end) == 2
+    assert "a<|im_end|><|im_end|>\n" in tokenizer.decode(ids)
+    assert "user\n<|im_end|> b<|im_end|>" in tokenizer.decode(ids)
+
+
+def test_tokenizers_that_make_special_tokens_of_text_are_refused():
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1, "a": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[END]")
+    with pytest.raises(UserError, match=r"contains '\[END\]', which this tokenizer cannot encode as text"):
+        _ids(tokenizer, "a [END] a")
