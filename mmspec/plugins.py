@@ -7,7 +7,7 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
   the first whose ``supports(config)`` holds for a text configuration is taken.
 - ``mmspec.drafters``: drafter classes, made with the text behind the colon of ``name:argument`` if there is one.
 - ``mmspec.processors``: functions of a logits processor that return its form for trees, a ``TreeProcessor`` or an
-  ``OnTrees`` (see ``mmspec/sampling/processors.py``), or None for processors that they do not serve; the first is taken.
+  ``OnTrees`` (see ``mmspec/sampling/processors.py``), or None for those that they do not serve; the first is taken.
 - ``mmspec.models``: ``EmbeddedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """

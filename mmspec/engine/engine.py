@@ -151,9 +151,9 @@ class Engine:
 
     def attach(self) -> None:
         """Attach the drafter to the target; raises ``UserError`` where they do not fit."""
-        with self._changed:
-            self._lease.acquire()
-            self._release()
+        lease = Lease(self.target, self.drafter, drafter_only=True)
+        lease.acquire()
+        lease.release()
 
     def add(self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None) -> list[Sequence]:
         """Queue prompts for decoding; those of one call join at the same time.

@@ -23,11 +23,12 @@ class Lease:
 
     Args:
         target, drafter: the drafter may be None. What it wraps (its ``drafter`` or ``drafters``) is held with it.
+        drafter_only: do not hold the target.
     """
 
-    def __init__(self, target: Any, drafter: Any) -> None:
+    def __init__(self, target: Any, drafter: Any, *, drafter_only: bool = False) -> None:
         self._target, self._drafter = target, drafter
-        self._parts: list[Any] = [target]
+        self._parts: list[Any] = [] if drafter_only else [target]
         pending = [drafter] if drafter is not None else []
         while pending:
             part = pending.pop()

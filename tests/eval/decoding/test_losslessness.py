@@ -16,8 +16,8 @@ from eval.decoding.losslessness import (
     select_cases,
 )
 from eval.decoding.tiny_models import VISION_CONFIGS
-from mmspec.sampling.sampler import Sampler
-from mmspec.sampling.sampler import sampler as sampling
+from mmspec import ops
+from mmspec.sampling.sampler import Sampled
 from tests.tiny import shared_model
 
 
@@ -62,14 +62,12 @@ def test_sampled_outputs_differ_from_greedy_and_are_reproducible():
 
 
 def test_a_changed_draw_is_detected(monkeypatch):
-    verify = Sampler.verify
+    uniforms = Sampled.uniforms
 
-    def corrupted(self, history, tree, logits):
-        if tree.nodes > 1:
-            self._uniforms = self._uniforms.roll(1, dims=1)
-        return verify(self, history, tree, logits)
+    def corrupted(self, count, device):
+        return uniforms(self, count, device).roll(1) if count > 1 else uniforms(self, count, device)
 
-    monkeypatch.setattr(Sampler, "verify", corrupted)
+    monkeypatch.setattr(Sampled, "uniforms", corrupted)
     _, difference = compare_case(shared_model("llava"), Case("llava", 1, 1, 8, 5, "sampled", "oracle"), 12)
     assert difference is not None
 
@@ -80,7 +78,7 @@ def test_sampling_margin_is_the_distance_to_the_nearest_token(monkeypatch):
 
     def generate(*_, max_new_tokens, **__):
         for _ in range(max_new_tokens):
-            sampling.quantile(torch.tensor([[[1.0, 1.0, 2.0]]]), torch.tensor([[next(draws)]]))
+            ops.quantile(torch.tensor([[[1.0, 1.0, 2.0]]]), torch.tensor([[next(draws)]]))
 
     monkeypatch.setattr("eval.decoding.losslessness.mmspec.generate", generate)
     assert sampling_margin(None, Case("llama", 1, 0, 8, 5, "sampled", "msd"), 1) == pytest.approx([0.01], abs=1e-6)
