@@ -1,9 +1,12 @@
-"""The cache as bookkeeping: what a row attends to is what plain lists say, whatever was accepted."""
+"""The cache as bookkeeping: what a row attends to is what plain lists say, whatever was accepted, whoever left."""
+
+import random
 
 import pytest
 import torch
 
 from mmspec import UserError
+from mmspec.cache.rows import batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from tests.tiny import random_tree, root_path, valid_nodes
 
@@ -18,6 +21,9 @@ def entries(ids, layer):
 
 def write(cache, ids):
     """One forward pass: all layers store their keys and values of these tokens; returns what attention would see."""
+    if cache.ends is not None:
+        cache.reserve_nodes(ids.shape[1])
+        cache.set_write_slots(ids.shape[1])
     return [cache.layers[i].update(*entries(ids, i)) for i in range(LAYERS)]
 
 
@@ -25,7 +31,7 @@ def start(batch, length, mask=None, **keywords):
     cache = TreeCache(LAYERS, **keywords)
     ids = torch.arange(1, batch * length + 1).view(batch, length)
     write(cache, ids)
-    cache.commit_prompt(length, mask, batch, ids.device)
+    cache.commit_prompt(length, mask, batch)
     rows = [
         [int(t) for t, m in zip(ids[b], mask[b] if mask is not None else [1] * length, strict=True) if m]
         for b in range(batch)
@@ -35,9 +41,11 @@ def start(batch, length, mask=None, **keywords):
 
 def attended(cache, layer, row):
     """Token numbers in the slots that the row attends to, read back from keys and values of both heads."""
-    probe = torch.zeros(len(cache.lengths), 1, dtype=torch.long)
-    keys, values = cache.layers[layer].update(*entries(probe, layer))
-    slots = cache.attended[row].nonzero().flatten()
+    keys, values = write(cache, torch.zeros(cache.rows, 1, dtype=torch.long))[layer]
+    if cache.ends is None:
+        slots = cache.attended[row].nonzero().flatten()
+    else:
+        slots = torch.arange(int(cache.ends.begin[row]), int(cache.ends.end[row]))
     per_head = [(keys[row, h, slots, 0] - 1000.0 * layer - 0.25 * h).tolist() for h in range(HEADS)]
     assert per_head[0] == per_head[1]
     assert torch.equal(keys[row][:, slots], -values[row][:, slots])
@@ -46,11 +54,20 @@ def attended(cache, layer, row):
 
 def commit(cache, paths):
     width = max(1, max(map(len, paths)))
-    cache.commit(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
+    padded = [path + [-1] * (width - len(path)) for path in paths]
+    if cache.ends is not None:  # with idle rows
+        padded += [[-1] * width] * (batch_bucket(len(paths)) - len(paths))
+    cache.commit(torch.tensor(padded), paths)
 
 
 def check(cache, rows):
-    assert cache.length == max(cache.lengths)
+    assert cache.lengths == list(map(len, rows))
+    assert cache.length == max(cache.lengths, default=0)
+    if cache.ends is not None:
+        idle = [0] * (len(cache.ends.end) - len(rows))
+        assert cache.ends.end.tolist() == cache.lengths + idle
+        assert not cache.ends.begin.any()
+        assert int(cache.ends.start) == cache.length
     for layer in range(LAYERS):
         for b, row in enumerate(rows):
             assert attended(cache, layer, b) == row
@@ -72,9 +89,10 @@ def test_random_trees_and_paths(batch, length):
         for b in range(batch):
             alive = valid_nodes(tree, b)
             end = alive[int(torch.randint(len(alive), (1,), generator=g))]
-            # Now and then a row that has finished, which keeps nothing.
-            finished = batch > 1 and b == 1 and float(torch.rand((), generator=g)) < 0.3
-            paths.append([] if finished else root_path(tree, b, end))
+            nothing = (
+                batch > 1 and b == 1 and float(torch.rand((), generator=g)) < 0.3
+            )  # as a drafter's rows now and then
+            paths.append([] if nothing else root_path(tree, b, end))
             rows[b] += [float(ids[b, i]) for i in paths[b]]
         commit(cache, paths)
         check(cache, rows)
@@ -91,15 +109,102 @@ def test_commit_at_every_node():
         check(cache, [rows[0] + [float(ids[0, i]) for i in path]])
 
 
-def test_left_padding_is_not_attended():
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    cache, rows = start(2, 4, mask)
-    assert rows == [[3, 4], [5, 6, 7, 8]]
+@pytest.mark.parametrize("mask", [[[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 0, 1, 0], [1, 1, 1, 1]]])
+def test_padding_is_dropped(mask):
+    cache, rows = start(2, 4, torch.tensor(mask))
+    assert cache.lengths == [2, 4]
     check(cache, rows)
     write(cache, torch.tensor([[20, 21], [30, 31]]))
     commit(cache, [[0, 1], [0]])
     assert cache.padded
-    check(cache, [[3, 4, 20, 21], [5, 6, 7, 8, 30]])
+    check(cache, [[*rows[0], 20, 21], [5, 6, 7, 8, 30]])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_sequences_join_and_leave(in_place, seed):
+    """Whoever leaves, in whatever order the others go on; buffers move only where ``version`` says so."""
+    rnd, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    cache, rows, counter = TreeCache(LAYERS, reserve=8, in_place=in_place), [], 1
+    version, address = cache.version, None
+
+    def numbers(batch, tokens):
+        nonlocal counter
+        ids = torch.arange(counter, counter + batch * tokens).view(batch, tokens) % 900
+        counter += batch * tokens
+        return ids
+
+    for _ in range(60):
+        action = rnd.choice(["join", "leave", "step", "step", "step"])
+        if action == "join" and len(rows) < 9:
+            batch, length = rnd.randint(1, 3), rnd.randint(3, 30)
+            prompts, ids = TreeCache(LAYERS, reserve=length), numbers(batch, length)
+            mask = torch.ones_like(ids)
+            mask[0, : rnd.randrange(3)] = 0
+            write(prompts, ids)
+            prompts.commit_prompt(length, None if bool(mask.all()) else mask, batch)
+            cache.append(prompts, reserve=rnd.choice([0, 40]))
+            rows += [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+        elif action == "leave":
+            kept = rnd.sample(range(len(rows)), rnd.randint(0, len(rows)))
+            if rnd.random() < 0.5:  # the last ones move into free rows
+                kept.sort()
+            cache.select(kept)
+            rows = [rows[row] for row in kept]
+        elif rows:
+            tree = random_tree(g, len(rows), rnd.randint(1, 9), 50)
+            ids = numbers(len(rows), tree.nodes)
+            idle = batch_bucket(len(rows)) if in_place else len(rows)
+            write(cache, pad_rows(ids, idle))
+            paths = [root_path(tree, b, rnd.choice(valid_nodes(tree, b))) for b in range(len(rows))]
+            commit(cache, paths)
+            rows = [row + new[path].tolist() for row, new, path in zip(rows, ids, paths, strict=True)]
+        if rows:
+            check(cache, rows)
+        if in_place and cache.ends is not None:
+            now = cache._storage.data_ptr(), cache.ends.end.data_ptr(), cache.ends.start.data_ptr()
+            assert (now == address) or cache.version is not version
+            version, address = cache.version, now
+
+
+def test_a_cache_without_attention_has_lengths_only():
+    cache, prompts = TreeCache(2, attending=[]), TreeCache(2, attending=[])
+    prompts.commit_prompt(5, torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), 2)
+    cache.append(prompts)
+    cache.commit(torch.tensor([[0, 1], [0, -1]]), [[0, 1], [0]])
+    assert (cache.lengths, cache.length) == ([6, 6], 6)
+    cache.append(prompts)
+    cache.select([3, 0])
+    assert (cache.lengths, cache.length, cache.rows) == ([5, 6], 6, 2)
+
+
+def test_a_moved_model_begins_anew():
+    """Its keys have another precision; nothing decodes meanwhile."""
+    for in_place in (False, True):
+        cache = TreeCache(1, in_place=in_place)
+        for dtype in (torch.float32, torch.float64):
+            prompts = TreeCache(1)
+            keys = torch.randn(2, HEADS, 5, WIDTH, dtype=dtype)
+            prompts.layers[0].update(keys, keys)
+            prompts.commit_prompt(5, None, 2)
+            version = cache.version
+            cache.append(prompts)
+            assert cache.version is not version
+            assert cache._storage.dtype == dtype
+            assert torch.equal(cache._storage[0, :2, :, :5], keys)
+            cache.select([])
+
+
+def test_a_cache_in_place_grows_before_a_pass():
+    cache, (prompts, rows) = TreeCache(LAYERS, reserve=8, in_place=True), start(2, 5)
+    cache.append(prompts)
+    before, capacity = cache.version, cache.capacity
+    cache.reserve_nodes(100)
+    assert (cache.version, cache.capacity) == (before, capacity)
+    cache.reserve_nodes(1000)
+    assert cache.version is not before
+    assert cache.capacity > 1005
+    check(cache, rows)
 
 
 def test_nothing_is_copied_at_most_steps():
@@ -146,16 +251,6 @@ def test_transformers_is_told_the_length_and_that_nothing_slides():
         assert one.get_seq_length() == 8
         assert one.get_mask_sizes(4) == (12, 0)
     assert cache.layers[0].get_max_length() == -1
-
-
-def test_context_limit_is_an_error_with_numbers():
-    with pytest.raises(UserError, match=r"^the model's context limit is 8 tokens: 9 are needed$"):
-        start(1, 9, max_length=8)
-    cache, _ = start(1, 7, max_length=8)
-    write(cache, torch.tensor([[1, 2, 3]]))  # drafts beyond the limit need not be kept
-    commit(cache, [[0]])
-    with pytest.raises(UserError, match="context limit is 8 tokens: 9 are needed"):
-        write(cache, torch.tensor([[1]]))
 
 
 def test_layers_of_different_shape_are_refused():

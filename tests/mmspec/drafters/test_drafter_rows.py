@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from eval.tiny_models import mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.drafters.drafter import features
 from mmspec.drafters.ngram import Ngram

@@ -24,7 +24,7 @@ from tests.tiny import root_path, shared_model, valid_nodes
 def begun(drafter, rows, vocab=30):
     prompt = Prompt(torch.tensor(rows))
     logits = torch.randn(len(rows), 1, vocab, generator=torch.Generator().manual_seed(0))
-    drafter.begin(prompt, Step(logits, torch.zeros(len(rows), len(rows[0]), 4)), rows)
+    drafter.begin(prompt, Step(logits, {}), rows)
     return logits
 
 
@@ -195,6 +195,7 @@ def test_ngram_goes_by_the_latest_occurrences():
     assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
     drafter = Ngram(longest=2, memory=1000)
     begun(drafter, [old])
+    drafter.select([])
     begun(drafter, [[*new, 1, 2]])
     assert {path[0] for path in paths(drafter.propose(torch.tensor([2]), Budget(30, 2)))} == {4}
 
@@ -217,9 +218,28 @@ def test_ngram_remembers_as_much_as_it_is_told_to():
     for memory, found in ((100, True), (0, False), (2, False)):
         drafter = Ngram(memory=memory)
         begun(drafter, [[5, 6, 7, 8]])
+        drafter.select([])
         begun(drafter, [[1, 5, 6]])
         assert (drafter.propose(torch.tensor([6]), Budget(4)).nodes > 1) == found
     assert len(drafter._past) == 2
+
+
+def test_ngram_remembers_the_sequences_that_left():
+    """A sequence goes on with what was remembered when it joined."""
+    drafter, running = Ngram(memory=9), [1, 2, 3, 4]
+    begun(drafter, [[5, 6, 7]])
+    begun(drafter, [running])
+    running += [5, 6]
+    drafter.select([1])
+    assert drafter._past == [5, 6, 7]
+    assert drafter.propose(torch.tensor([6]), Budget(4)).nodes == 1
+    drafter.select([])
+    assert drafter._past == [5, 6, 7, 1, 2, 3, 4, 5, 6]
+    begun(drafter, [[9, 5, 6]])
+    drafter.select([0])
+    assert sorted(paths(drafter.propose(torch.tensor([6]), Budget(4, 1)))) == [[7], [9]]
+    drafter.select([])
+    assert drafter._past == [1, 2, 3, 4, 5, 6, 9, 5, 6]
 
 
 def test_recycle_proposes_what_the_target_ranked():
@@ -242,7 +262,7 @@ def test_recycle_learns_from_every_node():
     logits = torch.full((1, 3, 9), -20.0)
     for node, successor in enumerate((5, 7, 8)):
         logits[0, node, successor] = 20.0
-    drafter.observe(tree, verify_greedy(tree, torch.tensor([[5, 7, 8]])), Step(logits, logits))
+    drafter.observe(tree, verify_greedy(tree, torch.tensor([[5, 7, 8]])), Step(logits, {}))
     for token, successor in ((2, 5), (4, 7), (6, 8)):
         drafter._last = [(0, token)]
         assert paths(drafter.propose(torch.tensor([token]), Budget(1, 1))) == [[successor]]
@@ -255,21 +275,11 @@ def test_recycle_averages_what_the_target_ranked():
     rankings = [torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.0, 0.5, 0.1, 0.4])]
     for ranking in rankings:
         prompt = Prompt(torch.tensor([[1, 2]]))
-        drafter.begin(prompt, Step(ranking.log().view(1, 1, 4), torch.zeros(1, 2, 4)), [[1, 2, 3]])
+        drafter.begin(prompt, Step(ranking.log().view(1, 1, 4), {}), [[1, 2, 3]])
     expected = dict(enumerate((0.7 * rankings[0] + 0.3 * rankings[1]).tolist()))
     for context in ((1, 2), (-1, 2)):
         assert {token: p for token, p, _ in drafter._successors(context)} == pytest.approx(expected)
     assert {token: p for token, p, _ in drafter._successors((9, 2))} == pytest.approx(expected)  # falls back
-
-
-def test_recycle_learns_nothing_from_a_row_that_has_finished():
-    drafter = Recycle()
-    begun(drafter, [[1, 2], [3, 4]], vocab=9)
-    before = drafter.entries
-    tree = TokenTree.root(torch.tensor([5, 6]))
-    verdict = verify_greedy(tree, torch.tensor([[7], [8]])).only([True, False])
-    drafter.observe(tree, verdict, Step(torch.randn(2, 1, 9), torch.zeros(2, 1, 4)))
-    assert drafter.entries == before + 2  # the context of 5, in both forms, and none of 6
 
 
 def test_recycle_checkpoints(tmp_path):
@@ -340,18 +350,36 @@ def test_smalls_path_probabilities_are_its_own_models(top_k):
     for row, token in zip(rows, (20, 21), strict=True):
         row.append(token)
     drafter.begin(prompt, step, rows)
-    for new in ([], [30, 31, 32], [40]):
-        for row in rows[: 1 if new == [40] else 2]:  # once, the second row has finished
-            row += new
-        token = torch.tensor([row[-1] for row in rows])
-        tree = drafter.propose(token, Budget(9, 3))
+    for new in ([], [[30, 31, 32], [33, 34]], [[40]], [[41]]):
+        if new:
+            observe(drafter, rows, new)
+        if new == [[40]]:
+            continue  # a step without a draft
+        tree = drafter.propose(torch.tensor([row[-1] for row in rows]), Budget(9, 3))
         assert_well_formed(tree)
-        for b, row in enumerate(rows[: 1 if new == [40] else 2]):
+        for b, row in enumerate(rows):
             for path, gain in zip(paths(tree, b), tree.path_probs[b], strict=True):
                 with torch.no_grad():
                     log_p = model(torch.tensor([row + path])).logits[0].log_softmax(-1)
                 expected = sum(float(log_p[len(row) - 1 + i, t]) for i, t in enumerate(path))
                 assert gain == pytest.approx(float(torch.tensor(expected).exp()), rel=1e-3, abs=1e-6)
+        if len(new) == 2:
+            drafter.select([1])
+            rows = rows[1:]
+
+
+def observe(drafter, rows, emitted):
+    """A step that emits these tokens, of which all but the last were drafted as a chain."""
+    nodes = max(map(len, emitted))
+    choices = torch.tensor([new + [0] * (nodes - len(new)) for new in emitted])
+    tokens = torch.cat([torch.tensor([[row[-1]] for row in rows]), choices[:, :-1]], dim=1)
+    for b, new in enumerate(emitted):
+        tokens[b, len(new) :] = 99  # which is not accepted
+        rows[b] += new
+    tree = TokenTree(tokens, torch.arange(-1, nodes - 1).expand_as(tokens))
+    verdict = verify_greedy(tree, choices)
+    assert [tokens for _, tokens in verdict.host] == emitted
+    drafter.observe(tree, verdict, Step(torch.zeros(1), {}))
 
 
 def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():

@@ -64,18 +64,24 @@ def test_it_learns_what_the_table_of_the_host_learns(batch, pairs, monkeypatch):
     roots = torch.arange(40, 40 + batch)
     history = [[*row, int(root)] for row, root in zip(ids.tolist(), roots, strict=True)]
     for drafter in turns():
-        drafter.begin(Prompt(ids), Step(logits, logits), history)
+        drafter.begin(Prompt(ids), Step(logits, {}), history)
     for number, (tree, said, logits) in enumerate(trees):
-        alive = [b == 0 or number < 8 for b in range(batch)]
-        verdict = verify_greedy(tree, said).only(alive)
+        if number == 8:
+            kept = list(range(batch))[::-2]
+            for drafter in turns():
+                drafter.select(kept)
+        if number >= 8:
+            tree, said, logits = TokenTree(tree.tokens[kept], tree.parents[kept], check=False), said[kept], logits[kept]
+        verdict = verify_greedy(tree, said)
         for drafter in turns():
             if drafter._recycled is not None:
-                drafter.propose(roots, Budget(5, 3))  # takes in the step before
-            drafter.observe(tree, verdict, Step(logits, logits))
+                drafter.propose(tree.tokens[:, 0], Budget(5, 3))  # absorbs the step before
+            drafter.observe(tree, verdict, Step(logits, {}))
     host, device = turns()
-    device.propose(roots, Budget(5, 3))
+    device.propose(tree.tokens[:, 0], Budget(5, 3))
     same_rankings(host, device)
-    assert device._recycled.last.tolist() == [list(last) for last in host._last]
+    last = device._recycled.last
+    assert last.data[: last.rows].tolist() == [list(last) for last in host._last]
 
 
 def unlimited(self, context, latest):
@@ -103,7 +109,7 @@ def test_it_drafts_the_likeliest_paths(width, monkeypatch):
         }
         drafter._table[int(ids[0, -1]), 5] = {11: 0.7, 12: 0.2}
         drafter._vocab = VOCAB
-        drafter.begin(Prompt(ids), Step(logits, logits), history)
+        drafter.begin(Prompt(ids), Step(logits, {}), history)
         trees.append(drafter.propose(torch.tensor([5, 5]), Budget(9, 4)))
     for b in range(2):
         paths = [
@@ -120,7 +126,8 @@ def test_of_contexts_that_share_a_slot_the_later_one_stays(monkeypatch):
     for token in (3, 4):
         logits = torch.full((1, 1, VOCAB), -20.0)
         logits[..., token + 10] = 20.0
-        drafter.begin(Prompt(torch.tensor([[1, token]])), Step(logits, logits), [[1, token, 9]])
+        drafter.begin(Prompt(torch.tensor([[1, token]])), Step(logits, {}), [[1, token, 9]])
+        drafter.select([])
     found = drafter._rankings()
     assert found.keys() == {(-1, 3), (-1, 4), (1, 4)}
     assert found[1, 4] == pytest.approx({14: 1.0})
@@ -133,14 +140,16 @@ def test_a_table_comes_from_the_host_and_goes_back(monkeypatch, tmp_path):
     for drafter in turns():
         drafter._table = {context: dict(ranking) for context, ranking in table.items()}
         drafter._vocab = VOCAB
-        drafter.begin(Prompt(torch.tensor([[8, 9]])), Step(logits, logits), [[8, 9, 1]])
+        drafter.begin(Prompt(torch.tensor([[8, 9]])), Step(logits, {}), [[8, 9, 1]])
         found = drafter._rankings()
         assert {context: found[context] for context in table} == table
     device = drafter
     assert device._recycled is not None
+    device.select([])
     monkeypatch.setattr(kernels, "fixed_shapes", lambda device: False)
-    device.begin(Prompt(torch.tensor([[8, 9]])), Step(logits, logits), [[8, 9, 1]])
+    device.begin(Prompt(torch.tensor([[8, 9]])), Step(logits, {}), [[8, 9, 1]])
     assert device._recycled is None
     assert {context: device._table[context] for context in table} == table
-    device.reset()
-    assert device.entries == 0
+    for drafter in turns():
+        drafter.reset()
+        assert drafter.entries == 0

@@ -10,7 +10,6 @@ import torch
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.targets.masks import tail_mask, tree_mask, window_of
 
-CPU = torch.device("cpu")
 KINDS = ["full_attention", "sliding_attention"]
 
 
@@ -19,13 +18,14 @@ def config(window=None, kinds=None, attention="sdpa"):
 
 
 def cache_of(lengths, padding=(0, 0)):
-    """A cache whose rows have so many slots, the first of them padding."""
-    cache = TreeCache(2)
-    attended = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    """A cache whose rows have committed so many tokens, the first of them padding, which is dropped."""
+    cache, longest = TreeCache(2), max(lengths)
+    attended = torch.zeros(len(lengths), longest, dtype=torch.long)
     for row, (length, begin) in enumerate(zip(lengths, padding, strict=True)):
         attended[row, begin:length] = 1
-    cache.commit_prompt(max(lengths), None if attended.all() else attended, len(lengths), CPU)
-    cache.lengths = list(lengths)
+    keys = torch.zeros(len(lengths), 1, longest, 1)
+    cache.layers[0].update(keys, keys)
+    cache.commit_prompt(longest, None if attended.all() else attended, len(lengths))
     return cache
 
 
@@ -104,5 +104,5 @@ def test_no_mask_where_none_is_needed():
     two = torch.ones(2, 2, 2, dtype=torch.bool).tril()
     assert tree_mask(config(), cache_of((6, 6)), depth.expand(2, 2), None, two, torch.float32) is not None
     without = TreeCache(2, attending=[])
-    without.commit_prompt(6, None, 2, CPU)
+    without.commit_prompt(6, None, 2)
     assert tree_mask(config(), without, depth.expand(2, 2), None, two, torch.float32) is None
