@@ -121,6 +121,7 @@ class Recycled(CapturedDrafter):
         ranked = ops.top_log_probs(step.logits[:, 0], self._drafter.top_k)
         self._learn(ends[:, 0], ends[:, 1], torch.ones_like(first, dtype=torch.bool), *ranked)
 
+    @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
         steps, self._pending = self._pending, []
         self._absorb_all(steps)  # what the others' last trees taught
