@@ -1,0 +1,693 @@
+"""Logits processors from outside: tree processors, those that run path by path, and plug-ins for them.
+
+The reference is transformers' ``generate``; for seeds, which it draws otherwise, a plain loop over the whole history.
+"""
+
+import warnings
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as hf
+
+import mmspec
+from eval.oracle import Oracle
+from eval.tiny_models import text_inputs
+from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins, sampling
+from mmspec.budget import Budget
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.drafters.union import Union
+from mmspec.engine import Engine
+from mmspec.processors import tree_form
+from mmspec.sampling import BatchSampler, Sampled, Sampler
+from mmspec.stopping import Stopper
+from tests.targets import prompt_of
+from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
+
+VOCAB, NEW = 101, 24
+OPEN, CLOSE = range(3, 30), range(30, 60)
+
+
+class Alternating(LogitsProcessor):
+    """Allows another third of the vocabulary at each of its calls; the number of calls is all it looks at."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        tokens = torch.arange(scores.shape[-1])
+        return scores.masked_fill((tokens + self.calls) % 3 == 0, -torch.inf)
+
+
+class Brackets(LogitsProcessor):
+    """Counts brackets as they come: closes only what is open, and nothing is opened beyond three."""
+
+    def __init__(self):
+        self.open = None
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape[0] == 1
+        last = int(input_ids[0, -1])
+        self.open = 0 if self.open is None else self.open + (last in OPEN) - (last in CLOSE)
+        scores = scores.clone()
+        if self.open == 0:
+            scores[:, CLOSE.start : CLOSE.stop] = -torch.inf
+        if self.open == 3:
+            scores[:, OPEN.start : OPEN.stop] = -torch.inf
+        return scores
+
+
+class Drifting(LogitsProcessor):
+    """Adds noise of its own generator, and what it has seen of the scores before."""
+
+    def __init__(self):
+        self.random, self.seen = torch.Generator().manual_seed(3), 0.0
+
+    def __call__(self, input_ids, scores):
+        self.seen = 0.5 * self.seen + scores.roll(1, -1)
+        return self.seen + torch.randn(scores.shape[-1], generator=self.random)
+
+
+class Grammar:
+    """``Brackets`` as a tree processor, whose state is a list that changes in place. Checks how it is called."""
+
+    def __init__(self, vocab=VOCAB):
+        self.vocab, self.started, self.advanced, self.undone = vocab, 0, 0, 0
+
+    def start(self, history):
+        self.started += 1
+        return []
+
+    def advance(self, state, token):
+        assert self.mask(state)[token]
+        state.append(token)
+        self.advanced += 1
+
+    def undo(self, state, n):
+        assert 0 < n <= len(state)
+        del state[len(state) - n :]
+        self.undone += n
+
+    def mask(self, state):
+        return allowed_after(state, self.vocab)
+
+
+class Counting:
+    """``Grammar`` with a number as its state, which ``advance`` replaces."""
+
+    def start(self, history):
+        return 0
+
+    def advance(self, state, token):
+        return state + (token in OPEN) - (token in CLOSE)
+
+    def undo(self, state, n):
+        raise AssertionError("states that are replaced need not be undone")
+
+    def mask(self, state):
+        return allowed_after([OPEN.start] * state)
+
+
+class Plainly(LogitsProcessor):
+    """``Grammar`` for ``generate``: everything after the prompt is looked at anew."""
+
+    def __init__(self, prompt_length):
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids, scores):
+        masks = [allowed_after(row[self.prompt_length :], scores.shape[-1]) for row in input_ids.tolist()]
+        return scores.masked_fill(~torch.stack(masks), -torch.inf)
+
+
+def allowed_after(tokens, vocab=VOCAB):
+    depth = sum(token in OPEN for token in tokens) - sum(token in CLOSE for token in tokens)
+    mask = torch.ones(vocab, dtype=torch.bool)
+    mask[2] = depth == 0  # the end
+    if depth == 0:
+        mask[CLOSE.start : CLOSE.stop] = False
+    if depth == 3:
+        mask[OPEN.start : OPEN.stop] = False
+    return mask
+
+
+STATEFUL = {"alternating": Alternating, "brackets": Brackets, "drifting": Drifting}
+DRAFTERS = {
+    "plain": lambda references: None,
+    "oracle": lambda references: Oracle(references, vocab=90, spoil=0.2),
+    "ngram": lambda references: Ngram(),
+    "recycle": lambda references: Recycle(top_k=3),
+    "union": lambda references: Union([Small(shared_model("llama"), top_k=2), Ngram()]),
+}
+
+
+def rows_alone(model, inputs, processors, **options):
+    """The new tokens of each row of ``generate``, called with that row only."""
+    length, said = inputs["input_ids"].shape[1], []
+    for row in range(len(inputs["input_ids"])):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        options = {"max_new_tokens": NEW, "do_sample": False, **options}
+        said.append(model.generate(**alone, logits_processor=processors(), **options)[0, length:].tolist())
+    return said
+
+
+def ours(model, inputs, processors, drafter, **options):
+    """The same by ``mmspec.generate``, called with all rows, and the statistics of each."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+    out = mmspec.generate(
+        model, drafter=drafter, nodes=12, return_dict_in_generate=True, **inputs, logits_processor=processors, **options
+    )
+    answers = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return [answer[: one.num_generated_tokens] for answer, one in zip(answers, out.stats, strict=True)], out.stats
+
+
+def plainly(model, prompt, processors, new, seed=None):
+    """A plain loop without a cache: ``processors`` are called once per token."""
+    ids, numbers = torch.tensor([prompt]), None if seed is None else torch.Generator().manual_seed(seed)
+    numbers = None if seed is None else torch.rand(64, generator=numbers)
+    for number in range(new):
+        with torch.no_grad():
+            scores = model(input_ids=ids, use_cache=False).logits[:, -1].float()
+        for processor in processors:
+            scores = processor(ids, scores)
+        if numbers is None:
+            token = scores.argmax(-1)
+        else:
+            total = scores.softmax(-1).double().cumsum(-1)
+            token = (total <= numbers[number].double() * total[:, -1:]).sum(-1)
+        ids = torch.cat([ids, token[:, None]], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+# ---------------------------------------------------------------------- path by path
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_stateful_processor_is_called_as_by_generate(name, batch, drafter):
+    model, inputs, made = shared_model("llama"), text_inputs(batch, 9), STATEFUL[name]
+    reference = rows_alone(model, inputs, lambda: [made()])
+    assert reference != rows_alone(model, inputs, list)
+    said, stats = ours(model, inputs, [made()], DRAFTERS[drafter](reference))
+    assert said == reference
+    if drafter == "oracle":
+        assert max(one.mean_acceptance_length for one in stats) > 1.3
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_seeds_give_what_a_plain_loop_draws(name, drafter):
+    model, prompt, params = shared_model("llama"), text_inputs(1, 9), SamplingParams(temperature=0.8, top_k=20, seed=5)
+    chain = params.processors([STATEFUL[name]()])
+    reference = plainly(model, prompt["input_ids"][0].tolist(), chain, NEW, seed=5)
+    user = STATEFUL[name]()
+    before = dict(vars(user))
+    engine = engine_of(model, DRAFTERS[drafter]([reference]))
+    (row,) = engine.add(prompt_of(prompt), params.sampler([user]), Stopper(NEW))
+    engine.wait(lambda: row.done)
+    assert row.token_ids == reference
+    assert vars(user) == before
+
+
+def engine_of(model, drafter, nodes=12):
+    target = plugins.target_class(model.config)(model)
+    if drafter is not None:
+        drafter.attach(target)
+    return Engine(target, drafter, lambda batch, _: Budget(nodes if drafter else 0, 6))
+
+
+@pytest.mark.parametrize("drafter", ["plain", "recycle", "union"])
+def test_sequences_join_rows_with_and_without_processors(drafter):
+    """One object serves several sequences that begin at different times; others have none, or a tree processor."""
+    model, shared, grammar = shared_model("llama"), Alternating(), Grammar()
+    engine = engine_of(model, DRAFTERS[drafter]([]))
+    expected, rows = [], []
+    for number, (custom, own) in enumerate(
+        [
+            ([shared], [Alternating()]),
+            ([], []),
+            ([grammar], [Plainly(7)]),
+            ([shared], [Alternating()]),
+            ([grammar, shared], [Plainly(9), Alternating()]),
+            (
+                [hf.RepetitionPenaltyLogitsProcessor(1.5), grammar],
+                [hf.RepetitionPenaltyLogitsProcessor(1.5), Plainly(10)],
+            ),
+        ]
+    ):
+        inputs = text_inputs(1, 5 + number, seed=number)
+        params = SamplingParams(temperature=0.7, seed=number) if number % 2 else SamplingParams()
+        chain = params.processors(own)
+        seed = params.seed
+        expected.append(plainly(model, inputs["input_ids"][0].tolist(), chain, NEW - number, seed))
+        rows += engine.add(prompt_of(inputs), params.sampler(custom), Stopper(NEW - number))
+        for _ in range(2):
+            engine.step()
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [row.error for row in rows] == [None] * len(rows)
+    assert [row.token_ids for row in rows] == expected
+    assert shared.calls == 0
+    assert grammar.advanced > grammar.undone
+
+
+class Failing(LogitsProcessor):
+    """Raises at its n-th call."""
+
+    def __init__(self, call):
+        self.left = call
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("no more")
+        return scores
+
+
+def test_a_failure_ends_its_own_sequences():
+    model = shared_model("llama")
+    prompt = prompt_of(text_inputs(1, 9))
+    alone = plainly(model, prompt.input_ids[0].tolist(), [], NEW)
+    engine = engine_of(model, Oracle([alone] * 4, vocab=90, spoil=0.0))
+    samplers = [Sampler(), Sampler([Failing(6)]), Sampler([Grammar()]), Sampler([FailingGrammar(6)])]
+    rows = [engine.add(prompt, sampler, Stopper(NEW))[0] for sampler in samplers]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [str(row.error) for row in rows] == ["None", "no more", "None", "no more"]
+    assert rows[0].token_ids == alone
+    assert rows[1].token_ids == rows[3].token_ids == alone[:5]
+    assert rows[2].token_ids == plainly(model, prompt.input_ids[0].tolist(), [Plainly(9)], NEW)
+
+
+class FailingGrammar:
+    """Its mask raises for the n-th token."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def start(self, history):
+        return 1
+
+    def advance(self, state, token):
+        return state + 1
+
+    def undo(self, state, n): ...
+
+    def mask(self, state):
+        if state == self.call:
+            raise RuntimeError("no more")
+        return torch.ones(VOCAB, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("made", [Failing, FailingGrammar])
+@pytest.mark.parametrize("limit", range(4, 8))
+def test_a_failure_that_plain_decoding_would_not_come_to_is_none(made, limit):
+    """Trees reach beyond the end of an answer, whether by its length or by a token that ends it."""
+    model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
+    alone = plainly(model, prompt.input_ids[0].tolist(), [], NEW)
+    for stopper in (Stopper(limit), Stopper(NEW, eos_token_ids=[alone[limit - 1]])):
+        engine = engine_of(model, Oracle([alone, alone], vocab=90, spoil=0.0))
+        engine.drafter._random.randint = lambda low, high: high
+        (row,) = engine.add(prompt, Sampler([made(limit + 1)]), stopper)
+        engine.wait(lambda row=row: row.done)
+        assert row.error is None
+        assert row.token_ids == alone[: 1 + alone.index(alone[limit - 1])] if stopper.eos_token_ids else alone[:limit]
+
+
+def test_a_warning_names_the_processor_once():
+    class Unknown(Alternating): ...
+
+    sampling._warn_once.cache_clear()
+    try:
+        with pytest.warns(
+            UserWarning, match="Unknown runs path by path, which is slow: make it a mmspec.TreeProc"
+        ) as all_:
+            Sampler([Unknown(), hf.TopKLogitsWarper(3), Unknown()])
+        assert len(all_) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Sampler([Unknown(), Grammar()])
+    finally:
+        sampling._warn_once.cache_clear()
+
+
+def test_what_cannot_be_copied():
+    processor = Alternating()
+    processor.lines = (line for line in ())
+    row = Sampled([5], Sampler([processor]))
+    BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
+    assert "must be copyable, once per sequence: Alternating is not (cannot pickle 'generator'" in str(row.failures[0])
+    assert isinstance(row.failures[0], UserError)
+
+
+def test_copies_share_models_and_tokenizers():
+    processor = Brackets()
+    processor.model, processor.tokenizer = byte_model(), byte_tokenizer()
+    copied = mmspec.processors.copy_for_row(processor, 0)
+    assert copied is not processor
+    assert copied.model is processor.model
+    assert copied.tokenizer is processor.tokenizer
+
+
+def test_a_later_sampler_at_the_same_address_is_another():
+    """Groups outlive the step; a sampler that begins where one has been freed must not be taken for it."""
+    batch, tree, logits = BatchSampler(), TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB)
+    for token in range(3, 40):
+        forced = torch.full((1, VOCAB), -1.0)
+        forced[0, token] = 1.0
+        row = Sampled([5], Sampler([Forced(forced)]))
+        assert batch.choose([row], tree, logits).tolist() == [[token]]
+        del row
+
+
+class Forced(LogitsProcessor):
+    def __init__(self, scores):
+        self.scores = scores
+
+    def __call__(self, input_ids, scores):
+        return self.scores
+
+
+class Warmer(hf.TemperatureLogitsWarper):
+    """As its base, which the table knows."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_trees_path_by_path(seed):
+    """The same numbers decide the same path, whether all nodes are processed or only those on it."""
+    g = torch.Generator().manual_seed(seed)
+    tree = random_tree(g, 3, 14, 4)
+    logits = torch.randn(3, 14, VOCAB, generator=g)
+    logits[..., :4] += 4.0
+    q = logits.roll(1, 0).softmax(-1)
+    tree = TokenTree(tree.tokens, tree.parents, tree.valid, q)
+    found = []
+    for made in (Warmer, hf.TemperatureLogitsWarper):
+        sampler = Sampler([made(0.7)], do_sample=True, generator=torch.Generator().manual_seed(seed))
+        assert sampler.by_path == (made is Warmer)
+        rows = [Sampled([5, 6], sampler) for _ in range(3)]
+        found.append(mmspec.verify_greedy(tree, BatchSampler().choose(rows, tree, logits)).host)
+    assert found[0] == found[1]
+    assert max(len(path) for path, _ in found[0]) > 1
+
+
+WATERMARKS = {
+    "synthid": lambda: hf.SynthIDTextWatermarkLogitsProcessor(3, [5, 7, 11, 13], 2**10, 0, 16, torch.device("cpu")),
+    "synthid, first ones skipped": lambda: hf.SynthIDTextWatermarkLogitsProcessor(
+        4, [5, 7, 11], 2**10, 0, 16, torch.device("cpu"), skip_first_ngram_calls=True
+    ),
+    "self-hashed": lambda: hf.WatermarkLogitsProcessor(VOCAB, "cpu", bias=4.0, seeding_scheme="selfhash"),
+    "codebooks": lambda: hf.AlternatingCodebooksLogitsProcessor(9, 50, 20),
+    "end of speech": lambda: hf.BarkEosPrioritizerLogitsProcessor(2, 0.01),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", WATERMARKS)
+def test_stateful_processors_of_transformers(name, batch):
+    model, inputs = shared_model("llama"), text_inputs(batch, 9)
+    reference = rows_alone(model, inputs, lambda: [WATERMARKS[name]()])
+    assert reference != rows_alone(model, inputs, list)
+    for drafter in ("oracle", "recycle"):
+        assert ours(model, inputs, [WATERMARKS[name]()], DRAFTERS[drafter](reference))[0] == reference
+
+
+def test_padding_and_prefixes_belong_to_rows_of_the_request():
+    """Rows of a request leave at different times; what is known by their number must stay with them."""
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    padding = (inputs["attention_mask"] != 0).int().argmax(1)
+    assert len(set(padding.tolist())) == 3
+    prefix = lambda row, ids: [2, *range(10 + row, 90 - row, 1 + row)]  # noqa: E731
+    options = {"repetition_penalty": 1.4, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    for extra in ({}, {"prefix_allowed_tokens_fn": prefix}):
+        plain = model.generate(**inputs, **options, **extra, eos_token_id=None)[:, 9:]
+        ends = {"eos_token_id": [int(plain[0, 3]), int(plain[2, 8])]}
+        reference = model.generate(**inputs, **options, **extra, **ends)
+        for drafter in ("ngram", Recycle(top_k=3)):
+            out = mmspec.generate(model, drafter=drafter, nodes=10, **inputs, **options, **extra, **ends)
+            assert torch.equal(out, reference)
+
+
+# ---------------------------------------------------------------------- tree processors
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("made", [Grammar, Counting])
+def test_a_grammar_says_what_generate_says(made, batch, drafter):
+    model, inputs = shared_model("llama"), text_inputs(batch, 9)
+    reference = rows_alone(model, inputs, lambda: [Plainly(9)])
+    assert reference != rows_alone(model, inputs, list)
+    grammar = made()
+    said, stats = ours(model, inputs, [grammar], DRAFTERS[drafter](reference))
+    assert said == reference
+    if drafter == "oracle":
+        assert max(one.mean_acceptance_length for one in stats) > 1.3
+    if made is Grammar:
+        assert grammar.started == batch
+        # Each was undone, but the tokens that were emitted and followed by a step.
+        assert 0 < grammar.advanced - grammar.undone <= sum(map(len, said))
+        assert drafter == "plain" or grammar.undone > 0
+
+
+@pytest.mark.parametrize("drafter", ["plain", "oracle", "recycle"])
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_apply_at_their_place_in_the_chain(drafter, seed):
+    """Before top-k and behind it, a mask leaves other tokens."""
+    model, prompt = shared_model("llama"), text_inputs(1, 9, seed=seed)
+    said = []
+    for place in range(3):
+        around = [hf.TemperatureLogitsWarper(4.0), hf.TopKLogitsWarper(40)]
+        plain = [*around[:place], Plainly(9), *around[place:]]
+        reference = plainly(model, prompt["input_ids"][0].tolist(), plain, NEW, seed)
+        chain = [*around[:place], Grammar(), *around[place:]]
+        engine = engine_of(model, DRAFTERS[drafter]([reference]))
+        sampler = Sampler(chain, do_sample=True, generator=torch.Generator().manual_seed(seed))
+        (row,) = engine.add(prompt_of(prompt), sampler, Stopper(NEW))
+        engine.wait(lambda row=row: row.done)
+        assert row.error is None
+        assert row.token_ids == reference
+        said.append(tuple(reference))
+    assert len(set(said)) > 1
+
+
+class Visited:
+    """Allows tokens by their path; writes down where it has been asked."""
+
+    def __init__(self, in_place):
+        self.in_place, self.asked = in_place, []
+
+    def start(self, history):
+        return list(history) if self.in_place else tuple(history)
+
+    def advance(self, state, token):
+        if not self.in_place:
+            return (*state, token)
+        state.append(token)
+        return None
+
+    def undo(self, state, n):
+        assert self.in_place
+        del state[-n:]
+
+    def mask(self, state):
+        self.asked.append(tuple(state))
+        return (torch.arange(VOCAB) + sum(state)) % 3 > 0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_node_whose_path_is_allowed_is_asked_once(in_place, seed):
+    g = torch.Generator().manual_seed(seed)
+    tree, histories, processor = random_tree(g, 3, 20, 7), [[3, 4, 5], [9], [11, 2]], Visited(in_place)
+    rows = [Sampled(history, Sampler([processor])) for history in histories]
+    batch, expected = BatchSampler(), []
+    for step in range(3):
+        logits = torch.randn(3, 20, VOCAB, generator=g)
+        choices = batch.choose(rows, tree, logits)
+        expected = []
+        for b, row in enumerate(rows):
+            paths = {0: tuple(row.history)}
+            for i in valid_nodes(tree, b):
+                parent, token = int(tree.parents[b, i]), int(tree.tokens[b, i])
+                if i and parent in paths and (token + sum(paths[parent])) % 3 > 0:
+                    paths[i] = (*paths[parent], token)
+            for i, path in paths.items():
+                allowed = (torch.arange(VOCAB) + sum(path)) % 3 > 0
+                assert int(choices[b, i]) == int(logits[b, i].masked_fill(~allowed, -torch.inf).argmax())
+            expected += paths.values()
+        assert sorted(processor.asked) == sorted(expected)
+        processor.asked.clear()
+        for row, (_, tokens) in zip(rows, mmspec.verify_greedy(tree, choices).host, strict=True):
+            row.history += tokens
+        if step == 0:
+            tree = random_tree(g, 3, 20, 7)
+
+
+class Only:
+    """Allows some tokens, whatever came before."""
+
+    def __init__(self, mask):
+        self.allowed = mask
+
+    def start(self, history):
+        return None
+
+    def advance(self, state, token):
+        return None
+
+    def undo(self, state, n): ...
+
+    def mask(self, state):
+        return self.allowed
+
+
+def only(*tokens, size=VOCAB):
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[list(tokens)] = True
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(VOCAB), r"^Only.mask must return a bool tensor of at most \(101,\): got torch.float32 \(101,\)$"),
+        (torch.ones(1, VOCAB, dtype=torch.bool), r"got torch.bool \(1, 101\)$"),
+        (torch.ones(VOCAB + 1, dtype=torch.bool), r"got torch.bool \(102,\)$"),
+        ([True] * VOCAB, "got list$"),
+        (only(), "^Only.mask must allow at least one token: it allows none$"),
+    ],
+)
+def test_masks_that_are_none(mask, message):
+    row = Sampled([5], Sampler([Only(mask)]))
+    BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
+    with pytest.raises(UserError, match=message):
+        raise row.failures[0]
+
+
+def test_tokens_beyond_a_mask_are_forbidden():
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    said, _ = ours(model, inputs, [Only(torch.ones(20, dtype=torch.bool))], "recycle")
+    assert said == rows_alone(model, inputs, lambda: [hf.SuppressTokensLogitsProcessor(range(20, VOCAB))])
+    assert len(set(said[0])) > 3
+
+
+@pytest.mark.parametrize("drafter", ["plain", "oracle"])
+@pytest.mark.parametrize("forced", ["end", "unknown"])
+def test_a_forbidden_token_that_is_forced_is_an_error(forced, drafter):
+    """Forced at the end of the answer, it ends it all the same; before that, the processors contradict each other."""
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    references = [[7, 7, 8, 8] + [7] * NEW]
+    for length, error in (
+        (13, None),
+        (12, "tokens must be allowed by Only: other logits processors left only token 8"),
+    ):
+        last = hf.ForcedEOSTokenLogitsProcessor(length, 8) if forced == "end" else EndAt(length)
+        engine = engine_of(model, DRAFTERS[drafter](references))
+        (row,) = engine.add(prompt_of(inputs), Sampler([Only(only(7)), last]), Stopper(4))
+        engine.wait(lambda row=row: row.done)
+        assert (None if row.error is None else str(row.error)) == error
+        assert row.token_ids == ([7, 7, 7, 8] if error is None else [7, 7, 8])
+
+
+class EndAt(LogitsProcessor):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == self.length - 1:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, 8] = 0.0
+        return scores
+
+
+@pytest.mark.parametrize("where", ["start", "advance", "undo", "mask"])
+def test_a_tree_processor_that_fails(where, monkeypatch):
+    def fail(*_):
+        raise RuntimeError(f"no {where}")
+
+    class Broken(Grammar): ...
+
+    monkeypatch.setattr(Broken, where, fail)
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    reference = rows_alone(model, inputs, lambda: [Plainly(9)])
+    engine = engine_of(model, Oracle(reference * 2, vocab=90, spoil=0.0))
+    rows = [
+        *engine.add(prompt_of(inputs), Sampler([Broken()]), Stopper(NEW)),
+        *engine.add(prompt_of(inputs), Sampler([Grammar()]), Stopper(NEW)),
+    ]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert str(rows[0].error) == f"no {where}"
+    assert rows[1].token_ids == reference[0]
+
+
+def test_pipelines_take_tree_processors():
+    pipe = mmspec.load(byte_model(), drafter="recycle", processor=byte_tokenizer())
+    prompt = "Say: "
+    plain = pipe.generate(prompt, max_new_tokens=12, logits_processor=[hf.SuppressTokensLogitsProcessor(range(9, 259))])
+    answers = pipe.generate_batch(
+        [{"prompt": prompt}, {"prompt": prompt}], max_new_tokens=12, logits_processor=[Only(only(*range(9)))]
+    )
+    assert [answer.token_ids for answer in answers] == [plain.token_ids] * 2
+    for wrong in ([Only], [5], "text", Only(only(3))):
+        with pytest.raises(UserError, match=r"^logits_processor must be a list of logits processors: got "):
+            pipe.generate(prompt, logits_processor=wrong)
+
+
+# ---------------------------------------------------------------------- plug-ins
+
+
+def grammar_of(processor):
+    """A plug-in: brackets as a tree processor."""
+    return Counting() if type(processor) is Plainly else None
+
+
+def halved(processor):
+    """A plug-in that serves all nodes at once."""
+    if type(processor) is Halved:
+        return lambda history, scores: scores.where(history.lengths[:, :, None] % 2 == 0, scores / 2)
+    return None
+
+
+class Halved(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores if input_ids.shape[1] % 2 == 0 else scores / 2
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    found = [EntryPoint(name, f"{__name__}:{name}", "mmspec.processors") for name in ("halved", "grammar_of")]
+    entries = plugins._entries
+    monkeypatch.setattr(plugins, "_entries", lambda group: found if group == "processors" else entries(group))
+
+
+def test_plug_ins_serve_processors_that_the_table_does_not_know(plugged, monkeypatch):
+    monkeypatch.setattr(sampling, "_warn_once", lambda name: pytest.fail(f"{name} runs path by path"))
+    assert isinstance(tree_form(Plainly(9)), TreeProcessor)
+    assert tree_form(Alternating()) is None
+    assert not isinstance(tree_form(hf.TopKLogitsWarper(3)), TreeProcessor)
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    for made in (lambda: Plainly(9), Halved):
+        reference = plainly(model, inputs["input_ids"][0].tolist(), [made()], NEW, seed=4)
+        engine = engine_of(model, Oracle([reference], vocab=90))
+        generator = torch.Generator().manual_seed(4)
+        (row,) = engine.add(prompt_of(inputs), Sampler([made()], do_sample=True, generator=generator), Stopper(NEW))
+        engine.wait(lambda row=row: row.done)
+        assert row.token_ids == reference
+
+
+# ---------------------------------------------------------------------- documentation
+
+
+def test_the_example_of_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "usage.md").read_text()
+    section = text.split("## A logits processor of your own\n")[1].split("\n## ")[0]
+    code = section.split("```python\n")[1].split("```")[0]
+    names = {"pipe": mmspec.load(byte_model(), drafter="recycle", processor=byte_tokenizer())}
+    exec(compile(code, "usage.md", "exec"), names)
+    assert names["r"].text in ("yes", "no", "not sure")
+    assert names["r"].finish_reason == "stop"
+    assert isinstance(names["Choice"](()), TreeProcessor)
