@@ -24,6 +24,7 @@ from transformers.generation import (
 
 from mmspec import plugins
 from mmspec.checks import shown
+from mmspec.engine.engine import Engine
 from mmspec.engine.engine import Sequence as Row
 from mmspec.engine.request import NODES
 from mmspec.engine.stats import Stats
@@ -80,18 +81,7 @@ def decode(
         prompt = _prompt(input_ids, model_kwargs)
         stopper = _stopper(stopping_criteria, input_ids.shape[1])
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        engine = _pipeline(model, drafter).engine
-        rows = engine.add(prompt, sampler, stopper, nodes)
-        try:
-            while not all(row.done for row in rows):
-                engine.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_news)
-                for token in rows[0].take() if streamer is not None else ():
-                    streamer.put(torch.tensor([token]))
-        finally:
-            engine.remove(rows)
-        for row in rows:
-            if row.error is not None:
-                raise row.error
+        rows = _decode(_pipeline(model, drafter).engine, prompt, sampler, stopper, nodes, streamer)
     finally:
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever
@@ -99,6 +89,26 @@ def decode(
     if not generation_config.return_dict_in_generate:
         return sequences
     return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
+
+
+def _decode(
+    engine: Engine, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None, streamer: Any
+) -> list[Row]:
+    """Decode all rows of a prompt to their ends."""
+    rows = engine.add(prompt, sampler, stopper, nodes)
+    try:
+        ended = False
+        while not ended:
+            engine.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_news)
+            ended = all(row.done for row in rows)  # before the tokens: another thread may be adding some
+            for token in rows[0].take() if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
+    finally:
+        engine.remove(rows)
+    for row in rows:
+        if row.error is not None:
+            raise row.error
+    return rows
 
 
 def generate(

@@ -209,8 +209,8 @@ class Engine:
             finally:
                 with self._changed:
                     self._stepping = None
-                    self._release()
                     self._changed.notify_all()
+                    self._release()
 
     # ------------------------------------------------------------------ one step
 
