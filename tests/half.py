@@ -46,21 +46,27 @@ def check_decoding(name: str, new: int = 14) -> None:
     exact_row = in_dtype(row, torch.float32)
     guess = greedy(model, row, new)  # float32 may choose otherwise at a near tie
     target = plugins.target_class(model.config)(model)
-    sampler, seen = Sampler(), []
-    first, verify = sampler.first, sampler.verify
+    seen: list[Tensor] = []
+    prefill, forward_tree, commit = target.prefill_chunks, target.forward_tree, target.commit
 
-    def noted_first(history: Any, logits: Tensor) -> Tensor:
-        seen.append(logits[0])
-        return first(history, logits)
+    def noted_prefill(*asked: Any) -> Any:
+        for step in prefill(*asked):
+            if step is not None:
+                seen.append(step.logits[0])
+            yield step
 
-    def noted(history: Any, tree: Any, logits: Tensor) -> Any:
-        verdict = verify(history, tree, logits)
-        seen.append(logits[0, verdict.host[0][0]])
-        return verdict
+    def noted_forward(tree: Any) -> Any:
+        step = forward_tree(tree)
+        seen.append(step.logits[0])
+        return step
 
-    sampler.first, sampler.verify = noted_first, noted  # type: ignore[method-assign]
+    def noted_commit(verdict: Any) -> None:
+        seen[-1] = seen[-1][verdict.host[0][0]]
+        commit(verdict)
+
+    target.prefill_chunks, target.forward_tree, target.commit = noted_prefill, noted_forward, noted_commit
     oracle = Oracle([guess], vocab=90, spoil=0.0)
-    *_, (said,) = decode(target, oracle, prompt_of(inputs), sampler, Stopper(new), Budget(8, 5))
+    *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), Budget(8, 5))
     assert len(said.token_ids) == new
     assert said.stats.num_accepted_draft_tokens > 3
     truth = plain_logits(exact, exact_row, said.token_ids)[:-1]

@@ -316,7 +316,7 @@ class TransformersTarget:
         position = torch.minimum(position, self._last_position.data[:batch, None])
         inputs = {"input_ids": tokens, "position_ids": position, **cache.arguments(reach)}
         if not cache.in_place:
-            inputs["attention_mask"] = tree_mask(self.config, cache, depth, self._tail_depth, reach, self.model.dtype)
+            inputs["attention_mask"] = self._mask(cache, depth, self._tail_depth, reach)
             return self._decoded(inputs, cache)
         depth = torch.zeros_like(tokens) if depth is None else depth
         cache.reserve_nodes(tokens.shape[1])
@@ -327,6 +327,13 @@ class TransformersTarget:
             inputs["attention_mask"] = tail_mask(self.config, depth, self._tail_depth, reach)
             inputs[attention.PASS] = attention.TreePass(self.config, cache.ends.first(batch), depth)
         return self._decoded(inputs, cache)
+
+    def _mask(
+        self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        """See ``tree_mask``, whose form depends on the attention that the pass runs with."""
+        with self.attention.applied():
+            return tree_mask(self.config, cache, depth, tail_depth, reach, self.model.dtype)
 
     def _decoded(self, inputs: dict[str, Any], cache: TreeCache) -> dict[Feature, Tensor]:
         """One pass of the decoder: its features, ``"last"`` among them."""
@@ -430,7 +437,7 @@ class TransformersTarget:
         nodes = part.stop - part.start
         reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=self.device).tril()
         depth = torch.arange(nodes, device=self.device)[None]
-        inputs["attention_mask"] = tree_mask(self.config, cache, depth, None, reach, self.model.dtype)
+        inputs["attention_mask"] = self._mask(cache, depth, None, reach)
         features = self._decoded({**inputs, **cache.arguments(reach)}, cache)
         cache.commit(depth, [list(range(nodes))])
         return features

@@ -198,10 +198,10 @@ def test_drafting_leaves_the_committed_state_alone():
     drafter.begin(prompt, step, history)
     token = torch.tensor([7, 7])
     first = drafter.propose(token, Budget(64))
-    before = [tensor.clone() for layer in drafter._state for tensor in layer]
+    before = [part.data.clone() for part in drafter.parts]
     again = drafter.propose(token, Budget(64))
     assert torch.equal(first.tokens, again.tokens)
-    assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in drafter._state for t in layer), strict=True))
+    assert all(torch.equal(a, part.data) for a, part in zip(before, drafter.parts, strict=True))
     assert first.nodes == 10
     assert 1 < first.max_depth <= 3
 

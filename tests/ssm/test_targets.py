@@ -11,6 +11,7 @@ import mmspec
 from eval.decoding.losslessness import Case, compare_case
 from eval.decoding.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
+from mmspec.ops import kernels
 from mmspec.targets.support import cache_argument
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
@@ -42,13 +43,12 @@ def states(cache, row=0):
 
 
 def assert_same_states(target, row, cache):
-    ours = target._cache
-    theirs = states(cache)
-    assert ours._state.dtype == torch.float32
-    assert len(theirs) == len(ours._state)
+    ours, theirs = [part.data[row] for part in (target.cache._conv, target.cache._state)], states(cache)
+    assert ours[1].dtype == torch.float32
+    assert len(theirs) == len(ours[1])
     for place, (conv, state) in enumerate(theirs):
-        torch.testing.assert_close(ours._conv[place, row], conv[:, 1:], **CLOSE)
-        torch.testing.assert_close(ours._state[place, row], state, **CLOSE)
+        torch.testing.assert_close(ours[0][place], conv[:, 1:], **CLOSE)
+        torch.testing.assert_close(ours[1][place], state, **CLOSE)
 
 
 @torch.inference_mode()
@@ -184,6 +184,7 @@ def test_commit_at_every_node_is_the_sequential_state(name):
         torch.testing.assert_close(target.forward_tree(chain).logits[0], expected[-2:], **CLOSE)
         commit(target, [[0, 1]])
         assert_same_states(target, 0, cache)
+        target.select([])
 
 
 @pytest.mark.parametrize("name", HYBRID_CONFIGS)
@@ -235,26 +236,43 @@ def test_what_is_not_committed_leaves_no_trace():
     model, ids = shared_model("bamba"), torch.tensor([[5, 6, 7, 8]])
     target = TransformersTarget(model)
     target.prefill(Prompt(ids), 32)
-    before = [tensor.clone() for tensor in (target._cache._conv, target._cache._state)]
+    states = target.cache._conv.data, target.cache._state.data
+    before = [tensor.clone() for tensor in states]
     g = torch.Generator().manual_seed(0)
     for nodes in (5, 1, 9):
         target.forward_tree(random_tree(g, 1, nodes, 90))
-        assert all(torch.equal(a, b) for a, b in zip(before, (target._cache._conv, target._cache._state), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, states, strict=True))
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2"])
-def test_a_second_prompt_forgets_the_first(name):
-    model, target = shared_model(name), TransformersTarget(shared_model(name))
-    first, second = text_inputs(3, 12, 1), text_inputs(1, 2, 2)
-    for inputs in (first, second):
-        target.prefill(prompt_of(inputs), 32)
-        tree = random_tree(torch.Generator().manual_seed(0), inputs["input_ids"].shape[0], 6, 90, ragged=False)
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "zamba2"])
+@pytest.mark.parametrize("static", [False, True])
+def test_sequences_join_and_leave(name, static, monkeypatch):
+    """Those that stay go on from their own states, in whatever order."""
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: static)
+    model, target, rows = shared_model(name), TransformersTarget(shared_model(name)), []
+    g = torch.Generator().manual_seed(2)
+
+    def step():
+        tree = random_tree(g, len(rows), 6, 90)
         logits = target.forward_tree(tree).logits
-        commit(target, [root_path(tree, b, 5) for b in range(tree.batch)])
-    path = root_path(tree, 0, 5)
-    expected, cache = decoded(model, second["input_ids"], tree.tokens[0, path].tolist())
-    torch.testing.assert_close(logits[0, path], expected, **CLOSE)
-    assert_same_states(target, 0, cache)
+        paths = [root_path(tree, b, valid_nodes(tree, b)[-1]) for b in range(len(rows))]
+        for b, ((prompt, said), path) in enumerate(zip(rows, paths, strict=True)):
+            said += tree.tokens[b, path].tolist()
+            expected, _ = decoded(model, prompt, said)
+            torch.testing.assert_close(logits[b, path], expected[-len(path) :], **CLOSE)
+        commit(target, paths)
+
+    for joining, kept in ((2, [0, 1]), (1, [2, 1, 0]), (3, [5, 1, 3]), (0, [1]), (2, [0, 2]), (0, []), (1, [0])):
+        if joining:
+            inputs = text_inputs(joining, 4 + len(rows), seed=joining)
+            target.prefill(prompt_of(inputs), 64)
+            rows += [(row_of(inputs, b)["input_ids"], []) for b in range(joining)]
+        step()
+        step()
+        for b, (prompt, said) in enumerate(rows):
+            assert_same_states(target, b, decoded(model, prompt, said)[1])
+        target.select(kept)
+        rows = [rows[row] for row in kept]
 
 
 def test_layers_are_committed_alike_one_by_one_and_together(monkeypatch):
@@ -265,7 +283,8 @@ def test_layers_are_committed_alike_one_by_one_and_together(monkeypatch):
         tree = random_tree(torch.Generator().manual_seed(2), 1, 8, 90, ragged=False)
         target.forward_tree(tree)
         commit(target, [root_path(tree, 0, 7)])
-        kept.append((target._cache._conv, target._cache._state))
+        kept.append([part.data.clone() for part in (target.cache._conv, target.cache._state)])
+        target.select([])
     for other in kept[1:]:
         for a, b in zip(kept[0], other, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
@@ -306,6 +325,7 @@ def test_samples_are_distributed_as_plain_ones():
         return target.forward_tree(tree).logits[0].double().div(0.7).softmax(-1)
 
     def begin():
+        target.select([])
         target.prefill(Prompt(torch.tensor([prompt])), 16)
         return step(tree)
 

@@ -109,8 +109,11 @@ def test_rows_with_unequal_numbers_of_images():
 
     def tree(prompt):
         step = target.prefill(prompt, 32)
-        drafter.begin(prompt, step, [[7]] * len(prompt.input_ids))
-        return drafter.propose(torch.tensor([7] * len(prompt.input_ids)), Budget(20, 5))
+        drafter.begin(prompt, step, [[*row, 7] for row in prompt.histories()])
+        found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), Budget(20, 5))
+        target.select([])
+        drafter.select([])
+        return found
 
     both = tree(Prompt(ids, mask, {"pixel_values": pixels}))
     for row, inputs in enumerate((one, two)):

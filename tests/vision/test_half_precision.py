@@ -43,10 +43,10 @@ def test_drafting(kind, name):
 
     prompt, said = prompt_of(long_inputs(name)), [7]
     prefill = step = target.prefill(prompt, 32)
-    assert step.hidden.shape[1] > 256
+    assert step.features["last"].shape[1] > 256
     history = [[*row, *said] for row in prompt.histories()]
     drafter.begin(prompt, step, history)
-    hidden = [step.hidden[0]]
+    hidden = [step.features["last"][0]]
     for _ in range(2):
         tree = drafter.propose(torch.tensor(said[-1:]), Budget(5, 2))
         nodes = valid_nodes(tree, 0)[1:]
@@ -64,7 +64,7 @@ def test_drafting(kind, name):
         target.commit(verdict)
         drafter.observe(tree, verdict, step)
         ((path, tokens),) = verdict.host
-        hidden.append(step.hidden[0, path])
+        hidden.append(step.features["last"][0, path])
         said += tokens
 
 

@@ -433,7 +433,7 @@ def test_tokens_that_the_checkpoint_lacks_are_never_drafted(tmp_path):
     prompt = prompt_of(inputs)
     step = target.prefill(prompt, 16)
     drafter.begin(prompt, step, [[*inputs["input_ids"][0].tolist(), 5]])
-    assert bool((target.head(drafter._guess).topk(10).indices >= 60).any())
+    assert bool((target.head(drafter.network.begin(drafter._output.data)[0]).topk(10).indices >= 60).any())
     tree = drafter.propose(torch.tensor([5]), Budget(30, 3))
     assert tree.nodes > 20
     assert int(tree.tokens.max()) < 60

@@ -63,4 +63,4 @@ def test_visual_positions_and_what_was_fed_there(name):
     with torch.no_grad():
         torch.testing.assert_close(step.embeds[text], target.embed(ids)[text])
         assert not torch.allclose(step.embeds[~text], target.embed(ids)[~text])
-    assert step.hidden.shape == step.embeds.shape
+    assert step.features["last"].shape == step.embeds.shape

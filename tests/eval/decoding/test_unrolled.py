@@ -57,7 +57,7 @@ def test_logits_and_commits_equal_those_of_trees(name, batch):
         tree = random_tree(g, batch, 9, 90)
         steps = [target.forward_tree(tree) for target in targets]
         torch.testing.assert_close(steps[1].logits, steps[0].logits, **CLOSE)
-        torch.testing.assert_close(steps[1].hidden, steps[0].hidden, **CLOSE)
+        torch.testing.assert_close(steps[1].features, steps[0].features, **CLOSE)
         # Choices that accept the deepest node of each row.
         choices = torch.full_like(tree.tokens, 95)
         for row in range(batch):

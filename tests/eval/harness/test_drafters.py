@@ -81,11 +81,11 @@ def test_attaching_the_same_target_again_changes_nothing(pipe):
     """Captured CUDA graphs hold the addresses of weights and cache."""
     drafter = MSD(msd_network(pipe.model), torch.arange(90))
     drafter.attach(pipe.target)
-    held = drafter.fuse, drafter._scores, drafter._captured, drafter.cache
+    held = drafter.fuse, drafter._scores, drafter._grow, drafter.cache
     drafter.attach(pipe.target)
-    assert held == (drafter.fuse, drafter._scores, drafter._captured, drafter.cache)
+    assert held == (drafter.fuse, drafter._scores, drafter._grow, drafter.cache)
     drafter.attach(type(pipe.target)(pipe.model))
-    assert not set(map(id, held)) & {*map(id, (drafter.fuse, drafter._scores, drafter._captured, drafter.cache))}
+    assert not set(map(id, held)) & {*map(id, (drafter.fuse, drafter._scores, drafter._grow, drafter.cache))}
 
 
 def test_profiling_counts_trees_and_forward_passes(pipe):

@@ -1,11 +1,11 @@
-"""Steps of fixed shapes and addresses, as they run on CUDA, on a CPU: the output is that of steps that may vary."""
+"""Static shapes, as on CUDA, on a CPU: the output is that of steps whose shapes vary."""
 
 import pytest
 import torch
 
 from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, plugins, verify_greedy
-from mmspec.cache.tree_cache import TreeCache
+from mmspec.cache.rows import batch_bucket
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
@@ -13,12 +13,13 @@ from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.speculation.budget import Budget
-from mmspec.targets.transformers_target import TransformersTarget, bucket
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget, node_bucket
 from ssm.drafters.mamba import Mamba
 from tests.decoding import decode
 from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of
-from tests.tiny import random_tree, root_path, shared_model
+from tests.tiny import random_tree, shared_model
 from vision.drafters.msd import MSD, Flash
 
 
@@ -27,80 +28,13 @@ def _fixed(monkeypatch):
     monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
 
 
-# ---------------------------------------------------------------------- the cache
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_cache_that_stays_in_place(batch):
-    """Keys number their tokens; rows keep random paths, one now and then nothing, after padding of their own."""
-    g = torch.Generator().manual_seed(batch)
-    cache = TreeCache(2, reserve=300, in_place=True)
-
-    def write(ids):
-        for layer in range(2):
-            keys = ids[:, None, :, None].expand(-1, 2, -1, 4).float() + 1000 * layer
-            seen = cache.layers[layer].update(keys, -keys)
-        return seen
-
-    ids = torch.arange(1, 6 * batch + 1).view(batch, 6)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    write(ids)
-    cache.commit_prompt(6, mask if batch > 1 else None, batch, ids.device)
-    rows = [row[2 * (b == 0 and batch > 1) :] for b, row in enumerate(ids.tolist())]
-    version = cache.version
-    for step in range(20):
-        tree = random_tree(g, batch, 8, 50, ragged=False)
-        ids = torch.arange(100 + step * 8 * batch, 100 + (step + 1) * 8 * batch).view(batch, 8)
-        cache.enter(8)
-        keys, values = write(ids)
-        assert keys.shape[2] == cache.capacity == 512
-        paths = [root_path(tree, b, int(torch.randint(8, (1,), generator=g))) for b in range(batch)]
-        if step % 4 == 1:
-            paths[-1] = []
-        width = max(1, max(map(len, paths)))
-        cache.commit(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
-        for b in range(batch):
-            rows[b] += ids[b, paths[b]].tolist()
-            begin, end = int(cache.ends.begin[b]), int(cache.ends.end[b])
-            assert end == cache.lengths[b]
-            assert keys[b, 1, begin:end, 3].tolist() == [1000 + token for token in rows[b]]
-            assert torch.equal(values[b, :, begin:end], -keys[b, :, begin:end])
-        assert int(cache.ends.start) == cache.length == max(cache.lengths)
-    assert cache.version is version
-    ends = cache.ends
-    assert cache.serves(batch, 400, keys)
-    assert not cache.serves(batch + 1, 400, keys)
-    assert not cache.serves(batch, 600, keys)
-    cache.reset()
-    write(torch.ones(batch, 3))
-    cache.commit_prompt(3, None, batch, ids.device)
-    assert (cache.ends, cache.version) == (ends, version)
-    assert (int(ends.begin[0]), int(ends.end[0]), int(ends.start)) == (0, 3, 3)
-
-
-def test_a_cache_that_must_grow_says_so():
-    cache = TreeCache(1, reserve=8, in_place=True)
-    keys = torch.randn(1, 2, 5, 4)
-    cache.layers[0].update(keys, keys)
-    cache.commit_prompt(5, None, 1, keys.device)
-    before, capacity = cache.version, cache.capacity
-    cache.make_room(100)
-    assert (cache.version, cache.capacity) == (before, capacity)
-    cache.make_room(1000)
-    assert cache.version is not before
-    assert cache.capacity > 1005
-    cache.enter(1)
-    assert torch.equal(cache.layers[0].update(keys[:, :, :1], keys[:, :, :1])[0][:, :, :5], keys)
-
-
 # ---------------------------------------------------------------------- targets
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 9, 33, 64, 65, 200])
 def test_widths_are_few(nodes):
-    assert nodes <= bucket(nodes) < 2 * nodes + 1
-    assert bucket(bucket(nodes)) == bucket(nodes)
+    assert nodes <= node_bucket(nodes) < 2 * nodes + 1
+    assert node_bucket(node_bucket(nodes)) == node_bucket(nodes)
 
 
 TARGETS = ["llama", "mistral-window", "qwen2-window", "gemma3", "mamba2", "bamba", "falcon_h1", "zamba2"]
@@ -131,17 +65,21 @@ def test_every_node_equals_its_path_behind_an_image(name):
     assert target._cache.in_place
 
 
-def test_padding_elsewhere_is_served_as_it_was():
-    target = TransformersTarget(shared_model("llama"))
-    inputs = text_inputs(1, 6)
-    inputs["attention_mask"][0, -1] = 0
-    target.prefill(prompt_of(inputs), 8)
-    assert not target._cache.in_place
+def test_padding_within_a_prompt_is_dropped():
+    target, fresh = (TransformersTarget(shared_model("llama")) for _ in range(2))
+    inputs = text_inputs(1, 9)
+    inputs["attention_mask"][0, 2:5] = 0
+    ids = inputs["input_ids"][:, [0, 1, 5, 6, 7, 8]]
+    steps = target.prefill(prompt_of(inputs), 8), fresh.prefill(Prompt(ids), 8)
+    torch.testing.assert_close(steps[0].logits, steps[1].logits)
+    assert target.cache.in_place
+    assert target.cache.lengths == [6]
+    tree = random_tree(torch.Generator().manual_seed(1), 1, 6, 90)
+    torch.testing.assert_close(target.forward_tree(tree).logits, fresh.forward_tree(tree).logits)
 
 
 def test_further_prompts_find_everything_where_it_was():
-    target = TransformersTarget(shared_model("bamba"))
-    kept = []
+    target, kept = TransformersTarget(shared_model("bamba")), []
     for length in (20, 2, 9):
         prompt = prompt_of(text_inputs(2, length, seed=length))
         first = target.prefill(prompt, 30)
@@ -155,8 +93,50 @@ def test_further_prompts_find_everything_where_it_was():
         torch.testing.assert_close(fresh.forward_tree(tree).logits, step.logits)
         fresh.commit(verdict)
         torch.testing.assert_close(fresh.forward_tree(TokenTree.root(verdict.bonus)).logits, after.logits)
-        kept.append((target._cache.version, target._cache.ends, target._position))
+        kept.append((target.version, target.cache.ends))
+        target.select([])
     assert kept[0] == kept[1] == kept[2]
+
+
+# ---------------------------------------------------------------------- drafters
+
+DRAFTERS = {
+    "msd": lambda model: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
+    "flash": lambda model: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4, total_tokens=12),
+    "flash-small": lambda model: Flash(network_for(model, slots=3), torch.arange(40), top_k=4, depth=4, total_tokens=9),
+    "small": lambda model: Small(shared_model("llama"), top_k=3),
+    "mamba": lambda model: Mamba(mamba_network(seed=1), top_k=3, depth=4, total_tokens=12),
+    "ngram": lambda model: Ngram(),
+    "recycle": lambda model: Recycle(),
+}
+
+
+@pytest.mark.parametrize("kind", ["msd", "small", "mamba", "recycle"])
+def test_drafts_of_a_batch_are_grown_in_powers_of_two(kind):
+    """Whoever joins and leaves; buffers move only where they must grow, as what was captured is lost then."""
+    model = shared_model("llava")
+    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    drafter.attach(target)
+    sizes, versions, rows, expected = [], [], [], []
+    for joining, kept in ((1, [0]), (2, [2, 1]), (3, [4, 0, 1]), (2, [0, 1, 2, 3, 4]), (0, []), (2, [1, 0])):
+        if joining:
+            prompt = Prompt(torch.randint(3, 90, (joining, 6), generator=torch.Generator().manual_seed(joining)))
+            histories = [[*ids, 7] for ids in prompt.input_ids.tolist()]
+            drafter.begin(prompt, target.prefill(prompt, 40), histories)
+            rows += histories
+        if rows:
+            steps = drafter._recycled if kind == "recycle" else drafter
+            if not sizes:
+                steps.grow = lambda token, budget, grow=steps.grow: sizes.append(len(token)) or grow(token, budget)
+            tree = drafter.propose(torch.tensor([row[-1] for row in rows]), Budget(5, 2))
+            assert tree.tokens[:, 0].tolist() == [row[-1] for row in rows]
+            expected.append(batch_bucket(len(rows)))
+            versions.append(steps._version)
+        target.select(kept)
+        drafter.select(kept)
+        rows = [rows[row] for row in kept]
+    assert sizes == expected == [1, 4, 8, 8, 8, 2]
+    assert len(set(versions)) == 3
 
 
 # ---------------------------------------------------------------------- whole answers
@@ -168,21 +148,12 @@ def answers(target, drafter, inputs, new, budget, sampler=None):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["plain", "ngram", "msd", "flash", "flash-small", "small", "mamba", "recycle"])
-def test_tokens_are_those_of_generate(kind, batch, monkeypatch):
+@pytest.mark.parametrize("kind", ["plain", *DRAFTERS])
+def test_tokens_are_those_of_generate(kind, batch):
     """Two answers in a row, the second from the same buffers."""
     model = shared_model("llava")
     target = plugins.target_class(model.config)(model)
-    drafter = {
-        "plain": lambda: None,
-        "ngram": Ngram,
-        "msd": lambda: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
-        "flash": lambda: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4, total_tokens=12),
-        "flash-small": lambda: Flash(network_for(model, slots=3), torch.arange(40), top_k=4, depth=5, total_tokens=9),
-        "small": lambda: Small(shared_model("llama"), top_k=3),
-        "mamba": lambda: Mamba(mamba_network(), top_k=3, depth=4, total_tokens=9),
-        "recycle": Recycle,
-    }[kind]()
+    drafter = None if kind == "plain" else DRAFTERS[kind](model)
     if drafter is not None:
         drafter.attach(target)
     for seed in (0, 1):
@@ -198,12 +169,6 @@ def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     """The same trees, rows of different length, some steps without a draft; so the same number of steps, too."""
     model = shared_model("llava")
     inputs = vision_inputs("llava", 3)
-    make = {
-        "msd": lambda: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
-        "flash": lambda: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4, total_tokens=12),
-        "small": lambda: Small(shared_model("llama"), top_k=3),
-        "mamba": lambda: Mamba(mamba_network(seed=1), top_k=3, depth=4, total_tokens=12),
-    }[kind]
     drafted = []
 
     class Now(Budget):
@@ -216,7 +181,7 @@ def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     for fixed in (True, False):
         monkeypatch.setattr(kernels, "fixed_shapes", lambda device, fixed=fixed: fixed)
         target = plugins.target_class(model.config)(model)
-        drafter = make()
+        drafter = DRAFTERS[kind](model)
         drafter.attach(target)
         trees = []
         propose = drafter.propose

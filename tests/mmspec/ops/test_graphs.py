@@ -181,7 +181,7 @@ def check_answers(name, kind, batch, device="cpu"):
     assert target._check.captured > 0
     assert target._keep.captured > 0
     if kind not in ("plain", "ngram"):
-        steps = drafter._recycled if kind == "recycle" else drafter._captured
+        steps = drafter._recycled if kind == "recycle" else drafter
         grown, absorbed = steps.captured
         assert grown > 0
         assert absorbed > 0
@@ -206,6 +206,7 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
     for seed, tree in enumerate((star, star, chain)):
         prompt = prompt_of(text_inputs(batch, 9, seed=seed))
         for side in (target, fresh) if tree is chain else (target,):
+            side.select([])
             side.prefill(prompt, 60)
             for _ in range(4):
                 side.forward_tree(tree)
@@ -248,7 +249,7 @@ def test_numbers_of_the_host_are_found_out(monkeypatch):
     def by_the_host(cache, nodes):
         cache._at = torch.arange(cache.length + cache.offset, cache.length + cache.offset + nodes)
 
-    monkeypatch.setattr(TreeCache, "enter", by_the_host)
+    monkeypatch.setattr(TreeCache, "set_write_slots", by_the_host)
     with pytest.raises(AssertionError):
         check_answers("llava", "plain", 1)
 

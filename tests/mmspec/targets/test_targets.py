@@ -94,7 +94,7 @@ def test_padding_a_pass_to_a_cheaper_width_changes_nothing():
         steps.append(target.forward_tree(tree))
     assert steps[0].logits.shape == steps[1].logits.shape
     torch.testing.assert_close(steps[0].logits, steps[1].logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(steps[0].hidden, steps[1].hidden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(steps[0].features, steps[1].features, atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -139,8 +139,8 @@ def test_hidden_states_and_embeddings_are_the_models_own():
     step = target.prefill(Prompt(ids), 8)
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)
-        torch.testing.assert_close(step.hidden, out.hidden_states[-1])
-        torch.testing.assert_close(target.head(step.hidden), out.logits)
+        torch.testing.assert_close(step.features, {"last": out.hidden_states[-1]})
+        torch.testing.assert_close(target.head(step.features["last"]), out.logits)
         assert torch.equal(target.embed(ids), model.get_input_embeddings()(ids))
     assert step.visual is None
 
