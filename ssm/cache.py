@@ -265,14 +265,18 @@ class StateCache(TreeCache):
             conv = self._conv.data[:batch, part].view(batch, layers * channels, -1)
             y = tree_conv(inputs, conv, weight, bias, window, self._mixers.activation)
             x, b, _ = y.view(batch, depth, layers, channels).split(shares, dim=-1)
+            state = self._state.data[:batch, part].view(batch, layers * heads, head_dim, size)
+            whole = state.contiguous()  # a copy of some layers of several rows
             commit_scan(
                 x.reshape(batch, depth, layers * heads, head_dim),
                 _folded(self._dt[part][:, *at]),
                 a,
                 b.reshape(batch, depth, layers * groups, size),
-                self._state.data[:batch, part].view(batch, layers * heads, head_dim, size),
+                whole,
                 chain,
             )
+            if whole is not state:
+                state.copy_(whole)
             commit_conv(inputs, conv, chain)
 
     def _parts(self, entries: int) -> Iterator[slice]:

@@ -13,8 +13,8 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 import mmspec
-from eval.oracle import Oracle
-from eval.tiny_models import text_inputs
+from eval.decoding.oracle import Oracle
+from eval.decoding.tiny_models import text_inputs
 from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins, sampling
 from mmspec.budget import Budget
 from mmspec.drafters.ngram import Ngram
@@ -22,8 +22,8 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine import Engine
-from mmspec.processors import tree_form
 from mmspec.sampling import BatchSampler, Sampled, Sampler
+from mmspec.sampling.processors import tree_form
 from mmspec.stopping import Stopper
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
@@ -74,10 +74,10 @@ class Drifting(LogitsProcessor):
 
 
 class Grammar:
-    """``Brackets`` as a tree processor, whose state is a list that changes in place. Checks how it is called."""
+    """Balanced brackets as a tree processor: its state, a list, changes in place, and its masks are one tensor."""
 
-    def __init__(self, vocab=VOCAB):
-        self.vocab, self.started, self.advanced, self.undone = vocab, 0, 0, 0
+    def __init__(self):
+        self.buffer, self.started, self.advanced, self.undone = torch.empty(VOCAB, dtype=torch.bool), 0, 0, 0
 
     def start(self, history):
         self.started += 1
@@ -94,7 +94,7 @@ class Grammar:
         self.undone += n
 
     def mask(self, state):
-        return allowed_after(state, self.vocab)
+        return self.buffer.copy_(allowed_after(state))
 
 
 class Counting:
@@ -282,6 +282,13 @@ def test_a_failure_ends_its_own_sequences():
     assert rows[2].token_ids == plainly(model, prompt.input_ids[0].tolist(), [Plainly(9)], NEW)
 
 
+def eager_oracle(references):
+    """Drafts as much of the references as it may."""
+    oracle = Oracle(references, vocab=90, spoil=0.0)
+    oracle._random.randint = lambda low, high: high
+    return oracle
+
+
 class FailingGrammar:
     """Its mask raises for the n-th token."""
 
@@ -309,8 +316,7 @@ def test_a_failure_that_plain_decoding_would_not_come_to_is_none(made, limit):
     model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
     alone = plainly(model, prompt.input_ids[0].tolist(), [], NEW)
     for stopper in (Stopper(limit), Stopper(NEW, eos_token_ids=[alone[limit - 1]])):
-        engine = engine_of(model, Oracle([alone, alone], vocab=90, spoil=0.0))
-        engine.drafter._random.randint = lambda low, high: high
+        engine = engine_of(model, eager_oracle([alone, alone]))
         (row,) = engine.add(prompt, Sampler([made(limit + 1)]), stopper)
         engine.wait(lambda row=row: row.done)
         assert row.error is None
@@ -586,7 +592,7 @@ def test_a_forbidden_token_that_is_forced_is_an_error(forced, drafter):
         (12, "tokens must be allowed by Only: other logits processors left only token 8"),
     ):
         last = hf.ForcedEOSTokenLogitsProcessor(length, 8) if forced == "end" else EndAt(length)
-        engine = engine_of(model, DRAFTERS[drafter](references))
+        engine = engine_of(model, None if drafter == "plain" else eager_oracle(references))
         (row,) = engine.add(prompt_of(inputs), Sampler([Only(only(7)), last]), Stopper(4))
         engine.wait(lambda row=row: row.done)
         assert (None if row.error is None else str(row.error)) == error

@@ -18,7 +18,7 @@ from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
-from mmspec.engine.engine import leases
+from mmspec.engine import leases
 from mmspec.speculation.trace import Traced
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

@@ -102,6 +102,10 @@ class LateBan(hf.TemperatureLogitsWarper):
         return scores.scatter(1, input_ids, -50.0)
 
 
+class LatePenalty(hf.RepetitionPenaltyLogitsProcessor):
+    """As its base, which knows how long each row's padding is."""
+
+
 def allowed(row, ids):
     return [(row + ids.shape[0] + k) % VOCAB for k in range(4)]
 
@@ -111,6 +115,7 @@ ENDING_ALIKE = [*((token, 9) for token in range(8)), (3, 4, 9), (9,)]
 PROCESSORS = {
     "repetition": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7)],
     "repetition, padding ignored": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 1]))],
+    "subclass, padding ignored": lambda: [LatePenalty(1.7, torch.tensor([0, 2, 1]))],
     "no repeated bigram": lambda: [hf.NoRepeatNGramLogitsProcessor(2)],
     "min length": lambda: [hf.MinLengthLogitsProcessor(7, 5)],
     "min new tokens": lambda: [hf.MinNewTokensLengthLogitsProcessor(3, 3, 5)],
@@ -148,7 +153,7 @@ PROCESSORS = {
 try:
     PROCESSORS["repetition, padding ignored"]()
 except ValueError:  # the oldest release of transformers takes one number for all rows
-    del PROCESSORS["repetition, padding ignored"]
+    del PROCESSORS["repetition, padding ignored"], PROCESSORS["subclass, padding ignored"]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -171,6 +176,25 @@ def test_processors_equal_the_unrolled_path(monkeypatch, name, seed):
                     processor = hf.PrefixConstrainedLogitsProcessor(lambda _, ids, row=b: allowed(row, ids), 1)
                 scores = processor(ids, scores)
             torch.testing.assert_close(ours[b, i], scores[0].softmax(-1))
+
+
+@pytest.mark.parametrize("order", [[2, 0], [1, 2, 0], [2]])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_rows_of_a_request_may_have_left(monkeypatch, name, order):
+    history, tree = histories_and_tree(0)
+    logits = 3 * torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(0))
+    found = []
+    for kept in (range(3), order):
+        seen = []
+        monkeypatch.setattr(ops, "quantile", lambda probs, _, seen=seen: seen.append(probs) or probs.argmax(-1))
+        rows = rows_of(Sampler(PROCESSORS[name](), do_sample=True), history)
+        choices = BatchSampler().choose([rows[b] for b in kept], tree.select(kept), logits[list(kept)])
+        host = verify_greedy(tree.select(kept), choices).host
+        found.append((dict(zip(kept, host, strict=True)), seen))
+    assert {b: found[0][0][b] for b in order} == found[1][0]
+    if len(found[0][1]) == 1:  # all nodes at once
+        alive = torch.ones_like(tree.tokens) if tree.valid is None else tree.valid
+        torch.testing.assert_close(found[1][1][0][alive[order] > 0], found[0][1][0][order][alive[order] > 0])
 
 
 def test_a_history_as_long_as_an_ngram_is_one(monkeypatch):
