@@ -275,7 +275,7 @@ class _Answer:
             criteria=extras.stopping_criteria,
             tokenizer=self.target.tokenizer,
         )
-        sampler = params.sampler(extras.logits_processor, prompt.input_ids.device)
+        sampler = params.sampler(extras.logits_processor)
         (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes)
         self.ended = False
         self._shown, self._pending = "", list[int]()

@@ -47,8 +47,15 @@ class Sequence(Sampled):
         added: when it was queued, in seconds of the clock that ``stats`` uses.
     """
 
-    def __init__(self, history: list[int], sampler: Sampler, stopper: Stopper, index: int = 0) -> None:
-        super().__init__(history, sampler, index)
+    def __init__(
+        self,
+        history: list[int],
+        sampler: Sampler,
+        stopper: Stopper,
+        index: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(history, sampler, index, generator)
         self.stopper = stopper
         self.stats = Stats()
         self.finish_reason: FinishReason | None = None
@@ -168,7 +175,11 @@ class Engine:
             UserError: another engine decodes with this target or drafter, and may never end.
         """
         histories = prompt.histories()
-        sequences = [Sequence(history, sampler, stopper, index) for index, history in enumerate(histories)]
+        generators = sampler.generators(len(histories))
+        sequences = [
+            Sequence(history, sampler, stopper, index, generator)
+            for index, (history, generator) in enumerate(zip(histories, generators, strict=True))
+        ]
         with self._changed:
             self._lease.acquire()
             self._waiting.append(_Arrival(prompt, sequences, nodes, self.target.kind(prompt)))
@@ -231,8 +242,9 @@ class Engine:
 
     def _decode(self) -> None:
         """Draft, verify, commit."""
-        began, rows, drafter = clock(), self.running, self.drafter
+        start, rows, drafter = clock(), self.running, self.drafter
         budget = self._begin()
+        began = clock()
         budget.remaining = max(row.room for row in rows) - 1
         drafting = drafter is not None and budget.drafts()
         tree = TokenTree.root(self._token)
@@ -255,7 +267,7 @@ class Engine:
         budget.observe(tree.nodes, paths, drafted - began if drafting else 0.0, verified - drafted)
         ended = clock()
         for row in rows:
-            row.stats.draft_seconds += drafted - began
+            row.stats.draft_seconds += drafted - start
             row.stats.verify_seconds += verified - drafted
             row.stats.commit_seconds += ended - verified
 

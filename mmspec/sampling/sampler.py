@@ -88,13 +88,13 @@ class SamplingParams(Checked):
     def do_sample(self) -> bool:
         return self.temperature > 0
 
-    def sampler(self, custom: Sequence[Processor] = (), device: torch.device | str = "cpu") -> Sampler:
-        """What chooses the tokens; ``custom`` as for ``processors``, ``device`` is that of the logits."""
+    def sampler(self, custom: Sequence[Processor] = ()) -> Sampler:
+        """What chooses the tokens; ``custom`` as for ``processors``."""
         values = self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
         return Sampler(
             self.processors(custom),
             do_sample=self.do_sample,
-            generator=None if self.seed is None else torch.Generator(device).manual_seed(self.seed),
+            generator=None if self.seed is None else torch.Generator().manual_seed(self.seed),
             key=None if custom else values if self.do_sample else self.repetition_penalty,
         )
 
@@ -127,7 +127,7 @@ class Sampler:
             nodes there is one per emitted token, each of which waits for the device. They may keep state between calls;
             each sequence has copies of its own. transformers' eta and top-h wait for the device, too.
         do_sample: draw from the processed distribution; False takes its argmax.
-        generator: the source of randomness, on the device of the logits; None is torch's global one.
+        generator: the source of randomness; None is torch's global one.
         key: samplers of equal keys have equal processors, which then run once for all of their rows; None: no other
             sampler's are equal.
 
@@ -162,6 +162,14 @@ class Sampler:
         self.generator = generator
         self.key = (object() if processors and key is None else key, do_sample)
 
+    def generators(self, rows: int) -> list[torch.Generator | None]:
+        """A source of randomness per row: the order in which rows draw must not change their tokens."""
+        if not self.do_sample or (rows == 1 and self.generator is not None):
+            return [self.generator] * rows
+        device = torch.device("cpu") if self.generator is None else self.generator.device
+        seeds = torch.randint(1 << 62, (rows,), generator=self.generator, device=device).tolist()
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
 
 @cache
 def _warn_once(name: str) -> None:
@@ -184,6 +192,7 @@ class Sampled:
         history: its tokens, the prompt's and the emitted ones.
         sampler: how they are chosen.
         index: its row in the request, on which some processors depend.
+        generator: its own source of randomness; None takes the sampler's.
 
     Attributes:
         prompt_length: tokens of the history when it began.
@@ -192,19 +201,28 @@ class Sampled:
         error: what ended it by mistake.
     """
 
-    def __init__(self, history: list[int], sampler: Sampler, index: int = 0) -> None:
+    def __init__(
+        self, history: list[int], sampler: Sampler, index: int = 0, generator: torch.Generator | None = None
+    ) -> None:
         self.history, self.sampler, self.index = history, sampler, index
+        self.generator = generator or sampler.generator
         self.prompt_length = len(history)
         self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
         self._uniforms = torch.empty(0)
         self._own: dict[int, Any] = {}  # by place of a processor, what serves this sequence alone
 
+    def drawn(self, count: int, device: torch.device) -> Tensor:
+        """(count,) random numbers. Generators are the host's: one seed gives the same numbers on every device."""
+        where = torch.device("cpu") if self.generator is None else self.generator.device
+        numbers = torch.rand(count, generator=self.generator, device=where)
+        return numbers if where == device else on_device(numbers.tolist(), device)
+
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """(count,) random numbers of the next tokens."""
         first = len(self.history) - self.prompt_length
         while len(self._uniforms) < first + count:
-            block = torch.rand(_BLOCK, generator=self.sampler.generator, device=device)
+            block = self.drawn(_BLOCK, device)
             self._uniforms = torch.cat([self._uniforms.to(device), block])
         return self._uniforms[first : first + count]
 
@@ -279,9 +297,7 @@ class _Group:
             return None
         if tree.draft_probs is not None:
             # One number decides about each node at its parent, another draws after a node whose children are rejected.
-            return torch.stack(
-                [torch.rand(2, tree.nodes, generator=row.sampler.generator, device=device) for row in rows]
-            )
+            return torch.stack([row.drawn(2 * tree.nodes, device).view(2, -1) for row in rows])
         uniforms = torch.stack([row.uniforms(tree.max_depth + 1, device) for row in rows])
         return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
 
@@ -290,7 +306,7 @@ class _Group:
         if numbers is None:
             return scores.max(-1).indices  # what argmax gives, ties included; on a CPU in a third of its time
         if tree.draft_probs is not None:
-            return ops.choose_drawn(tree, scores.softmax(-1), *numbers.unbind(1))
+            return ops.choosedrawn(tree, scores.softmax(-1), *numbers.unbind(1))
         return ops.quantile(scores.softmax(-1), numbers)
 
     def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:

@@ -16,15 +16,15 @@ import mmspec
 from eval.decoding.oracle import Oracle
 from eval.decoding.tiny_models import text_inputs
 from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins, sampling
-from mmspec.budget import Budget
+from mmspec.speculation.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.engine import Engine
-from mmspec.sampling import BatchSampler, Sampled, Sampler
+from mmspec.engine.engine import Engine
+from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from mmspec.sampling.processors import tree_form
-from mmspec.stopping import Stopper
+from mmspec.engine.stopping import Stopper
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
 
@@ -352,7 +352,7 @@ def test_what_cannot_be_copied():
 def test_copies_share_models_and_tokenizers():
     processor = Brackets()
     processor.model, processor.tokenizer = byte_model(), byte_tokenizer()
-    copied = mmspec.processors.copy_for_row(processor, 0)
+    copied = mmspec.sampling.processors.copy_for_row(processor, 0)
     assert copied is not processor
     assert copied.model is processor.model
     assert copied.tokenizer is processor.tokenizer
@@ -671,7 +671,7 @@ def plugged(monkeypatch):
 
 
 def test_plug_ins_serve_processors_that_the_table_does_not_know(plugged, monkeypatch):
-    monkeypatch.setattr(sampling, "_warn_once", lambda name: pytest.fail(f"{name} runs path by path"))
+    monkeypatch.setattr(sampling.sampler, "_warn_once", lambda name: pytest.fail(f"{name} runs path by path"))
     assert isinstance(tree_form(Plainly(9)), TreeProcessor)
     assert tree_form(Alternating()) is None
     assert not isinstance(tree_form(hf.TopKLogitsWarper(3)), TreeProcessor)

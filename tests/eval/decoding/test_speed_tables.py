@@ -94,6 +94,8 @@ class RootDrafter:
 
     def begin(self, prompt, step, history): ...
 
+    def select(self, rows): ...
+
     def propose(self, token, budget):
         return TokenTree.root(token)
 

@@ -10,7 +10,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.standin import save_text_model
 
-SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
+SECONDS = {"_whole_prompt": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
 REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
 
 

@@ -135,7 +135,7 @@ def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path
 
 
 def test_other_settings_in_the_same_folder_are_refused(whole, folder):
-    with pytest.raises(UserError, match=r"holds a run with rounds = 1: expected the same to go on, received 5"):
+    with pytest.raises(UserError, match=r"holds a run with rounds = 1: expected the same to resume it, received 5"):
         RunRecords(whole[0], {**json.loads((whole[0] / "settings.json").read_text()), "rounds": 5})
 
 

@@ -4,20 +4,19 @@ import pytest
 
 import mmspec.engine.engine
 from mmspec.engine.stopping import Stopper
-from mmspec.sampling.sampler import Sampler
+from mmspec.sampling.sampler import BatchSampler, Sampler
 from mmspec.speculation.budget import Budget
 from tests.decoding import decode
 from tests.mmspec.engine.test_engine import VOCAB, Fixed, TableTarget, prompt_of, said_plainly
 from tests.tiny import table_model
 
 SECONDS = {  # powers of two: any sum tells its parts
-    "prefill": 256.0,
-    "first": 128.0,
+    "prefill_chunks": 256.0,
     "begin": 64.0,
     "drafts": 32.0,
     "propose": 16.0,
     "forward_tree": 8.0,
-    "verify": 4.0,
+    "choose": 4.0,
     "commit": 2.0,
     "observe": 1.0,
 }
@@ -60,7 +59,7 @@ class Observed(Budget):
         self.calls.append((nodes, paths, draft_seconds, verify_seconds))
 
 
-def test_every_second_in_its_place(now):
+def test_every_second_in_its_place(now, monkeypatch):
     table, prompts = table_model(VOCAB), [[1, 2], [5, 4]]
     truth = [said_plainly(table, row, 9) for row in prompts]
     wrong = [next(token for token in range(VOCAB) if token != row[4]) for row in truth]
@@ -69,29 +68,36 @@ def test_every_second_in_its_place(now):
         [([wrong[0], truth[0][4]], [0, 0]), ([wrong[1]], [0])],  # the first row accepts its second sibling
     )
     target, sampler, budget = TableTarget(table), Sampler(), Observed()
-    take_time(now, target, "prefill", "forward_tree", "commit")
+    take_time(now, target, "prefill_chunks", "forward_tree", "commit")
     take_time(now, drafter, "begin", "propose", "observe")
-    take_time(now, sampler, "first", "verify")
+    choose = BatchSampler.choose
+
+    def chosen(*arguments):
+        now[0] += SECONDS["choose"]
+        return choose(*arguments)
+
+    monkeypatch.setattr(BatchSampler, "choose", chosen)
     take_time(now, budget, "drafts")
 
     *_, rows = decode(target, drafter, prompt_of(prompts), sampler, Stopper(9), budget)
     assert [row.token_ids for row in rows] == truth
     s = SECONDS
-    drafted, verified = s["drafts"] + s["propose"], s["forward_tree"] + s["verify"]
+    drafted, verified = s["drafts"] + s["propose"], s["forward_tree"] + s["choose"]
     assert budget.calls[:3] == [
         (3, [[0, 1, 2], [0, 1, 2]], drafted, verified),
         (3, [[0, 2], [0]], drafted, verified),
         (1, [[0], [0]], 0.0, verified),
     ]
     # Beyond the last tree, the drafter proposes roots.
-    assert budget.calls[3:] == [(1, [[0], [0]], drafted, verified)] * 2 + [(1, [[], [0]], drafted, verified)]
+    assert budget.calls[3:] == [(1, [[0], [0]], drafted, verified)] * 2 + [(1, [[0]], drafted, verified)]
     for row, steps in zip(rows, (5, 6), strict=True):
         stats = row.stats
         assert stats.num_spec_steps == steps
-        assert stats.prefill_seconds == stats.time_to_first_token == s["prefill"] + s["first"]
+        assert stats.prefill_seconds == s["prefill_chunks"]
+        assert stats.time_to_first_token == s["prefill_chunks"] + s["choose"]
         assert stats.draft_seconds == s["begin"] + steps * drafted - s["propose"]
         assert stats.verify_seconds == steps * verified
         assert stats.commit_seconds == steps * (s["commit"] + s["observe"])
-        parts = (stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.commit_seconds)
+        parts = (stats.time_to_first_token, stats.draft_seconds, stats.verify_seconds, stats.commit_seconds)
         assert stats.wall_seconds == sum(parts)
     assert rows[1].stats.wall_seconds == now[0]
