@@ -68,7 +68,7 @@ def check_decoding(name: str, new: int = 14) -> None:
     oracle = Oracle([guess], vocab=90, spoil=0.0)
     *_, (said,) = decode(target, oracle, prompt_of(inputs), Sampler(), Stopper(new), Budget(8, 5))
     assert len(said.token_ids) == new
-    assert said.stats.num_accepted_draft_tokens > 3
+    assert said.stats.num_accepted_draft_tokens > 2
     truth = plain_logits(exact, exact_row, said.token_ids)[:-1]
     theirs = plain_logits(model, row, said.token_ids)[:-1].float() - truth
     ours = torch.cat(seen)[:new].float() - truth

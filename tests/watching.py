@@ -83,7 +83,7 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), ne
                 paths = [[int(tree.tokens[number, i]) for i in root_path(tree, number, node)[1:]] for node in drafted]
                 expected = gains(target, b, tokens, paths)
                 found = [tree.path_probs[number][node - 1] for node in drafted]
-                assert found == pytest.approx(expected, rel=2e-3, abs=1e-6)
+                assert found == pytest.approx(expected, rel=5e-3, abs=1e-6)
         lengths.update(len(row.emitted) for row in rows)
         said = [row.token_ids for row in rows]
     if params is None:

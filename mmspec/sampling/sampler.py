@@ -306,7 +306,7 @@ class _Group:
         if numbers is None:
             return scores.max(-1).indices  # what argmax gives, ties included; on a CPU in a third of its time
         if tree.draft_probs is not None:
-            return ops.choosedrawn(tree, scores.softmax(-1), *numbers.unbind(1))
+            return ops.choose_drawn(tree, scores.softmax(-1), *numbers.unbind(1))
         return ops.quantile(scores.softmax(-1), numbers)
 
     def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:

@@ -15,16 +15,17 @@ from transformers.generation import logits_process as hf
 import mmspec
 from eval.decoding.oracle import Oracle
 from eval.decoding.tiny_models import text_inputs
-from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins, sampling
-from mmspec.speculation.budget import Budget
+from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.engine import Engine
-from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
-from mmspec.sampling.processors import tree_form
 from mmspec.engine.stopping import Stopper
+from mmspec.sampling import sampler as sampler_module
+from mmspec.sampling.processors import tree_form
+from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
+from mmspec.speculation.budget import Budget
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
 
@@ -326,7 +327,7 @@ def test_a_failure_that_plain_decoding_would_not_come_to_is_none(made, limit):
 def test_a_warning_names_the_processor_once():
     class Unknown(Alternating): ...
 
-    sampling._warn_once.cache_clear()
+    sampler_module._warn_once.cache_clear()
     try:
         with pytest.warns(
             UserWarning, match="Unknown runs path by path, which is slow: make it a mmspec.TreeProc"
@@ -337,7 +338,7 @@ def test_a_warning_names_the_processor_once():
             warnings.simplefilter("error")
             Sampler([Unknown(), Grammar()])
     finally:
-        sampling._warn_once.cache_clear()
+        sampler_module._warn_once.cache_clear()
 
 
 def test_what_cannot_be_copied():
@@ -671,7 +672,7 @@ def plugged(monkeypatch):
 
 
 def test_plug_ins_serve_processors_that_the_table_does_not_know(plugged, monkeypatch):
-    monkeypatch.setattr(sampling.sampler, "_warn_once", lambda name: pytest.fail(f"{name} runs path by path"))
+    monkeypatch.setattr(sampler_module, "_warn_once", lambda name: pytest.fail(f"{name} runs path by path"))
     assert isinstance(tree_form(Plainly(9)), TreeProcessor)
     assert tree_form(Alternating()) is None
     assert not isinstance(tree_form(hf.TopKLogitsWarper(3)), TreeProcessor)
