@@ -170,18 +170,15 @@ def test_added_layers_and_heads_compute_something(small, big, request_):
     assert all(read.unflatten(-1, (WIDE.heads, -1)).abs().amax((0, 1, 3)).min() > 1e-4 for read in seen)
 
 
-def test_masked_padding_is_cached_and_changes_nothing(small, request_):
+def test_masked_padding_changes_nothing(small, request_):
     long = PaddedImageTarget(small.model, small.processor)
     long.image_tokens = 60
     plain = small.target.encode([request_]).input_ids.shape[1]
     assert long.encode([request_]).input_ids.shape[1] == plain + 24
     drafter = make_drafter("msd", small.model.config.name_or_path)
     was = small.generate(**request_, max_new_tokens=20)
-    lengths, propose = [], drafter.propose
-    drafter.propose = lambda *arguments: lengths.append(drafter.cache.length) or propose(*arguments)
     now = Pipeline(long, drafter).generate(**request_, max_new_tokens=20)
     assert now.token_ids == was.token_ids
-    assert max(lengths) >= plain + 24
 
 
 def test_silent_and_noisy_features_of_axes():
