@@ -112,7 +112,7 @@ class Pipeline:
         target, drafter: what generation runs on; ``drafter`` may be None.
         name: how the model was asked for.
         slots: as above.
-        budgets: by batch size, what adaptive budgets have learnt of this drafter on this target.
+        budget: what the adaptive budget has learnt of this drafter on this target; None before the first draft.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Pipeline:
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.budgets: dict[int, Budget] = {}
+        self.budget: Budget | None = None
         self._searched = False  # for the target's stored cost
         self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
         self.slots = SLOT_COUNT.check("slots", slots)
@@ -241,13 +241,14 @@ class Pipeline:
             return Budget(nodes=0)
         if nodes is not None:
             return Budget(nodes)
-        if batch not in self.budgets:
+        if self.budget is None:
             if target.cost is None:
                 # On a target of its own: this one's sequences have been absorbed.
                 target.cost = cost_table(type(target)(target.model, target.processor))
             steady = kernels.fixed_shapes(target.device)
-            self.budgets[batch] = (SteadyBudget if steady else AdaptiveBudget)(target.cost, batch=batch)
-        return self.budgets[batch]
+            self.budget = (SteadyBudget if steady else AdaptiveBudget)(target.cost, batch=batch)
+        self.budget.resize(batch)
+        return self.budget
 
 
 def _cancel(made: asyncio.Future[_Answer]) -> None:

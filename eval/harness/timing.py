@@ -71,7 +71,7 @@ class Method:
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
         target: verifies; None is the pipeline's target.
         generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
-        budgets: adaptive budgets with what they have learnt.
+        budget: an adaptive budget with what it has learnt.
         seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
         lengths: by prompt, mean acceptance length.
         answers: by prompt, new tokens.
@@ -84,7 +84,7 @@ class Method:
     nodes: int | None = 0
     target: TransformersTarget | None = None
     generate_options: dict[str, Any] | None = None
-    budgets: dict[int, Budget] = field(default_factory=dict)
+    budget: Budget | None = None
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -96,12 +96,12 @@ class Method:
             self.generate_options = {}
 
     def fork(self, target: TransformersTarget) -> Method:
-        """An unmeasured copy that keeps what drafter and budgets have learnt, and learns separately from here on."""
-        drafter, budgets = lend(self.drafter, target), copy.deepcopy(self.budgets)
-        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, budgets)
+        """An unmeasured copy that keeps what drafter and budget have learnt, and learns separately from here on."""
+        drafter, budget = lend(self.drafter, target), copy.deepcopy(self.budget)
+        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, budget)
 
     def clear(self) -> None:
-        """Drop the measurements; drafter and budgets keep what they have learnt."""
+        """Drop the measurements; drafter and budget keep what they have learnt."""
         self.seconds, self.lengths, self.answers, self.tokens, self.equal = [], [], [], [], 0
 
     def column(self, name: str) -> list[float]:
@@ -228,10 +228,12 @@ def _decode(
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
     own = Pipeline(target, profiled)
-    own.budgets = method.budgets if learn else copy.deepcopy(method.budgets)
+    own.budget = method.budget if learn else copy.deepcopy(method.budget)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes)
     total = clock() - start
+    if learn:
+        method.budget = own.budget
     # Rows of a batch share their steps: the row with most steps has the times of all.
     longest = max((result.stats for result in results), key=lambda stats: stats.num_spec_steps)
     wall = max(result.stats.wall_seconds for result in results)

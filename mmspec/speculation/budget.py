@@ -94,6 +94,9 @@ class Budget:
         self.depth = depth
         self.remaining = depth
 
+    def resize(self, batch: int) -> None:
+        """Set the number of rows of the next step."""
+
     def begin(self, share: float = 1.0) -> None:
         """Requests have joined, which make up this share of the batch."""
 
@@ -121,9 +124,10 @@ class Budget:
 class AdaptiveBudget(Budget):
     """The tree size that earns most: tokens gained, less the time they cost at what time has been worth of late.
 
-    What it learns (which confidences hold, what drafting costs) outlives requests. Each request has an account of the
-    time saved against plain decoding: drafting may use up what it saved, a small credit, the cost of one draft, and
-    half of what it saved in earlier requests, so that a text that no drafter can guess costs next to nothing.
+    What it learns (which confidences hold, what drafting costs) outlives requests, and serves batches of every size.
+    Each request has an account of the time saved against plain decoding: drafting may use up what it saved, a small
+    credit, the cost of one draft, and half of what it saved in earlier requests, so that a text that no drafter can
+    guess costs next to nothing. Time is counted in plain steps of the batch, tokens per row.
 
     Args:
         cost: the target's verify time.
@@ -134,27 +138,34 @@ class AdaptiveBudget(Budget):
 
     def __init__(self, cost: CostTable, nodes: int = 64, depth: int = 16, batch: int = 1) -> None:
         super().__init__(nodes, depth)
-        self.batch = batch
         self.limit = nodes
-        self._cost = [cost(batch * cost.width(n, batch)) for n in range(1, nodes + 2)]
+        self._table = cost
+        self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
+        self.resize(batch)
         self._scale = 1.0  # measured over calibrated seconds: the prefix grows, machines slow down
-        self._draft = 0.0  # seconds of drafting per step
-        self._levels, self._level_seconds = 1, 0.0
-        self._tokens, self._seconds = float(batch), self._cost[0]  # of late: their ratio is what time is worth
+        self._draft = 0.0  # cost of drafting per step
+        self._levels, self._level = 1, 0.0  # levels of this step's tree, cost of one
+        self._tokens, self._time = 1.0, 1.0  # of late: their ratio is what time is worth
         self._accepted = [0.0] * _BINS
         self._seen = [0.0] * _BINS
         self._shown: list[list[float]] = []
         self._usual = 8.0
         self._account = 0.0
         self._steps = self._in_vain = 0  # steps in all; latest ones whose drafting did not pay
-        self._saved, self._record = 0.0, _TRIAL  # plain steps saved in this request, and lately per request
+        self._saved, self._record = 0.0, _TRIAL  # time saved in this request, and lately per request
+
+    def resize(self, batch: int) -> None:
+        if batch not in self._costs:
+            widths = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
+            self._costs[batch] = [self._table(width) for width in widths]
+        self._cost = self._costs[batch]
 
     def begin(self, share: float = 1.0) -> None:
         if self._saved:
             self._record += 0.3 * share * (self._saved - self._record)
         self._saved *= 1.0 - share
         # One draft can always be paid, or a single slow one would be the last.
-        credit = (_CREDIT + max(_CREDIT, 0.5 * self._record)) * self._cost[0] * self._scale + self._draft
+        credit = _CREDIT + max(_CREDIT, 0.5 * self._record) + self._draft
         self._account += share * (credit - self._account)
 
     def drafts(self) -> bool:
@@ -165,7 +176,7 @@ class AdaptiveBudget(Budget):
         return super().drafts() and self._account > self._extra(1) + self._draft
 
     def deeper(self, gain: float) -> bool:
-        pays = gain * self.batch * self._seconds / self._tokens > self._level_seconds
+        pays = gain * self._time / self._tokens > self._level
         self._levels += pays
         return pays
 
@@ -176,12 +187,12 @@ class AdaptiveBudget(Budget):
         """How many drafted nodes per row pay, given each row's path probabilities in descending order."""
         widest = min(self.nodes, max(map(len, gains), default=0))
         corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
-        price = _THRIFT * self._tokens / self._seconds
+        price = _THRIFT * self._tokens / self._time
         best, profit, best_profit = 0, 0.0, 0.0
         for n in range(1, widest + 1):
             if self._extra(n) + self._draft > self._account:
                 break
-            profit += sum(row[n - 1] for row in corrected if len(row) >= n)
+            profit += sum(row[n - 1] for row in corrected if len(row) >= n) / len(gains)
             if profit - price * self._extra(n) > best_profit:
                 best, best_profit = n, profit - price * self._extra(n)
         self._shown = [list(row[:best]) for row in gains]
@@ -195,21 +206,20 @@ class AdaptiveBudget(Budget):
         # A hiccup of the machine must not count as the price of a tree.
         ratio = min(max(verify_seconds / calibrated, 0.5 * self._scale), 2.0 * self._scale)
         self._scale += 0.1 * (ratio - self._scale)
+        spent = calibrated / self._cost[0]
         if draft_seconds > 0:
-            drafted = draft_seconds if not self._draft else min(draft_seconds, 3 * self._draft)
+            drafted = draft_seconds / (self._cost[0] * self._scale)
+            drafted = drafted if not self._draft else min(drafted, 3 * self._draft)
             self._draft += (0.2 if self._draft else 1.0) * (drafted - self._draft)
-            self._level_seconds = self._draft / self._levels
-        spent = calibrated * self._scale + (self._draft if draft_seconds > 0 else 0.0)
-        emitted = sum(map(len, paths))
+            self._level = self._draft / self._levels
+            spent += self._draft
+        emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
         self._tokens = _FADE * self._tokens + emitted
-        self._seconds = _FADE * self._seconds + spent
-        alive = sum(map(bool, paths))
-        plain = self._cost[0] * self._scale
-        each = emitted / max(alive, 1)
-        self._saved += each - spent / plain
+        self._time = _FADE * self._time + spent
+        self._saved += emitted - spent
         if draft_seconds > 0:
-            self._in_vain = 0 if each * plain > spent else self._in_vain + 1
-        self._account += each * plain * (1 + _CREDIT_PER_TOKEN) - spent
+            self._in_vain = 0 if emitted > spent else self._in_vain + 1
+        self._account += emitted * (1 + _CREDIT_PER_TOKEN) - spent
         for row, path in zip(self._shown, paths, strict=False):
             if not path:
                 continue  # the row has finished, which says nothing about its drafts
@@ -221,8 +231,8 @@ class AdaptiveBudget(Budget):
         self._shown = []
 
     def _extra(self, nodes: int) -> float:
-        """Seconds that a tree of so many drafted nodes costs beyond plain decoding."""
-        return (self._cost[nodes] - self._cost[0]) * self._scale
+        """What a tree of so many drafted nodes costs beyond plain decoding."""
+        return self._cost[nodes] / self._cost[0] - 1.0
 
     def _correct(self, gain: float) -> float:
         """Probability that a node of path probability ``gain`` is accepted, by what was seen so far."""
@@ -235,7 +245,8 @@ class SteadyBudget(Budget):
     at a tree's probabilities costs more than verifying it.
 
     How often the n-th likeliest node of a tree was accepted says what a tree of n nodes emits; what its steps took says
-    what that costs. Sizes not tried of late are priced by the calibrated passes, and tried again now and then.
+    what that costs, batch size by batch size. Sizes not tried of late are priced by the calibrated passes, and tried
+    again now and then.
 
     Args:
         cost: the target's verify time.
@@ -248,11 +259,19 @@ class SteadyBudget(Budget):
         self, cost: CostTable, sizes: Sequence[int] = (7, 15, 31, 63), depth: int = 12, batch: int = 1
     ) -> None:
         super().__init__(sizes[-1], depth)
-        self._seconds = {n: cost(batch * (n + 1)) + (_DRAFT * cost(batch) if n else 0.0) for n in (0, *sizes)}
+        self._table, self._sizes = cost, (0, *sizes)
+        self._spent: dict[int, dict[int, float]] = {}  # by batch size and tree size: seconds of a step
+        self.resize(batch)
         # The likeliest nodes are those of the first levels; the first steps put this right.
         self._accepted = [_GUESS / rank**0.5 for rank in range(1, sizes[-1] + 1)]
         self._tried = [0] * sizes[-1]
         self._steps = 0
+
+    def resize(self, batch: int) -> None:
+        if batch not in self._spent:
+            drafting = _DRAFT * self._table(batch)
+            self._spent[batch] = {n: self._table(batch * (n + 1)) + drafting * bool(n) for n in self._sizes}
+        self._seconds = self._spent[batch]
 
     def drafts(self) -> bool:
         self._steps += 1

@@ -106,7 +106,7 @@ def test_a_budget_learns_from_one_round_per_prompt(folder):
     pipe = mmspec.load(folder, drafter=None)
     method = Method("adaptive", RootDrafter(), None)
     compare_methods(pipe, requests(2), [method], rounds=3, max_new_tokens=11)
-    assert method.budgets[1]._steps == 2 * 10
+    assert method.budget._steps == 2 * 10
 
 
 def test_warm_up_and_measured_prompts_differ():

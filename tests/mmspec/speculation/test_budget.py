@@ -192,6 +192,25 @@ def test_a_tree_is_priced_for_all_rows(cost):
     assert taken[0] > taken[2] > 0
 
 
+@pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
+def test_the_last_rows_of_a_batch_draft(kind):
+    """Where all rows are busy plain decoding is fastest; a row that is left over drafts at once, although no request
+    has begun since."""
+    budget, gains = kind(KNEE, batch=8), [0.9**i for i in range(1, 8)]
+    budget.begin()
+    sizes = []
+    for batch in [8] * 50 + [1] * 10:
+        budget.resize(batch)
+        budget.remaining = 99
+        size = 0
+        if budget.drafts():
+            size = min(budget.nodes, 7) if kind is SteadyBudget else budget.take([gains] * batch)
+        path = list(range(size + 1))
+        budget.observe(size + 1, [path] * batch, 0.01 * (size > 0), KNEE(batch * (size + 1)))
+        sizes.append(size)
+    assert max(sizes[10:50]) < 7 <= max(sizes[50:])
+
+
 @pytest.mark.parametrize(("batch", "best"), [(1, 7), (2, 3), (8, 0)])
 def test_sizes_are_priced_for_all_rows(batch, best):
     """Up to eight tokens in all are free, and the others cost as much as plain decoding."""
