@@ -24,11 +24,15 @@ _DECAY = 0.995  # of what a bin has seen, per observation
 _FADE = 0.95  # of tokens and seconds of late, per step
 _THRIFT = 0.7  # time is priced below its worth: a look-up drafter also learns from the nodes that a tree shows it
 _TRIAL = 3.0  # plain steps that a drafter is taken to save per request before any was seen
-_PATIENCE, _RETRY = 12, 8  # after so many steps drafted in vain, draft in every so many-th one only
+_PATIENCE = 12  # steps drafted in vain, after which drafting is only tried now and then:
+_TRY, _EVERY = 4, 32  # so many steps in a row out of so many, since the first one also makes up for those before
 _DRAFT = 0.2  # of a plain step: what drafting is taken to cost before it was seen
 _GUESS = 0.6  # that the likeliest node is accepted, before any was seen
 _DECAY_RANK = 0.98  # of how often a rank was accepted, per step
 _TRY_AGAIN = 64  # steps until another size is tried
+_RATE = 0.05  # weight of the latest verify time
+_RIDGE = 0.1  # variance of sizes, in plain steps squared, below which their times do not tell much
+_LEAST = 0.2  # of a verify time: what its part that grows with the tree is taken for at least
 _CREDIT = 0.25  # plain steps that drafting may lose before it has won any
 _CREDIT_PER_TOKEN = 0.005  # and more for every token emitted
 
@@ -141,9 +145,12 @@ class AdaptiveBudget(Budget):
         self.limit = nodes
         self._table = cost
         self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
-        self.resize(batch)
-        self._scale = 1.0  # measured over calibrated seconds: the prefix grows, machines slow down
-        self._draft = 0.0  # cost of drafting per step
+        self._batch = 0  # rows for which drafting was last given new credit
+        # The line from calibrated to measured time: machines slow down, and the prefix adds to passes of every size.
+        self._slope, self._offset = 1.0, 0.0
+        self._moments = [1.0, 1.0, 1.0, 1.0]  # of late: means of x, y, x * x and x * y
+        self._draft = _DRAFT  # cost of drafting per step, where the step before has drafted, too
+        self._drafted = self._timed = False  # whether the last step has drafted; whether that cost was measured
         self._levels, self._level = 1, 0.0  # levels of this step's tree, cost of one
         self._tokens, self._time = 1.0, 1.0  # of late: their ratio is what time is worth
         self._accepted = [0.0] * _BINS
@@ -153,25 +160,33 @@ class AdaptiveBudget(Budget):
         self._account = 0.0
         self._steps = self._in_vain = 0  # steps in all; latest ones whose drafting did not pay
         self._saved, self._record = 0.0, _TRIAL  # time saved in this request, and lately per request
+        self.resize(batch)
 
     def resize(self, batch: int) -> None:
         if batch not in self._costs:
             widths = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
             self._costs[batch] = [self._table(width) for width in widths]
         self._cost = self._costs[batch]
+        if 2 * batch <= self._batch:  # what did not pay for many rows may pay for few
+            self._in_vain, self._account = 0, max(self._account, self._credit)
+        if 2 * batch <= self._batch or batch > self._batch:
+            self._batch = batch
+
+    @property
+    def _credit(self) -> float:
+        """What the account of a new request holds: one draft can always be paid, or a slow one would be the last."""
+        return _CREDIT + max(_CREDIT, 0.5 * self._record) + self._draft
 
     def begin(self, share: float = 1.0) -> None:
         if self._saved:
             self._record += 0.3 * share * (self._saved - self._record)
         self._saved *= 1.0 - share
-        # One draft can always be paid, or a single slow one would be the last.
-        credit = _CREDIT + max(_CREDIT, 0.5 * self._record) + self._draft
-        self._account += share * (credit - self._account)
+        self._account += share * (self._credit - self._account)
 
     def drafts(self) -> bool:
         self._levels = 1
         self._steps += 1
-        if self._in_vain >= _PATIENCE and self._steps % _RETRY:
+        if self._in_vain >= _PATIENCE and self._steps % _EVERY >= _TRY:
             return False
         return super().drafts() and self._account > self._extra(1) + self._draft
 
@@ -202,17 +217,17 @@ class AdaptiveBudget(Budget):
         return best
 
     def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
-        calibrated = self._cost[min(nodes, len(self._cost)) - 1]
-        # A hiccup of the machine must not count as the price of a tree.
-        ratio = min(max(verify_seconds / calibrated, 0.5 * self._scale), 2.0 * self._scale)
-        self._scale += 0.1 * (ratio - self._scale)
-        spent = calibrated / self._cost[0]
+        self._measure(self._cost[min(nodes, len(self._cost)) - 1] / self._cost[0], verify_seconds / self._cost[0])
+        spent = 1.0 + self._extra(min(nodes, len(self._cost)) - 1)
         if draft_seconds > 0:
-            drafted = draft_seconds / (self._cost[0] * self._scale)
-            drafted = drafted if not self._draft else min(drafted, 3 * self._draft)
-            self._draft += (0.2 if self._draft else 1.0) * (drafted - self._draft)
-            self._level = self._draft / self._levels
-            spent += self._draft
+            drafted = draft_seconds / (self._cost[0] * (self._slope + self._offset))
+            if self._timed:
+                drafted = min(drafted, 3 * self._draft)
+            if self._drafted:
+                self._draft += (0.2 if self._timed else 1.0) * (drafted - self._draft)
+                self._level, self._timed = self._draft / self._levels, True
+            spent += drafted
+        self._drafted = draft_seconds > 0
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
         self._tokens = _FADE * self._tokens + emitted
         self._time = _FADE * self._time + spent
@@ -230,9 +245,23 @@ class AdaptiveBudget(Budget):
                 self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
         self._shown = []
 
+    def _measure(self, calibrated: float, measured: float) -> None:
+        """Fit the line from calibrated to measured time: least squares over the latest passes. Where those were of one
+        size, half of what they took longer is taken to grow with the size."""
+        expected = self._slope * calibrated + self._offset
+        # A hiccup of the machine must not count as the price of a tree.
+        measured = min(max(measured, 0.5 * expected), 2.0 * expected)
+        latest = (calibrated, measured, calibrated**2, calibrated * measured)
+        self._moments = [m + _RATE * (new - m) for m, new in zip(self._moments, latest, strict=True)]
+        x, y, xx, xy = self._moments
+        usual = 0.5 * (1.0 + y / x)
+        slope = (max(xy - x * y, 0.0) + _RIDGE * usual) / (xx - x * x + _RIDGE)
+        self._slope = min(max(slope, _LEAST * y / x), y / x / _LEAST)
+        self._offset = y - self._slope * x
+
     def _extra(self, nodes: int) -> float:
         """What a tree of so many drafted nodes costs beyond plain decoding."""
-        return self._cost[nodes] / self._cost[0] - 1.0
+        return self._slope * (self._cost[nodes] / self._cost[0] - 1.0) / (self._slope + self._offset)
 
     def _correct(self, gain: float) -> float:
         """Probability that a node of path probability ``gain`` is accepted, by what was seen so far."""
