@@ -13,12 +13,9 @@ import click
 import mmspec
 from eval.harness.output import write_text
 from eval.harness.prompts import held_out_requests
-from mmspec import plugins
 from mmspec.cli.options import OUT_FILE
-from mmspec.errors import UserError
 from mmspec.speculation.picture import draw_tree
-from mmspec.speculation.trace import JudgedTree, Traced
-from mmspec.targets.loading import make_drafter
+from mmspec.speculation.trace import JudgedTree
 
 _MAX_DEPTH = 6  # deeper trees are too wide to read
 
@@ -30,17 +27,12 @@ _MAX_DEPTH = 6  # deeper trees are too wide to read
 @click.option("--nodes", default=12, show_default=True)
 def main(model: str, drafter: str, out: Path, nodes: int) -> None:
     """Draw the most instructive step of held-out captions as SVG."""
-    folder = plugins.find("models", model)() if model in plugins.names("models") else model
-    loaded = make_drafter(drafter, str(folder))
-    if loaded is None:
-        raise UserError("expected a drafter, received none")
-    traced = Traced(loaded)
-    pipe = mmspec.load(model, drafter=traced)
+    pipe = mmspec.load(model, drafter)
     seen: list[JudgedTree] = []
     for request in held_out_requests(images=8, videos=0):
-        pipe.generate(**request, nodes=nodes)
+        trees = pipe.generate(**request, nodes=nodes, trace=True).trees
         ends = set(pipe.target.tokenizer.all_special_ids)
-        seen += [tree for tree in traced.rows[0] if ends.isdisjoint([*tree.tokens, tree.bonus])]
+        seen += [tree for tree in trees if ends.isdisjoint([*tree.tokens, tree.bonus])]
     step = max(seen, key=_instructiveness)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, draw_tree(step, pipe.target.tokenizer.decode))

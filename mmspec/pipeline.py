@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
 
@@ -21,6 +21,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.speculation.calibrate import cost_table, stored_cost
+from mmspec.speculation.trace import JudgedTree
 from mmspec.targets.loading import load_target, make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -32,23 +33,27 @@ class Generation:
     """One answer.
 
     ``token_ids`` are the tokens as generated. ``text`` is what the tokenizer decodes them to, up to a stop string, and
-    without the blank that some chat templates put before an answer ("ASSISTANT: answer").
+    without the blank that some chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified
+    trees, one per step, of a call with ``trace=True``.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
+    trees: list[JudgedTree] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a streamed answer; the last one carries ``finish_reason`` and ``stats``."""
+    """A part of a streamed answer; the last one carries ``finish_reason`` and ``stats``. ``trees`` are those of the
+    answer so far, of a call with ``trace=True``."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
+    trees: list[JudgedTree] = field(default_factory=list, repr=False)
 
 
 def load(
@@ -158,7 +163,7 @@ class Pipeline:
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
                 ``seed``, ...), ``nodes`` (tree size per step; None takes the size that is expected to be fastest),
                 ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
-                (per video).
+                (per video), ``trace`` (record the verified trees).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt beyond the context limit.
@@ -277,7 +282,7 @@ class _Answer:
             tokenizer=self.target.tokenizer,
         )
         sampler = params.sampler(extras.logits_processor)
-        (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes)
+        (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes, trace=extras.trace)
         self.ended = False
         self._shown, self._pending = "", list[int]()
 
@@ -288,8 +293,8 @@ class _Answer:
 
     def whole(self) -> Generation:
         """The answer, once its sequence has ended."""
-        ids = self.sequence.token_ids
-        return Generation(self.text(ids), ids, self.sequence.finish_reason or "length", self.sequence.stats)
+        one, ids = self.sequence, self.sequence.token_ids
+        return Generation(self.text(ids), ids, one.finish_reason or "length", one.stats, one.trees or [])
 
     def next(self) -> Piece | None:
         """Wait for the next tokens; None where they add no whole character yet."""
@@ -302,7 +307,8 @@ class _Answer:
         text = self.text(sequence.token_ids, final=reason is not None)
         if reason is None and len(text) <= len(self._shown):
             return None
-        piece = Piece(text[len(self._shown) :], self._pending, reason, sequence.stats if reason else None)
+        stats, trees = sequence.stats if reason else None, list(sequence.trees or ())
+        piece = Piece(text[len(self._shown) :], self._pending, reason, stats, trees)
         self._shown, self._pending = text, []
         return piece
 

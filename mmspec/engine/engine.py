@@ -22,6 +22,7 @@ from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from mmspec.speculation.budget import Budget
+from mmspec.speculation.trace import JudgedTree, judge
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import verify_greedy
 from mmspec.targets.target import Prompt, Step, Target
@@ -45,6 +46,7 @@ class Sequence(Sampled):
         finish_reason: set when it has ended.
         cancelled: nobody wants the rest of it.
         added: when it was queued, in seconds of the clock that ``stats`` uses.
+        trees: its verified trees, one per step; None if they are not recorded.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Sequence(Sampled):
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.added = clock()
+        self.trees: list[JudgedTree] | None = None
         self._taken = len(history)
 
     @property
@@ -162,7 +165,9 @@ class Engine:
         lease.acquire()
         lease.release()
 
-    def add(self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None) -> list[Sequence]:
+    def add(
+        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None, *, trace: bool = False
+    ) -> list[Sequence]:
         """Queue prompts for decoding; those of one call join at the same time.
 
         Args:
@@ -170,6 +175,7 @@ class Engine:
             sampler, stopper: how their tokens are chosen, and when they end.
             nodes: drafted nodes per step; None takes as many as are expected to be fastest. Sequences that differ in it
                 do not decode together.
+            trace: record the verified trees.
 
         Raises:
             UserError: another engine decodes with this target or drafter, and may never end.
@@ -180,6 +186,8 @@ class Engine:
             Sequence(history, sampler, stopper, index, generator)
             for index, (history, generator) in enumerate(zip(histories, generators, strict=True))
         ]
+        for sequence in sequences:
+            sequence.trees = [] if trace else None
         with self._changed:
             self._lease.acquire()
             self._waiting.append(_Arrival(prompt, sequences, nodes, self.target.kind(prompt)))
@@ -255,6 +263,9 @@ class Engine:
         verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
         accepted = verdict.host
         verified = clock()
+        for number, row in enumerate(rows):
+            if row.trees is not None:
+                row.trees.append(judge(tree, number, verdict, step))
         self.target.commit(verdict)
         for row, drafts, (path, tokens) in zip(rows, tree.drafted, accepted, strict=True):
             emitted = row.keep(path, tokens)

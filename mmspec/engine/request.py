@@ -34,11 +34,13 @@ class Extras(Checked):
         nodes: drafted nodes per step; None takes as many as are expected to be fastest.
         logits_processor: as for transformers' ``generate``, or tree processors.
         stopping_criteria: as for transformers' ``generate``.
+        trace: record the verified trees.
     """
 
     nodes: int | None = option(None, NODES)
     logits_processor: Sequence[Any] = option((), _PROCESSORS)
     stopping_criteria: Sequence[Any] = option((), _FUNCTIONS)
+    trace: bool = option(False, Rule("True or False", lambda value: isinstance(value, bool)))
 
 
 @dataclass(frozen=True)

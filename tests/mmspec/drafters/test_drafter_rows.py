@@ -23,7 +23,6 @@ from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs, kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.speculation.budget import Budget
-from mmspec.speculation.trace import Traced
 from mmspec.targets.target import Prompt
 from ssm.drafters.mamba import Mamba
 from tests.device import Replayed, as_launches
@@ -148,7 +147,6 @@ DRAFTERS = {
     "mamba": lambda model: Mamba(mamba_network(), torch.arange(70), top_k=3, depth=4, total_tokens=12),
     "recycle": frozen_recycle,
     "msd+ngram": lambda model: Union([DRAFTERS["msd"](model), Ngram()]),
-    "traced mamba": lambda model: Traced(DRAFTERS["mamba"](model)),
 }
 
 

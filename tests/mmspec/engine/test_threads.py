@@ -19,7 +19,6 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.engine import leases
-from mmspec.speculation.trace import Traced
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -67,7 +66,7 @@ def shared_pipelines(kind):
         one = target()
         return [Pipeline(one, drafter), Pipeline(one, Ngram()), Pipeline(one)]
     if kind == "drafter":
-        return [pipeline(drafter), pipeline(Traced(drafter)), pipeline(drafter)]
+        return [pipeline(drafter), pipeline(Union([drafter, Ngram()])), pipeline(drafter)]
     return [pipeline(drafter), pipeline(Ngram()), pipeline()]  # one model, everything else apart
 
 

@@ -6,7 +6,6 @@ import torch
 from mmspec import Pipeline
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.speculation.trace import Traced
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -19,12 +18,12 @@ def pipeline(drafter):
 
 @pytest.mark.parametrize("make", [Ngram, Recycle])
 def test_the_steps_spell_the_answer(make):
-    traced = Traced(make())
-    answer = pipeline(traced).generate(PROMPT, max_new_tokens=30, nodes=6)
+    answer = pipeline(make()).generate(PROMPT, max_new_tokens=30, nodes=6, trace=True)
     untraced = pipeline(make()).generate(PROMPT, max_new_tokens=30, nodes=6)
     assert answer.token_ids == untraced.token_ids
     assert answer.stats.accept_lengths == untraced.stats.accept_lengths
-    (steps,) = traced.rows
+    steps = answer.trees
+    assert untraced.trees == []
     assert len(steps) == answer.stats.num_spec_steps
     said = answer.token_ids[:1]
     for step in steps:
@@ -35,11 +34,10 @@ def test_the_steps_spell_the_answer(make):
 
 
 def test_probabilities_are_the_models_own():
-    traced = Traced(Recycle())
-    answer = pipeline(traced).generate(PROMPT, max_new_tokens=30, nodes=6)
+    answer = pipeline(Recycle()).generate(PROMPT, max_new_tokens=30, nodes=6, trace=True)
     prefix = byte_tokenizer()(PROMPT)["input_ids"] + answer.token_ids[:1]
     checked = 0
-    for step in traced.rows[0]:
+    for step in answer.trees:
         for node, parent in enumerate(step.parents):
             if node:
                 above = [parent]
@@ -58,9 +56,8 @@ def test_probabilities_are_the_models_own():
 
 
 def test_guesses_are_shares_of_their_parents():
-    traced = Traced(Ngram())
-    pipeline(traced).generate(PROMPT, max_new_tokens=30, nodes=6)
-    drafted = [step for step in traced.rows[0] if len(step.tokens) > 1]
+    answer = pipeline(Ngram()).generate(PROMPT, max_new_tokens=30, nodes=6, trace=True)
+    drafted = [step for step in answer.trees if len(step.tokens) > 1]
     assert drafted
     for step in drafted:
         assert step.guesses is not None
@@ -70,15 +67,20 @@ def test_guesses_are_shares_of_their_parents():
             assert sum(shares) <= 1 + 1e-6
 
 
-def test_each_row_and_request_has_its_own():
-    traced = Traced(Recycle())
-    pipe = pipeline(traced)
+def test_each_row_has_its_own():
+    pipe = pipeline(Recycle())
     requests = [{"prompt": "a"}, {"prompt": "The second one"}]
-    rows = pipe.generate_batch(requests, max_new_tokens=12, nodes=6)
-    for row, steps in zip(rows, traced.rows, strict=True):
+    rows = pipe.generate_batch(requests, max_new_tokens=12, nodes=6, trace=True)
+    rows.append(pipe.generate("b", max_new_tokens=3, trace=True))
+    for row in rows:
         said = row.token_ids[:1]
-        for step in steps:
+        for step in row.trees:
             said += [*(step.tokens[node] for node in step.path[1:]), step.bonus]
         assert said[: len(row.token_ids)] == row.token_ids
-    pipe.generate("b", max_new_tokens=3, nodes=6)
-    assert len(traced.rows) == 1
+
+
+def test_pieces_carry_the_trees_so_far():
+    pieces = list(pipeline(Ngram()).stream(PROMPT, max_new_tokens=12, nodes=6, trace=True))
+    counts = [len(piece.trees) for piece in pieces]
+    assert counts == sorted(counts)
+    assert counts[-1] == pieces[-1].stats.num_spec_steps > 1
