@@ -1,11 +1,11 @@
-"""Cache of loaded models with their drafters; requests run one at a time."""
+"""Loaded models with an engine per drafter: requests decode together, except for races."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
-from threading import RLock
+from collections.abc import Callable, Iterator
+from threading import Condition, RLock
 from typing import Any, TypeVar
 
 import torch
@@ -13,24 +13,27 @@ from rich.console import Console
 
 from mmspec import plugins
 from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
-from mmspec.drafters.drafter import Drafter, lend
+from mmspec.drafters.drafter import learns
+from mmspec.drafters.per_sequence import PerSequence
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.budget import Budget
 from mmspec.speculation.calibrate import cost_table
-from mmspec.speculation.trace import Traced
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 
+RUNNING = 8
+"""Requests that are answered at the same time; further ones wait in gradio's queue."""
+
 _DRAFTERS = 4  # cached drafters per model
+_POLL = 0.5  # seconds after which a request that waits for its turn can be cancelled
 
 
 class LoadedModel:
-    """One model with a cache of its drafters.
+    """One model with a cache of pipelines, one per drafter.
 
-    A drafter that learns is copied for each request: otherwise one visitor's tokens would show up in another's draft
+    A drafter that learns is copied for each sequence: otherwise one visitor's tokens would show up in another's draft
     trees, and repeated requests would be drafted from memory.
 
     Attributes:
@@ -41,10 +44,11 @@ class LoadedModel:
     def __init__(self, target: TransformersTarget, name: str) -> None:
         self.target = target
         self.name = name
-        self._drafters: OrderedDict[str, tuple[Drafter | None, dict[int, Budget]]] = OrderedDict()
+        self._pipelines: OrderedDict[str, Pipeline] = OrderedDict()
+        self._lock = RLock()
 
     def pipeline(self, drafter: str) -> Pipeline:
-        """A pipeline with a traced drafter and the adaptive budgets of earlier requests.
+        """The pipeline of a drafter, made if it is not cached. Threads may share it.
 
         Args:
             drafter: as for ``mmspec.load``.
@@ -52,33 +56,20 @@ class LoadedModel:
         Raises:
             UserError: the drafter is unknown, or made for another model.
         """
-        cached, budgets = self._get_drafter(drafter)
-        lent = lend(cached, self.target)
-        pipe = Pipeline(self.target, None if lent is None else Traced(lent), self.name)
-        pipe.budgets = budgets
-        return pipe
+        with self._lock:
+            return _cached(self._pipelines, drafter, _DRAFTERS, self.open)
 
-    def plain_pipeline(self) -> Pipeline:
-        """A plain decoding pipeline that shares the weights but not the caches, to run interleaved with another."""
+    def open(self, name: str) -> Pipeline:
+        """A new pipeline; see ``pipeline``."""
+        drafter = make_drafter(name, str(self.target.model.config.name_or_path))
+        # Of its own, as targets hold sequences; they share the weights.
         target = type(self.target)(self.target.model, self.target.processor)
         target.cost = self.target.cost
-        return Pipeline(target, None, self.name)
-
-    def drafter_label(self, drafter: str) -> str:
-        """The registered name of a drafter, or "none"."""
-        return drafter_name(self._get_drafter(drafter)[0]) or "none"
-
-    def _get_drafter(self, name: str) -> tuple[Drafter | None, dict[int, Budget]]:
-        if name not in self._drafters:
-            self._drafters[name] = make_drafter(name, str(self.target.model.config.name_or_path)), {}
-            while len(self._drafters) > _DRAFTERS:
-                self._drafters.popitem(last=False)
-        self._drafters.move_to_end(name)
-        return self._drafters[name]
+        return Pipeline(target, PerSequence(drafter) if drafter and learns(drafter) else drafter, self.name)
 
 
 class ModelCache:
-    """LRU cache of loaded models.
+    """LRU cache of loaded models, and the order of requests to them.
 
     Args:
         capacity: maximum number of models in memory.
@@ -90,8 +81,9 @@ class ModelCache:
         self._options: dict[str, Any] = {"device": device, "dtype": dtype}
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._threads = torch.get_num_threads()
-        self._lock = RLock()  # a garbage-collected request is closed in any thread
-        self._work: Generator[Any, None, None] | None = None  # the latest request's
+        self._lock = RLock()
+        self._requests: list[list[bool]] = []  # in the order of arrival, whether each must run alone
+        self._changed = Condition()  # on a re-entrant lock: a garbage-collected request ends in any thread
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -104,38 +96,60 @@ class ModelCache:
         """
         if not name:
             raise UserError(f"choose a model: expected {', '.join(plugins.names('models'))}, a folder or a hub id")
-        if name not in self._loaded:
-            while len(self._loaded) >= self.capacity:
-                self._loaded.popitem(last=False)
-            target = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options).target
-            target.cost = cost_table(target)
-            self._loaded[name] = LoadedModel(target, name)
-        self._loaded.move_to_end(name)
-        loaded = self._loaded[name]
+        with self._lock:
+            loaded = _cached(self._loaded, name, self.capacity, self._load)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1 if loaded.target.model.num_parameters() < SINGLE_THREADED else self._threads)
         return loaded
 
-    def one_at_a_time(self, work: Generator[T, None, None]) -> Iterator[T]:
-        """Run a request's steps while no other request's steps run.
+    def _load(self, name: str) -> LoadedModel:
+        target = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options).target
+        target.cost = cost_table(target)
+        return LoadedModel(target, name)
 
-        The server runs requests one after the other, so that one which is unfinished when the next begins was
-        cancelled: it is closed, which frees the model for the next.
+    def in_turn(self, work: Iterator[T], waiting: T, *, alone: bool = False) -> Iterator[T]:
+        """Run a request together with others, or while no other runs.
+
+        Requests that arrive after one that must run alone begin when it has ended.
+
+        Args:
+            work: the request's steps. Closing the iterator that is returned ends it.
+            waiting: yielded now and then until it begins.
         """
-        with self._lock:
-            if self._work is not None:
-                self._work.close()
-            self._work = work
-        ended: Any = object()
+        request = [alone]
+        with self._changed:
+            self._requests.append(request)
         try:
-            while True:
-                with self._lock:
-                    if self._work is not work:
-                        return
-                    result = next(work, ended)
-                if result is ended:
-                    return
-                yield result
+            while not self._may_run(request):
+                yield waiting
+            yield from work
         finally:
-            with self._lock:
-                work.close()
+            with self._changed:
+                self._requests = [one for one in self._requests if one is not request]
+                self._changed.notify_all()
+
+    def _may_run(self, request: list[bool]) -> bool:
+        """Whether a request may begin, after a wait of ``_POLL`` seconds at most."""
+
+        def free() -> bool:
+            place = next(place for place, one in enumerate(self._requests) if one is request)
+            earlier = self._requests[:place]
+            return not earlier if request[0] else [True] not in earlier
+
+        with self._changed:
+            return self._changed.wait_for(free, _POLL)
+
+
+def label(pipe: Pipeline) -> str:
+    """The registered name of a pipeline's drafter, or "none"."""
+    return drafter_name(pipe.drafter) or "none"
+
+
+def _cached(entries: OrderedDict[str, T], name: str, capacity: int, make: Callable[[str], T]) -> T:
+    """An entry of an LRU cache. The oldest is dropped before a new one is made: both might not fit into memory."""
+    if name not in entries:
+        while len(entries) >= capacity:
+            entries.popitem(last=False)
+        entries[name] = make(name)
+    entries.move_to_end(name)
+    return entries[name]

@@ -13,6 +13,7 @@ import gradio as gr
 from demos import endpoints, samples, views
 from demos.answer_details import AnswerDetails, answer_details, plots_html, tree_html
 from demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, ChatRequest, Kind
+from demos.models import RUNNING
 from demos.service import Service
 from demos.streaming import StreamedAnswer
 from demos.uploads import ImageUpload, VideoUpload
@@ -25,7 +26,11 @@ TITLE = (
 )
 _DETAILS = "<h2>Draft trees <span>of the latest speculative answer, pass by pass; hover over a node</span></h2>"
 _IDLE_SECONDS = 1800  # after which an idle visitor's conversation is dropped
-_MODEL_QUEUE: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
+_MODEL_QUEUE: dict[str, Any] = {
+    "concurrency_id": "model",
+    "concurrency_limit": RUNNING,
+    "api_visibility": "private",
+}
 _EXAMPLES: dict[str, Any] = {"label": "Examples", "api_visibility": "private"}
 _UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
@@ -66,7 +71,7 @@ def build(service: Service, folder: Path) -> gr.Blocks:
             with gr.Tab(kind.capitalize(), id=kind):
                 _Tab(service, kind, folder)
         endpoints.add_endpoints(service, _MODEL_QUEUE)
-    page.queue(max_size=16, default_concurrency_limit=1)
+    page.queue(max_size=4 * RUNNING, default_concurrency_limit=1)
     return page
 
 

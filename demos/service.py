@@ -18,7 +18,7 @@ _log = logging.getLogger("mmspec.demo")
 
 
 class Service:
-    """Answers requests, one at a time.
+    """Answers requests: together, but for races.
 
     Args:
         models: cache of loaded models.
@@ -33,17 +33,16 @@ class Service:
 
     def answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         """Stream an answer. All errors are raised as ``UserError``."""
-        return self.models.one_at_a_time(_user_errors(self._answer(chat)))
+        return self.models.in_turn(_user_errors(self._answer(chat)), StreamedAnswer(chat.model, chat.drafter))
 
     def race(self, chat: ChatRequest) -> Iterator[Race]:
-        """Stream a race of speculative and plain decoding; see ``answer``."""
-        return self.models.one_at_a_time(_user_errors(self._race(chat)))
+        """Stream a race of speculative and plain decoding, while no other request runs; see ``answer``."""
+        waiting = Race(StreamedAnswer(chat.model, chat.drafter), StreamedAnswer(chat.model, "none"), waiting=True)
+        return self.models.in_turn(_user_errors(self._race(chat)), waiting, alone=True)
 
     def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         chat, request, keywords = self._prepare(chat)
-        loaded = self.models.get(chat.model)
-        pipe = loaded.pipeline(chat.drafter)
-        yield from stream_answer(pipe, loaded.drafter_label(chat.drafter), request, keywords)
+        yield from stream_answer(self.models.get(chat.model).pipeline(chat.drafter), request, keywords)
 
     def _race(self, chat: ChatRequest) -> Iterator[Race]:
         chat, request, keywords = self._prepare(chat)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any, Literal
 
-from demos.models import LoadedModel
+from demos.models import LoadedModel, label
 from mmspec.compare import Difference, first_difference
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason
 from mmspec.pipeline import Piece, Pipeline
-from mmspec.speculation.trace import JudgedTree, Traced
+from mmspec.speculation.trace import JudgedTree
 
 Origin = Literal["first", "accepted", "bonus", "plain"]
 
@@ -62,14 +62,9 @@ class StreamedAnswer:
     def finished(self) -> bool:
         return self.stats is not None
 
-    def append(self, piece: Piece, steps: list[JudgedTree], decode: Callable[[list[int]], str]) -> None:
-        """Append a piece of the pipeline's stream.
-
-        Args:
-            steps: all verified trees so far.
-            decode: decodes token ids to text.
-        """
-        self.steps = list(steps)
+    def append(self, piece: Piece, decode: Callable[[list[int]], str]) -> None:
+        """Append a piece of the pipeline's stream; ``decode`` decodes token ids to text."""
+        self.steps = piece.trees
         self.text += piece.text
         origins = self._token_origins(len(self.token_ids) + len(piece.token_ids))
         shown = "".join(token.text for token in self.tokens)
@@ -92,27 +87,22 @@ class StreamedAnswer:
         return found
 
 
-def stream_answer(
-    pipe: Pipeline, drafter: str, request: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> Iterator[StreamedAnswer]:
+def stream_answer(pipe: Pipeline, request: Mapping[str, Any], keywords: Mapping[str, Any]) -> Iterator[StreamedAnswer]:
     """Answer a request; yields the same ``StreamedAnswer`` after every piece.
 
     Args:
-        pipe: a pipeline with a traced drafter, or without one.
-        drafter: name of the drafter in the answer.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
-    answer = StreamedAnswer(pipe.name, drafter, pipe.target.tokenizer.decode)
-    pieces = pipe.stream(**request, **keywords)
+    answer = StreamedAnswer(pipe.name, label(pipe), pipe.target.tokenizer.decode)
+    pieces = pipe.stream(**request, **keywords, trace=pipe.drafter is not None)
     while True:
         start = clock()
         piece = next(pieces, None)
         answer.seconds += clock() - start
         if piece is None:
             return
-        steps = pipe.drafter.rows[0] if isinstance(pipe.drafter, Traced) and pipe.drafter.rows else []
-        answer.append(piece, steps, pipe.target.decode)
+        answer.append(piece, pipe.target.decode)
         yield answer
 
 
@@ -125,6 +115,7 @@ class Race:
         end_to_end_ratio: speedup of the whole request, image preprocessing and prefill included.
         equal: whether the tokens are equal.
         difference: the first difference, if any.
+        waiting: whether other requests have to end first.
     """
 
     speculative: StreamedAnswer
@@ -133,6 +124,7 @@ class Race:
     end_to_end_ratio: float | None = None
     equal: bool | None = None
     difference: Difference | None = None
+    waiting: bool = False
 
     @property
     def finished(self) -> bool:
@@ -143,16 +135,16 @@ def race(loaded: LoadedModel, drafter: str, request: Mapping[str, Any], keywords
     """Answer a request with speculative and plain decoding, interleaved step by step and timed separately.
 
     The method that has used less time so far takes the next step, so that both run under the same conditions and
-    neither slows the other down. Both are warmed up first.
+    neither slows the other down; nothing else may decode meanwhile. Both are warmed up first.
     """
-    label = loaded.drafter_label(drafter)
-    for pipe in (loaded.pipeline(drafter), loaded.plain_pipeline()):
+    speculative, plain = loaded.pipeline(drafter), loaded.open("none")
+    for pipe in (speculative, plain):
         pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
     running = {
-        "plain": stream_answer(loaded.plain_pipeline(), "none", request, keywords),
-        "speculative": stream_answer(loaded.pipeline(drafter), label, request, keywords),
+        "plain": stream_answer(plain, request, keywords),
+        "speculative": stream_answer(speculative, request, keywords),
     }
-    result = Race(StreamedAnswer(loaded.name, label), StreamedAnswer(loaded.name, "none"))
+    result = Race(StreamedAnswer(loaded.name, label(speculative)), StreamedAnswer(loaded.name, "none"))
     while running:
         method = min(running, key=lambda name: getattr(result, name).seconds)
         answer = next(running[method], None)

@@ -60,7 +60,8 @@ def conversation_html(
     """
     turns = [_turn_html(user, html) for user, html in history]
     if prompt:
-        turns.append(_turn_html(prompt, tokens_html(answer.tokens) if answer else '<span class="mm-wait">…</span>'))
+        text = tokens_html(answer.tokens) if answer else ""
+        turns.append(_turn_html(prompt, text or '<span class="mm-wait">…</span>'))
     hint = "The answer appears here. Take an example or bring your own, then press Ask."
     body = "".join(turns) or f'<p class="mm-empty">{hint}</p>'
     stats = stats_html(answer) if answer and answer.stats else ""
@@ -104,7 +105,8 @@ def race_html(race: Race | None, note: str = "", limits: str = "") -> str:
         return f'<p class="mm-empty">{hint}</p>{note_html(note)}'
     longest = max(len(race.speculative.token_ids), len(race.plain.token_ids), 1)
     lanes = _lane("Speculative", race.speculative, longest) + _lane("Plain", race.plain, longest)
-    verdict = _verdict(race) if race.finished else '<p class="mm-verdict">racing…</p>'
+    state = "waiting until other requests have ended…" if race.waiting else "racing…"
+    verdict = _verdict(race) if race.finished else f'<p class="mm-verdict">{state}</p>'
     return f'<div class="mm-lanes">{lanes}</div>{LEGEND}{_limits_html(limits)}{verdict}{_TIMING}{note_html(note)}'
 
 

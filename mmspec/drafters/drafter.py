@@ -113,7 +113,10 @@ def fork(drafter: Drafter | None, target: Target) -> Any:
 
 def members(drafter: Drafter | None) -> list[Drafter]:
     """The drafters whose trees a drafter merges; most are their own only member."""
-    return [] if drafter is None else getattr(drafter, "drafters", [drafter])
+    if drafter is None:
+        return []
+    parts = getattr(drafter, "drafters", None)
+    return [drafter] if parts is None else [one for part in parts for one in members(part)]
 
 
 def learns(drafter: Drafter | None) -> bool:

@@ -22,8 +22,8 @@ TIMEOUT = 600  # seconds; reached only if something hangs
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
     """Run a demo server; yields its address."""
-    catalog = options.pop("catalog", None) or make_catalog()
-    with run_server(ModelCache(device="cpu"), catalog, server_port=0, **options) as page:
+    given = {"models": ModelCache(device="cpu"), "catalog": make_catalog(), "server_port": 0, **options}
+    with run_server(**given) as page:
         yield page.local_url
 
 

@@ -1,13 +1,15 @@
-"""Tests of the model cache, of sequential requests and of races."""
+"""Tests of the model cache, of requests that decode together and of races."""
 
 import gc
 import weakref
-from itertools import zip_longest
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, zip_longest
+from threading import Barrier
 
 import pytest
 
 from demos import models as models_module
-from demos.models import LoadedModel, ModelCache
+from demos.models import LoadedModel, ModelCache, label
 from demos.streaming import StreamedAnswer, race, stream_answer
 from mmspec import Pipeline, UserError
 from mmspec.drafters.recycle import Recycle
@@ -38,6 +40,7 @@ def models(monkeypatch):
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
     monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
+    monkeypatch.setattr(models_module, "_POLL", 0.01)
     made = ModelCache(capacity=2)
     made.opened = opened
     return made
@@ -62,31 +65,79 @@ def test_least_recently_used_model_is_evicted(models):
 
 def test_requests_do_not_share_learned_drafts():
     loaded = LoadedModel(target(), "bytes")
-    one, other = loaded.pipeline("recycle"), loaded.pipeline("recycle")
-    one.generate(**REQUEST, **KEYWORDS)
-    assert isinstance(one.drafter.drafter, Recycle)
-    assert one.drafter.drafter.entries > 0 == other.drafter.drafter.entries
-    assert loaded.pipeline("recycle").drafter.drafter.entries == 0
-    assert one.budgets is other.budgets
+    pipe = loaded.pipeline("recycle")
+    assert loaded.pipeline("recycle") is pipe
+    first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
+    assert first.trees == again.trees
+    assert first.stats.num_draft_tokens > 0
+    (table,) = pipe.drafter.drafters
+    assert isinstance(table, Recycle)
+    assert table.entries == 0
     assert loaded.pipeline("none").drafter is None
-    assert (loaded.drafter_label("auto"), loaded.drafter_label("none")) == ("recycle", "none")
+    assert [label(loaded.pipeline(name)) for name in ("auto", "none", "recycle+ngram")] == [
+        "recycle",
+        "none",
+        "recycle+ngram",
+    ]
     with pytest.raises(UserError, match="drafter"):
         loaded.pipeline("nonsense")
 
 
-def test_new_request_cancels_an_unfinished_one(models):
+@pytest.mark.parametrize("drafter", ["recycle", "ngram", "none"])
+def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(drafter, models):
+    """Streams in two threads, one of them dropped half-way; the slots are free afterwards."""
+    pipe, batches = models.get("a").pipeline(drafter), []
+    budget = pipe.engine._budget
+    pipe.engine._budget = lambda batch, nodes: batches.append(batch) or budget(batch, nodes)
+    both = Barrier(2)
+
+    def visit(prompt, pieces=None):
+        work = stream_answer(models.get("a").pipeline(drafter), {"prompt": prompt}, KEYWORDS)
+        answers = models.in_turn(work, None)
+        running = (answer for answer in answers if answer is not None)
+        next(running)
+        both.wait(60)
+        *_, last = islice(running, pieces)
+        answers.close()
+        return last
+
+    with ThreadPoolExecutor(2) as pool:
+        visits = [pool.submit(visit, "abcabcabd"), pool.submit(visit, "one, two, one, two", 2)]
+        whole, part = (one.result(timeout=300) for one in visits)
+    alone = [Pipeline(target()).generate(prompt, **KEYWORDS) for prompt in ("abcabcabd", "one, two, one, two")]
+    assert whole.token_ids == alone[0].token_ids
+    assert whole.finish_reason == "length"
+    assert 0 < len(part.token_ids) < 40
+    assert part.token_ids == alone[1].token_ids[: len(part.token_ids)]
+    assert max(batches) == 2
+    assert pipe.engine.running == []
+
+
+def test_a_race_runs_alone(models):
+    """It waits for earlier requests, and later ones for it."""
     done = []
 
     def work(name):
-        for step in range(3):
+        for step in range(2):
             done.append((name, step))
             yield step
 
-    cancelled = models.one_at_a_time(work("cancelled"))
-    assert next(cancelled) == 0
-    assert list(models.one_at_a_time(work("next"))) == [0, 1, 2]
-    assert list(cancelled) == []
-    assert ("cancelled", 1) not in done
+    requests = {name: models.in_turn(work(name), "waiting", alone=name == "race") for name in ("a", "b", "race", "c")}
+    assert [next(requests[name]) for name in ("a", "b", "race", "c")] == [0, 0, "waiting", "waiting"]
+    assert list(requests["a"]) == [1]
+    assert next(requests["race"]) == "waiting"
+    requests["b"].close()
+    assert [next(requests["race"]), next(requests["c"])] == [0, "waiting"]
+    assert list(requests["race"]) == [1]
+    assert list(requests["c"]) == [0, 1]
+    assert done == [("a", 0), ("b", 0), ("a", 1), ("race", 0), ("race", 1), ("c", 0), ("c", 1)]
+
+
+def test_a_cancelled_race_is_not_waited_for(models):
+    requests = [models.in_turn(iter("ab"), "waiting", alone=alone) for alone in (False, True, False)]
+    assert [next(request) for request in requests] == ["a", "waiting", "waiting"]
+    requests[1].close()
+    assert list(requests[2]) == ["a", "b"]
 
 
 def test_closing_a_request_closes_its_generator(models):
@@ -98,7 +149,7 @@ def test_closing_a_request_closes_its_generator(models):
         finally:
             ended.append(True)
 
-    request = models.one_at_a_time(work())
+    request = models.in_turn(work(), None)
     assert next(request) == 0
     request.close()
     assert ended == [True]
@@ -131,19 +182,11 @@ def test_interleaved_races_do_not_interfere():
         assert end.plain.token_ids == Pipeline(target()).generate(prompt, **KEYWORDS).token_ids
 
 
-def test_request_after_a_cancelled_one(models):
-    loaded = models.get("a")
-    cancelled = models.one_at_a_time(stream_answer(loaded.pipeline("recycle"), "recycle", REQUEST, KEYWORDS))
-    next(cancelled)
-    *_, run = models.one_at_a_time(stream_answer(loaded.pipeline("recycle"), "recycle", REQUEST, KEYWORDS))
-    assert run.token_ids == Pipeline(target()).generate(**REQUEST, **KEYWORDS).token_ids
-    assert list(cancelled) == []
-
-
 def test_race_steps_the_method_that_used_less_time(monkeypatch):
     steps = []
 
-    def stream_answer(pipe, drafter, request, keywords):
+    def stream_answer(pipe, request, keywords):
+        drafter = label(pipe)
         run = StreamedAnswer(pipe.name, drafter)
         cost = 1.0 if drafter == "none" else 2.5
         while run.seconds < 10:

@@ -15,6 +15,7 @@ from gradio_client.exceptions import AppError
 import mmspec
 from demos import service
 from demos.chat_request import MAX_UPLOAD_MIB
+from demos.models import ModelCache
 from demos.streaming import StreamedAnswer
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, save_ten_minute_video, stored_path, upload
 from vision.embedded import samples
@@ -23,8 +24,13 @@ IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")
 
 
 @pytest.fixture(scope="module")
-def address():
-    with demo_server() as url:
+def models():
+    return ModelCache(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def address(models):
+    with demo_server(models=models) as url:
         yield url
 
 
@@ -253,15 +259,42 @@ def test_cancelling_closes_the_generator(client, monkeypatch):
     assert client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)["text"].startswith("3 + 4")
 
 
-def test_two_concurrent_clients(address, client):
-    other = Client(address, verbose=False, httpx_kwargs={"timeout": TIMEOUT})
-    jobs = [
-        client.submit(handle_file(IMAGE), api_name="/caption_image", **SHORT),
-        other.submit("Work out: 3 + 4", api_name="/generate", **SHORT),
+def test_stopped_stream_frees_its_slot(client, models, monkeypatch):
+    engine = models.get("tiny-hybrid").pipeline("auto").engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step()))  # not to end before it is stopped
+    job = client.submit("Tell a story.", temperature=5.0, max_new_tokens=512, api_name="/generate")
+    next(iter(job))
+    (sequence,) = engine.running
+    job.cancel()
+    end = time.monotonic() + TIMEOUT
+    while engine.running and time.monotonic() < end:
+        time.sleep(0.01)
+    assert engine.running == []
+    assert sequence.cancelled
+    assert sequence.finish_reason is None
+
+
+def test_concurrent_clients_get_the_answers_that_they_would_get_alone(address, client):
+    """Two that decode together, one of another model, and a race."""
+    clients = [client, *(Client(address, verbose=False, httpx_kwargs={"timeout": TIMEOUT}) for _ in range(3))]
+    requests = [
+        ("/caption_image", {"image": handle_file(IMAGE)}),
+        ("/caption_image", {"image": handle_file(IMAGE), "prompt": "What is it?"}),
+        ("/generate", {"prompt": "Work out: 3 + 4"}),
+        ("/compare", {"prompt": "Describe the image.", "image": handle_file(IMAGE)}),
     ]
-    texts = [job.result(timeout=TIMEOUT)["text"] for job in jobs]
-    assert texts[0].startswith("There is")
-    assert texts[1].startswith("3 + 4")
+    jobs = [one.submit(api_name=name, **given) for one, (name, given) in zip(clients, requests, strict=True)]
+    *answers, race = [job.result(timeout=TIMEOUT) for job in jobs]
+    vision, text = (mmspec.load(name, drafter=None) for name in ("tiny-llava", "tiny-hybrid"))
+    alone = [
+        vision.generate("Describe the image.", images=IMAGE),
+        vision.generate("What is it?", images=IMAGE),
+        text.generate("Work out: 3 + 4"),
+    ]
+    assert [answer["text"] for answer in answers] == [one.text.strip() for one in alone]
+    assert race["equal"]
+    assert race["plain"]["text"] == answers[0]["text"]
 
 
 def test_login(guarded):

@@ -1,5 +1,6 @@
 """Tests of the HTML of hand-written answers: tokens, statistics, races, plots."""
 
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -38,7 +39,7 @@ def finished(drafter="msd", ids=(65, 66, 67, 68, 69, 70), seconds=2.0):
     stats.num_generated_tokens = 1
     for drafted, depth, accepted, emitted in ((3, 2, 2, 3), (0, 0, 0, 1), (1, 1, 0, 1)):
         stats.record_step(drafted, depth, accepted, emitted)
-    answer.append(Piece(text(ids), list(ids), "stop", stats), STEPS if drafter != "none" else [], text)
+    answer.append(Piece(text(ids), list(ids), "stop", stats, STEPS if drafter != "none" else []), text)
     answer.seconds = seconds
     return answer
 
@@ -60,7 +61,7 @@ def test_token_origins():
 def test_origins_do_not_depend_on_pieces():
     answer = StreamedAnswer("tiny", "msd")
     for count, ids in ((0, [65]), (1, [66, 67, 68]), (3, [69, 70])):
-        answer.append(Piece(text(ids), ids), STEPS[:count], text)
+        answer.append(Piece(text(ids), ids, trees=STEPS[:count]), text)
     assert answer.tokens == finished().tokens
 
 
@@ -71,7 +72,7 @@ def test_character_of_several_tokens_is_shown_when_complete():
     def decode(ids):
         return bytes(ids).decode(errors="replace")
 
-    answer.append(Piece("é!", [*whole, 33]), [], decode)
+    answer.append(Piece("é!", [*whole, 33]), decode)
     assert [token.text for token in answer.tokens] == ["", "é", "!"]
 
 
@@ -117,6 +118,7 @@ def test_race_html(equal):
     fast, slow = finished(), finished("none", seconds=4.0)
     race = Race(fast, slow)
     assert "racing" in race_html(race)
+    assert "waiting until other requests have ended" in race_html(replace(race, waiting=True))
     race.decode_ratio, race.end_to_end_ratio, race.equal = 2.346, 2.0, equal
     race.difference = None if equal else Difference(3, 1, 2, 0.0123)
     html = race_html(race)
