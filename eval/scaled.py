@@ -1,10 +1,10 @@
 """Speedup over plain decoding in the shape of a big model: ``python -m eval.scaled``.
 
 The embedded model and its drafters are widened and deepened without changing their function (``eval.scale_up``), and
-decode held-out captions with the methods of ``eval.speed``. So acceptance is the small model's, and time is the big
-shape's. An image occupies as many KV slots as in LLaVA-1.5, by masked padding before the prompt. In bfloat16, where
-another order of summation may flip a near tie, every answer that differs from transformers' is recorded with the
-position and the margin between the two tokens.
+decode captions of held-out clips with the methods of ``eval.speed``. So acceptance is the small model's, and time is
+the big shape's. The 16 frames of a clip occupy as many KV slots as an image of LLaVA-1.5. In bfloat16, where another
+order of summation may flip a near tie, every answer that differs from transformers' is recorded with the position and
+the margin between the two tokens.
 
 With ``--out``, results are written after every prompt, and a later call with the same options resumes, so that a long
 measurement can be split into several calls (``--seconds``).
@@ -25,7 +25,14 @@ from eval.harness.output import BenchmarkCommand, git_commit, print_result, wide
 from eval.harness.prompts import held_out_requests
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
 from eval.scale_up.axes import SHAPES
-from eval.scale_up.pipeline import drafter_sizes, methods_from_records, prompt_record, recorded_prompts, scaled_pipeline
+from eval.scale_up.pipeline import (
+    drafter_sizes,
+    methods_from_records,
+    prompt_record,
+    prompt_tokens,
+    recorded_prompts,
+    scaled_pipeline,
+)
 from mmspec.cli.options import OUT_FILE
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table, describe
@@ -39,8 +46,8 @@ _WARM_UP_TOKENS = 8
 @click.option("--preset", default="1b", show_default=True, help=f"{', '.join(SHAPES)}.")
 @click.option("--drafters", default="msd,flash=auto", show_default=True, help="As for eval.speed.")
 @click.option("--nodes", default="16,32", show_default=True, help="Tree sizes, in addition to the adaptive one.")
-@click.option("--images", default=8, show_default=True, help="Held-out images.")
-@click.option("--image-tokens", default=576, show_default=True, help="KV slots of an image, padding included.")
+@click.option("--videos", default=8, show_default=True, help="Held-out clips.")
+@click.option("--frames", default=16, show_default=True, help="Frames of a clip, of 36 tokens each in tiny-llava.")
 @click.option("--max-new-tokens", default=160, show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--threads", default=0, help="CPU threads; 0 keeps torch's default.")
@@ -51,11 +58,13 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
     start = clock()
     if threads:
         torch.set_num_threads(threads)
-    pipe, drafters = scaled_pipeline(*(options[k] for k in ("model", "preset", "drafters", "dtype", "image_tokens")))
+    pipe, drafters = scaled_pipeline(*(options[name] for name in ("model", "preset", "drafters", "dtype")))
     methods = [Method(TRANSFORMERS), Method(PLAIN), *drafter_methods(drafters, options["nodes"], pipe.target)]
     options["threads"] = torch.get_num_threads()
     prompts = recorded_prompts(out, options)
-    cost = cost_table(pipe.target, refresh=not prompts, prefix=max(128, options["image_tokens"]))
+    requests = held_out_requests(0, options["videos"], options["frames"])
+    prefix = max(prompt_tokens(pipe.target, request) for request in requests)
+    cost = cost_table(pipe.target, refresh=not prompts, prefix=prefix)
     content: dict[str, Any] = {
         "caveat": CAVEAT,
         **describe(pipe.target),
@@ -67,21 +76,27 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
         "options": options,
         "prompts": prompts,
     }
-    _measure_prompts(pipe, methods, content, out, start + seconds if seconds else None)
+    _measure_prompts(pipe, requests, methods, content, out, start + seconds if seconds else None)
     console = wide_console()
-    console.print(f"{pipe.name}, {len(prompts)} of {options['images']} prompts: {CAVEAT}")
+    console.print(f"{pipe.name}, {len(prompts)} of {len(requests)} prompts: {CAVEAT}")
     measured = methods_from_records([method.name for method in methods], prompts)
     content["methods"] = print_speed_tables(measured, console)
     print_result(content, out)
 
 
 def _measure_prompts(
-    pipe: Pipeline, methods: Sequence[Method], content: dict[str, Any], out: Path | None, deadline: float | None
+    pipe: Pipeline,
+    requests: Sequence[dict[str, Any]],
+    methods: Sequence[Method],
+    content: dict[str, Any],
+    out: Path | None,
+    deadline: float | None,
 ) -> None:
     """Measure the prompts that are not recorded in ``content`` yet, at least one, and write it after each."""
     prompts, max_new_tokens = content["prompts"], content["options"]["max_new_tokens"]
-    warm_up_methods(pipe, held_out_requests(1, 0, first=4000), methods, min(max_new_tokens, _WARM_UP_TOKENS))
-    requests, start = held_out_requests(content["options"]["images"], 0), clock()
+    warm_up = held_out_requests(0, 1, content["options"]["frames"], first=4000)
+    warm_up_methods(pipe, warm_up, methods, min(max_new_tokens, _WARM_UP_TOKENS))
+    start = clock()
     for request in requests[len(prompts) :]:
         if prompts and deadline is not None and clock() > deadline:
             break

@@ -21,49 +21,22 @@ from mmspec.compare import first_difference
 from mmspec.drafters.drafter import Drafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from vision.drafters.msd import MSD
-from vision.targets import VisionTarget
 
 
-class PaddedImageTarget(VisionTarget):
-    """A target whose images occupy more KV slots than they have visual tokens: masked padding precedes the prompt.
-
-    Attributes:
-        image_tokens: KV slots of an image, padding included.
-    """
-
-    image_tokens = 0
-
-    def encode(self, requests: Sequence[Mapping[str, Any]], **inputs: Any) -> Prompt:
-        prompt = super().encode(requests, **inputs)
-        ids, mask = prompt.input_ids, prompt.attention_mask
-        mask = torch.ones_like(ids) if mask is None else mask
-        images = int(self._is_visual(ids).sum(1).max()) // self.model.config.image_seq_length
-        padding = max(0, images * (self.image_tokens - self.model.config.image_seq_length))
-        if padding == 0:
-            return prompt
-        blank = ids.new_zeros(len(ids), padding)
-        return Prompt(torch.cat([blank, ids], 1), torch.cat([blank, mask], 1), prompt.inputs)
-
-
-def scaled_pipeline(
-    model: str, preset: str, drafters: str, dtype: str, image_tokens: int
-) -> tuple[Pipeline, dict[str, Drafter]]:
+def scaled_pipeline(model: str, preset: str, drafters: str, dtype: str) -> tuple[Pipeline, dict[str, Drafter]]:
     """A model in a big shape, without a drafter, and its drafters by label, scaled up if they have a network.
 
     Args:
         preset: name of one of ``SHAPES``.
         drafters: as for ``parse_drafters``.
-        image_tokens: KV slots of an image.
     """
     if preset not in SHAPES:
         raise UserError(f"preset must be one of {', '.join(SHAPES)}: got {preset!r}")
     small = mmspec.load(model, drafter=None, dtype="float32")
     big = scale_up(small.model, SHAPES[preset], device=small.target.device, dtype=getattr(torch, dtype))
-    target = PaddedImageTarget(big, small.processor)
-    target.image_tokens = image_tokens
+    target = type(small.target)(big, small.processor)
     scaled = {
         label: scale_up_drafter(drafter, small.model, big)
         for label, drafter in parse_drafters(drafters, small.model.config.name_or_path).items()
@@ -81,13 +54,20 @@ def drafter_sizes(drafter: Drafter, target: TransformersTarget) -> dict[str, int
     return {"network": network, "head": vocab * target.config.hidden_size, "draft_vocabulary": vocab}
 
 
+def prompt_tokens(target: TransformersTarget, request: Mapping[str, Any]) -> int:
+    """KV slots that a prompt fills: masked tokens are not kept."""
+    prompt = target.encode([request])
+    length = prompt.input_ids.shape[1]
+    return length if prompt.attention_mask is None else int(prompt.attention_mask.sum())
+
+
 def prompt_record(target: TransformersTarget, request: Mapping[str, Any], methods: Sequence[Method]) -> dict[str, Any]:
     """Measurements of the last prompt, with the first difference of each unequal answer from transformers'."""
     reference = methods[0].answers[-1]
     return {
         "new_tokens": len(reference),
         "tokens": {method.name: method.tokens[-1] for method in methods},
-        "prompt_tokens": target.encode([request]).input_ids.shape[1],
+        "prompt_tokens": prompt_tokens(target, request),
         "seconds": {method.name: method.seconds[-1] for method in methods},
         "lengths": {method.name: method.lengths[-1] for method in methods},
         "differences": {

@@ -14,10 +14,11 @@ from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
 from eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
 from eval.scale_up.models import scale_up, shape_of
-from eval.scale_up.pipeline import PaddedImageTarget
+from eval.scale_up.pipeline import prompt_tokens
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.targets.loading import make_drafter
+from mmspec.targets.target import Prompt
 from vision.drafters.msd import Flash
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each
@@ -170,15 +171,28 @@ def test_added_layers_and_heads_compute_something(small, big, request_):
     assert all(read.unflatten(-1, (WIDE.heads, -1)).abs().amax((0, 1, 3)).min() > 1e-4 for read in seen)
 
 
-def test_masked_padding_changes_nothing(small, request_):
-    long = PaddedImageTarget(small.model, small.processor)
-    long.image_tokens = 60
-    plain = small.target.encode([request_]).input_ids.shape[1]
-    assert long.encode([request_]).input_ids.shape[1] == plain + 24
-    drafter = make_drafter("msd", small.model.config.name_or_path)
-    was = small.generate(**request_, max_new_tokens=20)
-    now = Pipeline(long, drafter).generate(**request_, max_new_tokens=20)
-    assert now.token_ids == was.token_ids
+@pytest.mark.parametrize("frames", [2, 16])
+def test_a_clip_fills_the_cache(small, frames):
+    """As many KV slots as claimed; 16 frames fill at least the 576 of an image of LLaVA-1.5."""
+    (clip,) = held_out_requests(0, 1, frames)
+    target = type(small.target)(small.model, small.processor)
+    claimed = prompt_tokens(target, clip)
+    target.prefill(target.encode([clip]), 1)
+    assert target.cache.lengths == [claimed]
+    assert claimed > frames * 36
+
+
+def test_masked_tokens_are_no_claimed_slots(small, request_, monkeypatch):
+    target = type(small.target)(small.model, small.processor)
+    prompt, encode = target.encode([request_]), target.encode
+    masked = Prompt(
+        torch.nn.functional.pad(prompt.input_ids, (9, 0)),
+        torch.nn.functional.pad(torch.ones_like(prompt.input_ids), (9, 0)),
+        prompt.inputs,
+    )
+    monkeypatch.setattr(target, "encode", lambda requests: masked)
+    target.prefill(masked, 1)
+    assert target.cache.lengths == [prompt_tokens(target, request_)] == [encode([request_]).input_ids.shape[1]]
 
 
 def test_silent_and_noisy_features_of_axes():
@@ -219,14 +233,15 @@ def test_the_command_resumes(monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "test", replace(GROUPED, vocab=1000))
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     out = tmp_path / "out.json"
-    line = f"--preset test --nodes 6 --drafters msd --image-tokens 50 --max-new-tokens 8 --dtype float32 --out {out}"
-    for images in (1, 2):
+    line = f"--preset test --nodes 6 --drafters msd --frames 2 --max-new-tokens 8 --dtype float32 --out {out}"
+    for videos in (1, 2):
         run = CliRunner().invoke(
-            scaled.main, [*line.split(), "--images", "2", *(["--seconds", "1"] if images == 1 else [])]
+            scaled.main, [*line.split(), "--videos", "2", *(["--seconds", "1"] if videos == 1 else [])]
         )
         assert run.exit_code == 0, run.output
         found = json.loads(out.read_text())
-        assert len(found["prompts"]) == images
+        assert len(found["prompts"]) == videos
+        assert all(prompt["prompt_tokens"] > 2 * 36 for prompt in found["prompts"])
         assert scaled.CAVEAT in " ".join(run.output.split())
     assert [method["method"] for method in found["methods"]][2:] == ["msd, 6 nodes", "msd, adaptive"]
     assert all(method["equal"] == 2 and method["decoding_ratio_plain"] > 0 for method in found["methods"])
