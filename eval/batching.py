@@ -8,9 +8,8 @@ requests, then the next n.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter as clock
 from typing import Any
 
 import click
@@ -19,6 +18,7 @@ import mmspec
 from eval.harness.drafters import parse_drafters
 from eval.harness.output import BenchmarkCommand, make_table, print_result, wide_console
 from eval.harness.prompts import picture
+from eval.harness.timing import interleaved_medians
 from mmspec.cli.options import OUT_FILE
 from mmspec.speculation.calibrate import describe
 from vision.scenes.conversations import one_image
@@ -55,20 +55,18 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
             methods[name, f"{size} slots" if size > 1 else "one at a time"] = pipe, count
             if size > 1:
                 methods[name, f"groups of {size}"] = pipe, size
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in methods}
     answers: dict[tuple[str, str], list[list[int]]] = {}
-    for number in range(rounds + 1):
-        for key, (pipe, group) in methods.items():
-            start = clock()
-            given = []
-            for first in range(0, count, group):
-                given += pipe.generate_batch(requests[first : first + group], max_new_tokens=max_new_tokens)
-            if number:  # the first round warms up
-                seconds[key].append(clock() - start)
-            answers[key] = [answer.token_ids for answer in given]
+
+    def answer_all(key: tuple[str, str]) -> None:
+        pipe, group = methods[key]
+        parts = [requests[first : first + group] for first in range(0, count, group)]
+        given = [answer for part in parts for answer in pipe.generate_batch(part, max_new_tokens=max_new_tokens)]
+        answers[key] = [answer.token_ids for answer in given]
+
+    seconds = interleaved_medians({key: partial(answer_all, key) for key in methods}, rounds)
     expected = answers["plain", "one at a time"]
     tokens = sum(map(len, expected))
-    rates = {key: tokens / median(times) for key, times in seconds.items()}
+    rates = {key: tokens / spent for key, spent in seconds.items()}
     rows = [
         {
             "drafter": drafter,

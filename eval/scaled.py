@@ -34,8 +34,10 @@ from eval.scale_up.pipeline import (
     scaled_pipeline,
 )
 from mmspec.cli.options import OUT_FILE
+from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table, describe
+from mmspec.targets.loading import pick_device
 
 CAVEAT = "a small trained model widened to this shape: acceptance is the small model's, time is the big shape's"
 _WARM_UP_TOKENS = 8
@@ -58,7 +60,11 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
     start = clock()
     if threads:
         torch.set_num_threads(threads)
-    pipe, drafters = scaled_pipeline(*(options[name] for name in ("model", "preset", "drafters", "dtype")))
+    model, preset = options["model"], options["preset"]
+    if preset not in SHAPES:
+        raise UserError(f"preset must be one of {', '.join(SHAPES)}: got {preset!r}")
+    dtype = getattr(torch, options["dtype"])
+    pipe, drafters = scaled_pipeline(model, SHAPES[preset], options["drafters"], dtype, pick_device("auto"))
     methods = [Method(TRANSFORMERS), Method(PLAIN), *drafter_methods(drafters, options["nodes"], pipe.target)]
     options["threads"] = torch.get_num_threads()
     prompts = recorded_prompts(out, options)
@@ -78,7 +84,7 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
     }
     _measure_prompts(pipe, requests, methods, content, out, start + seconds if seconds else None)
     console = wide_console()
-    console.print(f"{pipe.name}, {len(prompts)} of {len(requests)} prompts: {CAVEAT}")
+    console.print(f"{model} as {preset}, {len(prompts)} of {len(requests)} prompts: {CAVEAT}")
     measured = methods_from_records([method.name for method in methods], prompts)
     content["methods"] = print_speed_tables(measured, console)
     print_result(content, out)

@@ -1,4 +1,4 @@
-"""The one exception that means: the user asked for something that cannot be done as asked."""
+"""The error for mistakes of the caller, and one-line messages of other errors."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,8 @@ class UserError(ValueError):
 
     The command line prints it as ``error: ...`` and exits with status 2; the Python API lets it propagate.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

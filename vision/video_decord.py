@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 from PIL import Image
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, first_line
 from mmspec.extras import missing
 from vision.media import MediaSource
 from vision.video_container import open_video
@@ -59,7 +59,7 @@ def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[T
                 else:
                     sampled.append((time, Image.fromarray(reader[int(order[rank])].asnumpy())))
         except (decord.DECORDError, RuntimeError, IndexError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
             if isinstance(error, decord.DECORDError):
                 reason = "decord cannot decode it"
             raise UserError(f"{media.name}: expected a readable video, received a broken one ({reason})") from None

@@ -198,14 +198,8 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _clip() -> CLIPVisionConfig:
-    return CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
-    )
-
-
-def _siglip() -> SiglipVisionConfig:
-    return SiglipVisionConfig(
+def _tower(config_class: Any = CLIPVisionConfig) -> Any:
+    return config_class(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
     )
 
@@ -223,26 +217,26 @@ def _qwen_token_ids() -> dict[str, Any]:
 
 VISION_CONFIGS: dict[str, Any] = {
     "llava": lambda: LlavaConfig(
-        vision_config=_clip(), text_config=_shrink(LlamaConfig), image_token_index=IMAGE, image_seq_length=16
+        vision_config=_tower(), text_config=_shrink(LlamaConfig), image_token_index=IMAGE, image_seq_length=16
     ),
     "llava_bamba": lambda: LlavaConfig(
-        vision_config=_clip(), text_config=_bamba(), image_token_index=IMAGE, image_seq_length=16
+        vision_config=_tower(), text_config=_bamba(), image_token_index=IMAGE, image_seq_length=16
     ),
     "llava_next": lambda: LlavaNextConfig(
-        vision_config=_clip(),
+        vision_config=_tower(),
         text_config=_shrink(MistralConfig, sliding_window=None),
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
     "llava_next_video": lambda: LlavaNextVideoConfig(
-        vision_config=_clip(),
+        vision_config=_tower(),
         text_config=_shrink(LlamaConfig),
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
     "llava_onevision": lambda: LlavaOnevisionConfig(
-        vision_config=_siglip(),
+        vision_config=_tower(SiglipVisionConfig),
         text_config=_shrink(Qwen2Config),
         image_token_index=IMAGE,
         video_token_index=VIDEO,

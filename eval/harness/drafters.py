@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
@@ -14,9 +13,8 @@ from mmspec.drafters.drafter import Drafter, features, fork
 from mmspec.errors import UserError
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
 from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Feature, Prompt, Step, Target
+from mmspec.targets.target import Feature, Target
 
 DEFAULT_NODES = 16
 """Draft tokens per step of drafters without a tree size of their own."""
@@ -107,20 +105,13 @@ class ProfiledDrafter:
         network = getattr(drafter, "network", None)
         self._network = network if count_forwards and isinstance(network, nn.Module) else None
         self.forwards = None if self._network is None else 0
+        self.attach, self.begin = drafter.attach, drafter.begin
+        self.select, self.observe = drafter.select, drafter.observe
 
     @property
     def features(self) -> tuple[Feature, ...]:
         """The hidden states that the drafter reads."""
         return features(self.drafter)
-
-    def attach(self, target: Target) -> None:
-        self.drafter.attach(target)
-
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        self.drafter.begin(prompt, step, history)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.drafter.select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         handle = None if self._network is None else self._network.register_forward_hook(self._count)
@@ -132,9 +123,6 @@ class ProfiledDrafter:
             self.proposals += 1
             if handle is not None:
                 handle.remove()
-
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        self.drafter.observe(tree, verdict, step)
 
     def _count(self, *_: Any) -> None:
         self.forwards = (self.forwards or 0) + 1

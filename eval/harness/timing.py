@@ -190,18 +190,18 @@ def run_interleaved(
 
 
 def interleaved_medians(
-    calls: Mapping[str, Callable[[], Any]],
+    calls: Mapping[T, Callable[[], Any]],
     rounds: int,
     warm_up: int = 1,
     synchronize: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+) -> dict[T, float]:
     """Median seconds of each call, interleaved.
 
     Args:
         warm_up: additional first rounds that are not measured.
         synchronize: waits for a device; called before each time is taken.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[T, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + warm_up):
         for name, call in _rotated(list(calls.items()), turn):
             start = clock()

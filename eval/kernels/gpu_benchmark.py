@@ -41,7 +41,7 @@ class GpuPlan:
     """What the GPU benchmark measures.
 
     Attributes:
-        shapes: embedded model and its drafters by label, for each preset of ``eval.scale_up``.
+        shapes: embedded model and its drafters, for each preset of ``eval.scale_up``.
         batches: batch sizes; those after the first are measured at the first prefix and tree size only.
         prefixes: prefix lengths in tokens.
         nodes: nodes of verify passes and kernels, root included; answers are decoded with one draft token less.
@@ -50,7 +50,7 @@ class GpuPlan:
         tests: arguments of pytest.
     """
 
-    shapes: dict[str, tuple[str, dict[str, str]]]
+    shapes: dict[str, tuple[str, str]]
     batches: tuple[int, ...] = (1, 4, 16)
     prefixes: tuple[int, ...] = (1000, 8000)
     nodes: tuple[int, ...] = (16, 32, 64)
@@ -60,11 +60,11 @@ class GpuPlan:
     tests: tuple[str, ...] = field(default_factory=lambda: (*_WARNINGS, "-m", "gpu", *files_with_mark("gpu")))
 
 
-_VISION = {"msd": "msd", "flash": "flash"}
+_VISION = "msd,flash"
 FULL = GpuPlan(
     {
         "7b": ("tiny-llava", _VISION),
-        "8b-hybrid": ("tiny-hybrid", {"flash": "flash", "mamba": "mamba", "ngram": "ngram"}),
+        "8b-hybrid": ("tiny-hybrid", "flash,mamba,ngram"),
         "13b": ("tiny-llava", _VISION),
     }
 )

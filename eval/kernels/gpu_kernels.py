@@ -10,18 +10,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter as clock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eval.harness.timing import interleaved_medians
 from eval.kernels.mamba2 import SHAPES as MAMBA_SHAPES
 from eval.kernels.mamba2 import Mamba2Layer
 from eval.scale_up.axes import Shape
 from mmspec import ops
+from mmspec.errors import first_line
 from mmspec.speculation.tree import TokenTree
 
 _CPU_ROUNDS = 5  # times on a CPU are a rehearsal only
@@ -33,12 +33,7 @@ def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
         from triton.testing import do_bench
 
         return do_bench(run, warmup=20, rep=80, return_mode="median") / 1000
-    times = []
-    for _ in range(_CPU_ROUNDS):
-        start = clock()
-        run()
-        times.append(clock() - start)
-    return median(times)
+    return interleaved_medians({"call": run}, _CPU_ROUNDS, warm_up=0)["call"]
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -160,7 +155,7 @@ def _time_flex(timer: KernelTimer, query: Tensor, key: Tensor, value: Tensor, fu
         )
         return 1e6 * median_seconds(call, timer.device)
     except Exception as error:  # compilation may fail in many ways; our row is kept
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
+        return f"{type(error).__name__}: {first_line(error)[:120]}"
 
 
 def time_verification(timer: KernelTimer, batch: int, nodes: int, vocab: int) -> list[dict[str, Any]]:

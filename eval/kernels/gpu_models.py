@@ -7,7 +7,6 @@ in LLaVA-1.5. Prefill uses the small model's vision tower, and is left out of al
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,19 +16,15 @@ from typing import Any
 
 import torch
 
-import mmspec
 from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.kernels.gpu_kernels import binary_tree, median_seconds
 from eval.scale_up.axes import Shape
-from eval.scale_up.drafters import scale_up_drafter
-from eval.scale_up.models import scale_up
-from mmspec import plugins
+from eval.scale_up.pipeline import scaled_pipeline
 from mmspec.drafters.drafter import Drafter, fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.calibrate import cost_table
-from mmspec.targets.loading import make_drafter
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -55,22 +50,15 @@ class ScaledModel:
 
 
 def build_scaled_model(
-    model: str, shape: Shape, drafters: dict[str, str], device: torch.device, dtype: torch.dtype
+    model: str, shape: Shape, drafters: str, device: torch.device, dtype: torch.dtype
 ) -> ScaledModel:
-    """Scale up an embedded model and its drafters, given by label."""
+    """Scale up an embedded model and its drafters."""
     start = clock()
-    small = mmspec.load(model, drafter=None, dtype="float32", device="cpu")
-    big = scale_up(small.model, shape, device=device, dtype=dtype)
-    scaled: dict[str, Drafter] = {}
-    for label, spec in drafters.items():
-        drafter = make_drafter(spec, small.model.config.name_or_path)
-        assert drafter is not None
-        scaled[label] = scale_up_drafter(drafter, small.model, big)
-    target = plugins.target_class(big.config)(big, small.processor)
-    gc.collect()
+    pipe, scaled = scaled_pipeline(model, shape, drafters, dtype, device)
+    big = pipe.model
     read: Any = [*big.get_decoder().layers.parameters(), *big.get_output_embeddings().parameters()]
     weights = sum(parameter.numel() * parameter.element_size() for parameter in read)
-    return ScaledModel(Pipeline(target, name=model), scaled, weights, clock() - start)
+    return ScaledModel(pipe, scaled, weights, clock() - start)
 
 
 def time_passes(

@@ -14,35 +14,34 @@ import torch
 import mmspec
 from eval.harness.drafters import parse_drafters
 from eval.harness.timing import Method
-from eval.scale_up.axes import SHAPES
+from eval.scale_up.axes import Shape
 from eval.scale_up.drafters import scale_up_drafter
 from eval.scale_up.models import scale_up
 from mmspec.compare import first_difference
 from mmspec.drafters.drafter import Drafter
-from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 from vision.drafters.msd import MSD
 
 
-def scaled_pipeline(model: str, preset: str, drafters: str, dtype: str) -> tuple[Pipeline, dict[str, Drafter]]:
+def scaled_pipeline(
+    model: str, shape: Shape, drafters: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Pipeline, dict[str, Drafter]]:
     """A model in a big shape, without a drafter, and its drafters by label, scaled up if they have a network.
 
     Args:
-        preset: name of one of ``SHAPES``.
         drafters: as for ``parse_drafters``.
+        device: the big model's.
     """
-    if preset not in SHAPES:
-        raise UserError(f"preset must be one of {', '.join(SHAPES)}: got {preset!r}")
-    small = mmspec.load(model, drafter=None, dtype="float32")
-    big = scale_up(small.model, SHAPES[preset], device=small.target.device, dtype=getattr(torch, dtype))
+    small = mmspec.load(model, drafter=None, dtype="float32", device="cpu")
+    big = scale_up(small.model, shape, device=device, dtype=dtype)
     target = type(small.target)(big, small.processor)
     scaled = {
         label: scale_up_drafter(drafter, small.model, big)
         for label, drafter in parse_drafters(drafters, small.model.config.name_or_path).items()
     }
     gc.collect()  # the small model
-    return Pipeline(target, name=f"{model} as {preset}"), scaled
+    return Pipeline(target, name=model), scaled
 
 
 def drafter_sizes(drafter: Drafter, target: TransformersTarget) -> dict[str, int]:

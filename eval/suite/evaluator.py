@@ -17,7 +17,6 @@ import torch
 import transformers
 
 import mmspec
-from eval.harness.output import first_line
 from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from eval.suite.methods import BASELINE, PLAIN, parse_methods
@@ -25,6 +24,7 @@ from eval.suite.sample import Sample
 from eval.suite.tasks import TASKS
 from mmspec.compare import first_difference
 from mmspec.engine.stats import Stats
+from mmspec.errors import first_line
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table, describe
 from vision.targets import VisionTarget

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from eval.harness.drafters import as_chain, parse_drafters
-from eval.harness.output import first_line
 from eval.harness.timing import Method
 from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import fork
-from mmspec.errors import UserError
+from mmspec.errors import UserError, first_line
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget

@@ -17,7 +17,7 @@ from mmspec.checks import shown
 from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.union import Union
-from mmspec.errors import UserError
+from mmspec.errors import UserError, first_line
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.support import from_pretrained, lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget
@@ -56,8 +56,7 @@ def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options:
         raise
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         expected = "the folder of a supported model" if os.path.exists(name) else _expected()
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot load model {name!r}: expected {expected} ({first_line})") from error
+        raise UserError(f"cannot load model {name!r}: expected {expected} ({first_line(error)})") from error
     if kind != "auto":
         model = model.to(kind)
     elif where.type == "cpu" and model.num_parameters() < _LARGE:
@@ -157,10 +156,9 @@ def _from_hub(name: str) -> Path:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"unknown drafter: expected one of {', '.join(plugins.names('drafters'))}, a local folder or a reachable "
-            f"hub id, got {name!r} ({first_line})"
+            f"hub id, got {name!r} ({first_line(error)})"
         ) from error
 
 
@@ -180,5 +178,4 @@ def _registered_drafter(drafter: str, trust_remote_code: bool) -> Drafter:
             raise UserError(f"{name} needs a checkpoint: expected {name}:FOLDER, or the folder itself") from error
         raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error
     except (OSError, ValueError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot make drafter {drafter!r}: {first_line}") from error
+        raise UserError(f"cannot make drafter {drafter!r}: {first_line(error)}") from error

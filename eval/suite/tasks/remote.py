@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eval.harness.output import first_line
 from eval.suite.tasks.local import DatasetRow
-from mmspec.errors import UserError
+from mmspec.errors import UserError, first_line
 from mmspec.extras import install
 
 

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from eval.harness.options import SIZES, TEMPERATURES
-from eval.harness.output import BenchmarkCommand, first_line, make_table, percent, write_result
-from mmspec.errors import UserError
+from eval.harness.output import BenchmarkCommand, make_table, percent, write_result
+from mmspec.errors import UserError, first_line
 
 
 def cells(table):
