@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from mmspec.drafters.drafter import Drafter, features, fork
+from mmspec.drafters.drafter import Drafter, build_tree, features, fork
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
@@ -19,7 +17,7 @@ class PerSequence:
     """Drafts each sequence with a copy of ``drafter`` that is dropped with the sequence.
 
     Args:
-        drafter: one whose trees are fixed, not drawn.
+        drafter: proposes trees with ``log_probs``. Several of them meet on the host.
     """
 
     learns = False
@@ -49,7 +47,16 @@ class PerSequence:
         self._copies = [self._copies[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return _stack([copy.propose(one, budget) for copy, one in zip(self._copies, token.split(1), strict=True)])
+        trees = [copy.propose(one, budget) for copy, one in zip(self._copies, token.split(1), strict=True)]
+        if len(trees) == 1:
+            return trees[0]
+        probs = [tree.path_probs[0] if tree.nodes > 1 else [] for tree in trees]
+        drafted = [slice(1, 1 + len(row)) for row in probs]
+        rows = [
+            (tree.tokens[0, nodes].tolist(), tree.parents[0, nodes].tolist())
+            for tree, nodes in zip(trees, drafted, strict=True)
+        ]
+        return build_tree(token, rows, probs)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         for row, copy in enumerate(self._copies):
@@ -58,31 +65,6 @@ class PerSequence:
 
 def _row(step: Step, row: int) -> Step:
     """One row of a step."""
-    values = [step.visual, step.embeds]
-    visual, embeds = (None if value is None else value[row : row + 1] for value in values)
-    return Step(
-        step.logits[row : row + 1], {name: x[row : row + 1] for name, x in step.features.items()}, visual, embeds
-    )
-
-
-def _stack(trees: Sequence[TokenTree]) -> TokenTree:
-    """Trees of one row each as one batch, padded to the largest."""
-    if len(trees) == 1:
-        return trees[0]
-    widest = max(tree.nodes for tree in trees)
-
-    def rows(values: Sequence[Tensor], padding: float) -> Tensor:
-        return torch.cat([F.pad(value, (0, widest - value.shape[1]), value=padding) for value in values])
-
-    valid = [torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid for tree in trees]
-    probs = [torch.zeros(1, 1, device=t.tokens.device) if t.nodes == 1 else t.log_probs for t in trees]
-    known = [one for one in probs if one is not None]
-    stacked = TokenTree(
-        rows([tree.tokens for tree in trees], 0),
-        rows([tree.parents for tree in trees], 0),
-        rows(valid, False),
-        log_probs=rows(known, -torch.inf) if len(known) == len(trees) else None,
-        check=False,
-    )
-    stacked.max_depth = max(tree.max_depth for tree in trees)
-    return stacked
+    one = slice(row, row + 1)
+    visual, embeds = (None if value is None else value[one] for value in (step.visual, step.embeds))
+    return Step(step.logits[one], {name: value[one] for name, value in step.features.items()}, visual, embeds)
