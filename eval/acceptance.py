@@ -12,11 +12,9 @@ temperature and seed as it was loaded, and learns from the earlier requests of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -30,9 +28,8 @@ from eval.decoding.acceptance_study import (
 )
 from eval.harness.drafters import parse_drafters
 from eval.harness.options import TEMPERATURES
-from eval.harness.output import BenchmarkCommand, print_result, wide_console
+from eval.harness.output import benchmark, wide_console
 from eval.harness.prompts import FIRST_INDEX, SUITES, suite_conversations
-from mmspec.cli.options import OUT_FILE
 from mmspec.drafters.drafter import Drafter, learns
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import SamplingParams
@@ -78,7 +75,7 @@ def _run_study(study: AcceptanceStudy, counts: Mapping[str, int], frames: int) -
                 study.run(name, suite_conversations(name, counts[name], frames))
 
 
-@click.command(cls=BenchmarkCommand)
+@benchmark
 @click.option("--model", default="tiny-llava", show_default=True)
 @click.option("--drafters", default="auto,ngram", show_default=True, help="Names or folders, optionally LABEL=SPEC.")
 @click.option("--nodes", default="default", show_default=True, help="Draft tokens per step: sizes, or 'default'.")
@@ -90,12 +87,8 @@ def _run_study(study: AcceptanceStudy, counts: Mapping[str, int], frames: int) -
 @click.option("--paired", multiple=True, metavar="A,B", callback=_parse_pairs, help="Compare two drafters by label.")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default if not given.")
-@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
-def main(threads: int | None, out: Path | None, **options: Any) -> None:
+def main(**options: Any) -> dict[str, Any]:
     """Measure acceptance lengths on held-out requests: a table, then one JSON line."""
-    if threads:
-        torch.set_num_threads(threads)
     for temperature in options["temperatures"]:
         SamplingParams(temperature)  # refuses invalid values before minutes of work
     pipe = mmspec.load(options["model"], drafter=None, device=options["device"], dtype=options["dtype"])
@@ -113,7 +106,7 @@ def main(threads: int | None, out: Path | None, **options: Any) -> None:
         wide_console().print(difference_table(differences))
     for case in study.unequal:
         click.echo(f"unequal: {case}", err=True)
-    content = {
+    return {
         "model": options["model"],
         **describe(pipe.target),
         "first_scene": FIRST_INDEX,
@@ -124,7 +117,6 @@ def main(threads: int | None, out: Path | None, **options: Any) -> None:
         "paired": differences,
         "unequal": study.unequal,
     }
-    print_result(content, out)
 
 
 if __name__ == "__main__":

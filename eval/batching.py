@@ -9,17 +9,15 @@ requests, then the next n.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
 import mmspec
 from eval.harness.drafters import parse_drafters
-from eval.harness.output import BenchmarkCommand, make_table, print_result, wide_console
+from eval.harness.output import benchmark, make_table, wide_console
 from eval.harness.prompts import picture
 from eval.harness.timing import interleaved_medians
-from mmspec.cli.options import OUT_FILE
 from mmspec.speculation.calibrate import describe
 from vision.scenes.conversations import one_image
 from vision.scenes.scene import seeded
@@ -35,15 +33,14 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
     return found
 
 
-@click.command(cls=BenchmarkCommand)
+@benchmark
 @click.option("--model", default="tiny-llava", show_default=True)
 @click.option("--requests", "count", default=64, show_default=True)
 @click.option("--slots", default="8,32", show_default=True, help="Batch sizes.")
 @click.option("--drafters", default="auto", show_default=True, help="Drafters, in addition to plain decoding.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--max-new-tokens", default=128, show_default=True)
-@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
-def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new_tokens: int, out: Path | None) -> None:
+def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new_tokens: int) -> dict[str, Any]:
     """Measure tokens per second of many requests: a table, then one JSON line."""
     target = mmspec.load(model, drafter=None).target
     requests = mixed_requests(count)
@@ -85,7 +82,7 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
         ("equal", "{equal}"),
     ]
     wide_console().print(make_table(columns, rows, sections=["drafter"], title=f"{count} requests, {tokens} tokens"))
-    print_result({**describe(target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}, out)
+    return {**describe(target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ with the chain of adaptive length among them.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,14 +22,13 @@ from eval.decoding.trees_and_chains import (
 )
 from eval.harness.drafters import parse_drafters
 from eval.harness.options import SIZES
-from eval.harness.output import BenchmarkCommand, print_result, wide_console
+from eval.harness.output import benchmark, wide_console
 from eval.harness.prompts import held_out_texts
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, warm_up_methods
-from mmspec.cli.options import OUT_FILE
 from mmspec.speculation.calibrate import cost_table, describe
 
 
-@click.command(cls=BenchmarkCommand)
+@benchmark
 @click.option("--model", default="tiny-hybrid", show_default=True)
 @click.option("--drafters", default="flash,mamba,recycle", show_default=True, help="Names or folders, see eval.speed.")
 @click.option(
@@ -48,8 +46,7 @@ from mmspec.speculation.calibrate import cost_table, describe
 @click.option("--max-new-tokens", default=160, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="Above 0, transformers is left out.")
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
-def main(model: str, drafters: str, dtype: str, out: Path | None, **options: Any) -> None:
+def main(model: str, drafters: str, dtype: str, **options: Any) -> dict[str, Any]:
     """Compare trees with chains on held-out texts: three tables, then one JSON line."""
     sizes = [options[name] for name in ("chains", "nodes", "unrolled")]
     rounds, max_new_tokens, temperature = (options[name] for name in ("rounds", "max_new_tokens", "temperature"))
@@ -68,14 +65,14 @@ def main(model: str, drafters: str, dtype: str, out: Path | None, **options: Any
         row["tokens_per_second"] = tokens_per_second(method)
     compared = compare_trees_with_chains(by_drafter, plain)
     wide_console().print(trees_and_chains_table(compared))
-    figures = {
+    return {
+        **describe(pipe.target),
         "temperature": temperature,
         "rounds": rounds,
         "calibrated_pass_seconds": cost(1),
         "methods": rows,
         "trees_and_chains": compared,
     }
-    print_result({**describe(pipe.target), **figures}, out)
 
 
 if __name__ == "__main__":

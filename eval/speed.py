@@ -13,7 +13,6 @@ and the cost of drafting one tree in one-token passes of the target, timed on th
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,14 +20,13 @@ import click
 import mmspec
 from eval.decoding.speed_tables import print_speed_tables
 from eval.harness.drafters import parse_drafters
-from eval.harness.output import BenchmarkCommand, print_result, wide_console
+from eval.harness.output import benchmark, wide_console
 from eval.harness.prompts import held_out_requests
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
-from mmspec.cli.options import OUT_FILE
 from mmspec.speculation.calibrate import cost_table, describe
 
 
-@click.command(cls=BenchmarkCommand)
+@benchmark
 @click.option("--model", default="tiny-llava", show_default=True)
 @click.option("--images", default=24, show_default=True, help="Held-out images.")
 @click.option("--videos", default=8, show_default=True, help="Held-out videos of 8 frames.")
@@ -43,8 +41,7 @@ from mmspec.speculation.calibrate import cost_table, describe
 )
 @click.option("--nodes", default="default", show_default=True, help="Tree sizes, in addition to the adaptive one.")
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
-def main(model: str, dtype: str, drafters: str, nodes: str, out: Path | None, **options: Any) -> None:
+def main(model: str, dtype: str, drafters: str, nodes: str, **options: Any) -> dict[str, Any]:
     """Measure decoding speed on held-out captions: two tables, then one JSON line."""
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
     loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
@@ -54,8 +51,7 @@ def main(model: str, dtype: str, drafters: str, nodes: str, out: Path | None, **
     warm_up_methods(pipe, held_out_requests(options["warm_up"], 0, first=4000), methods, max_new_tokens)
     compare_methods(pipe, held_out_requests(options["images"], options["videos"]), methods, rounds, max_new_tokens)
     rows = print_speed_tables(methods, wide_console())
-    figures = {"rounds": rounds, "calibrated_pass_seconds": cost(1), "methods": rows}
-    print_result({**describe(pipe.target), **figures}, out)
+    return {**describe(pipe.target), "rounds": rounds, "calibrated_pass_seconds": cost(1), "methods": rows}
 
 
 if __name__ == "__main__":

@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import click
 
+from eval.harness.output import benchmark
 from eval.kernels.state_memory import measure_state_memory
 
 
-@click.command()
+@benchmark
 @click.option("--layers", default=29, show_default=True, help="Mamba-2 layers.")
 @click.option("--nodes", default=16, show_default=True, help="Nodes of the tree.")
 @click.option("--groups", default=1, show_default=True, help="Groups of B and C; Nemotron-H has 8.")
-@click.option("--json", "json_only", is_flag=True, help="Print the JSON line only.")
-def main(layers: int, nodes: int, groups: int, json_only: bool) -> None:
+def main(layers: int, nodes: int, groups: int) -> dict[str, Any]:
     """Print a table and one JSON line."""
     figures = measure_state_memory(layers, nodes, groups)
     lines = {
@@ -26,10 +26,10 @@ def main(layers: int, nodes: int, groups: int, json_only: bool) -> None:
         f"tree of {nodes}": "tree_bytes",
         f"tree of {nodes}, a state per node": "snapshots_bytes",
     }
-    for name, field in () if json_only else lines.items():
+    for name, field in lines.items():
         share = 100 * figures[field] / figures["states_bytes"]
         click.echo(f"{name:32} {figures[field] / 2**20:9.2f} MiB {share:8.1f} %")
-    click.echo(json.dumps(figures))
+    return figures
 
 
 if __name__ == "__main__":

@@ -5,26 +5,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import click
 import torch
 
 from eval.harness.options import SIZES, CommaList
-from eval.harness.output import BenchmarkCommand, print_result, wide_console
+from eval.harness.output import benchmark, wide_console
 from eval.kernels.mamba2 import SHAPES, Mamba2Layer, layer_table, measure_layers
-from mmspec.cli.options import OUT_FILE
 from mmspec.ops import kernels
 
 
-@click.command(cls=BenchmarkCommand)
+@benchmark
 @click.option("--shapes", type=CommaList(click.Choice(list(SHAPES))), default=",".join(SHAPES), show_default=True)
 @click.option("--nodes", type=SIZES, default="4,16,64", show_default=True, help="Tree sizes, in addition to 1.")
 @click.option("--batch", default=1, show_default=True)
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--rounds", default=50, show_default=True)
-@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
 @torch.inference_mode()
 def main(
     shapes: tuple[str, ...],
@@ -33,8 +31,7 @@ def main(
     dtype: str,
     device: str,
     rounds: int,
-    out: Path | None,
-) -> None:
+) -> dict[str, Any]:
     """Time the operations of a Mamba-2 layer over trees: a table, then one JSON line."""
     sizes = dict.fromkeys((1, *nodes))
     rows = []
@@ -43,7 +40,7 @@ def main(
         rows += [{"shape": name, **row} for row in measure_layers(layers, rounds, device)]
     wide_console().print(layer_table(rows))
     facts = {"batch": batch, "dtype": dtype, "device": device, "kernels": kernels.in_use(torch.device(device))}
-    print_result({**facts, "threads": torch.get_num_threads(), "rounds": rounds, "rows": rows}, out)
+    return {**facts, "threads": torch.get_num_threads(), "rounds": rounds, "rows": rows}
 
 
 if __name__ == "__main__":

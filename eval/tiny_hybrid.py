@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from eval.harness.output import Column, make_table
+from eval.harness.output import Column, benchmark, make_table
 from ssm.texts import KINDS, TextExample, correct, example
 from ssm.texts.checking import runs_right
 from ssm.texts.problems import steps_of
@@ -78,23 +77,20 @@ def accuracy_table(report: dict[str, float]) -> Table:
     return make_table(columns, rows, title="greedy decoding, texts never trained on")
 
 
-@click.command()
+@benchmark
 @click.option("--model", default="tiny-hybrid", show_default=True, help="Embedded name, folder or hub id.")
 @click.option("--problems", type=click.IntRange(1), default=200, show_default=True, help="Word problems.")
 @click.option("--others", type=click.IntRange(1), default=50, show_default=True, help="Examples of each other kind.")
 @click.option("--batch", type=click.IntRange(1), default=25, show_default=True, help="Answers decoded at once.")
-@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads; torch's default if not given.")
-def main(model: str, problems: int, others: int, batch: int, threads: int | None) -> None:
+def main(model: str, problems: int, others: int, batch: int) -> dict[str, Any]:
     """Print a table of accuracies, then one JSON line."""
-    if threads:
-        torch.set_num_threads(threads)
     began = time.monotonic()
     report = text_accuracy(greedy_decoder(model, batch), problems, others)
     Console().print(accuracy_table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
     seconds = round(time.monotonic() - began, 1)
     counts = {"model": model, "problems": problems, "others": others, "seconds": seconds}
-    click.echo(json.dumps(counts | {"right": figures}))
+    return counts | {"right": figures}
 
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
+from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from eval.harness.output import Column, make_table
+from eval.harness.output import Column, benchmark, make_table
 from mmspec.targets.support import from_pretrained
 from vision.embedded import tiny_llava
 from vision.training.accuracy import scene_accuracy
@@ -31,14 +30,11 @@ def accuracy_table(report: dict[str, float]) -> Table:
     return make_table(columns, rows, title="greedy decoding, scenes never trained on")
 
 
-@click.command()
+@benchmark
 @click.option("--model", default=None, help="Folder or hub id; the embedded model by default.")
 @click.option("--scenes", type=click.IntRange(1), default=200, show_default=True, help="Scenes to caption.")
-@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads; torch's default if not given.")
-def main(model: str | None, scenes: int, threads: int | None) -> None:
+def main(model: str | None, scenes: int) -> dict[str, Any]:
     """Print a table of accuracies, then one JSON line."""
-    if threads:
-        torch.set_num_threads(threads)
     folder = model or tiny_llava()
     began = time.monotonic()
     network = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")
@@ -46,7 +42,7 @@ def main(model: str | None, scenes: int, threads: int | None) -> None:
     Console().print(accuracy_table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
     about = {"model": model or "tiny-llava", "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}
-    click.echo(json.dumps(about | figures))
+    return about | figures
 
 
 if __name__ == "__main__":

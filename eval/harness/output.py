@@ -7,14 +7,17 @@ import os
 import string
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 
+from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
 from mmspec.training.files import write_text
 
@@ -37,6 +40,23 @@ class BenchmarkCommand(click.Command):
 
 class _UsageError(click.ClickException):
     exit_code = 2
+
+
+def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:
+    """The command of a function that prints tables and returns a JSON result, with the options ``--threads`` and
+    ``--out``."""
+
+    @wraps(function)
+    def run(threads: int | None, out: Path | None, **options: Any) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        print_result(function(**options), out)
+
+    command = click.command(cls=BenchmarkCommand)(run)
+    help_text = "CPU threads; torch's default if not given."
+    command.params.append(click.Option(["--threads"], type=click.IntRange(1), help=help_text))
+    command.params.append(click.Option(["--out"], type=OUT_FILE, help="Also write the JSON result to this file."))
+    return command
 
 
 def wide_console() -> Console:

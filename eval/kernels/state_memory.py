@@ -127,6 +127,7 @@ def peak_cpu_bytes(run: Callable[[], Any]) -> int:
 @torch.inference_mode()
 def run_step(target: TransformersTarget, tree: TokenTree) -> tuple[int, Tensor, Tensor]:
     """One step after a prompt: its peak memory in bytes, the logits of the nodes, and the committed states."""
+    target.select([])  # of earlier steps
     target.prefill(Prompt(torch.arange(_PROMPT)[None] + 3), room=64)
     path = tree.ancestors[0, -1].nonzero().flatten()
     logits = torch.empty(0)

@@ -5,11 +5,12 @@ import json
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
 
 from eval.harness.options import SIZES, TEMPERATURES
-from eval.harness.output import BenchmarkCommand, make_table, percent, write_result
+from eval.harness.output import BenchmarkCommand, benchmark, make_table, percent, write_result
 from mmspec.errors import UserError, first_line
 
 
@@ -77,3 +78,18 @@ def test_results_are_written_atomically(tmp_path, monkeypatch):
         write_result({"a": object()}, out)
     assert json.loads(out.read_text()) == {"a": 1}
     assert [path.name for path in out.parent.iterdir()] == ["out.json"]
+
+
+def test_a_benchmark_prints_and_writes_its_result(tmp_path):
+    @benchmark
+    @click.option("--size", default=2)
+    def measure(size: int) -> dict[str, int]:
+        """Measure."""
+        return {"size": size, "threads": torch.get_num_threads()}
+
+    before = torch.get_num_threads()
+    try:
+        run = CliRunner().invoke(measure, ["--threads", "2", "--out", str(tmp_path / "a.json"), "--size", "5"])
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads(run.output) == json.loads((tmp_path / "a.json").read_text()) == {"size": 5, "threads": 2}
