@@ -20,6 +20,7 @@ from mmspec.speculation.budget import Budget
 from mmspec.speculation.calibrate import cost_table
 from mmspec.speculation.trace import Traced
 from mmspec.targets.loading import make_drafter
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
@@ -34,12 +35,12 @@ class LoadedModel:
     trees, and repeated requests would be drafted from memory.
 
     Attributes:
-        target: the model.
+        target, processor: of the model.
         name: what it was loaded by.
     """
 
-    def __init__(self, target: TransformersTarget, name: str) -> None:
-        self.target = target
+    def __init__(self, target: TransformersTarget, processor: Processor, name: str) -> None:
+        self.target, self.processor = target, processor
         self.name = name
         self._drafters: OrderedDict[str, tuple[Drafter | None, dict[int, Budget]]] = OrderedDict()
 
@@ -54,15 +55,13 @@ class LoadedModel:
         """
         cached, budgets = self._get_drafter(drafter)
         lent = lend(cached, self.target)
-        pipe = Pipeline(self.target, None if lent is None else Traced(lent), self.name)
+        pipe = Pipeline(self.target, self.processor, None if lent is None else Traced(lent), self.name)
         pipe.budgets = budgets
         return pipe
 
     def plain_pipeline(self) -> Pipeline:
         """A plain decoding pipeline that shares the weights but not the caches, to run interleaved with another."""
-        target = type(self.target)(self.target.model, self.target.processor)
-        target.cost = self.target.cost
-        return Pipeline(target, None, self.name)
+        return Pipeline(self.target.fork(), self.processor, None, self.name)
 
     def drafter_label(self, drafter: str) -> str:
         """The registered name of a drafter, or "none"."""
@@ -107,9 +106,9 @@ class ModelCache:
         if name not in self._loaded:
             while len(self._loaded) >= self.capacity:
                 self._loaded.popitem(last=False)
-            target = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options).target
-            target.cost = cost_table(target)
-            self._loaded[name] = LoadedModel(target, name)
+            pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options)
+            pipe.target.cost = cost_table(pipe.target)
+            self._loaded[name] = LoadedModel(pipe.target, pipe.io, name)
         self._loaded.move_to_end(name)
         loaded = self._loaded[name]
         if "OMP_NUM_THREADS" not in os.environ:

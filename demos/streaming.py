@@ -103,7 +103,7 @@ def stream_answer(
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
-    answer = StreamedAnswer(pipe.name, drafter, pipe.target.tokenizer.decode)
+    answer = StreamedAnswer(pipe.name, drafter, pipe.io.tokenizer.decode)
     pieces = pipe.stream(**request, **keywords)
     while True:
         start = clock()
@@ -112,7 +112,7 @@ def stream_answer(
         if piece is None:
             return
         steps = pipe.drafter.rows[0] if isinstance(pipe.drafter, Traced) and pipe.drafter.rows else []
-        answer.append(piece, steps, pipe.target.decode)
+        answer.append(piece, steps, pipe.io.decode)
         yield answer
 
 
@@ -175,4 +175,4 @@ def _compare(result: Race, loaded: LoadedModel, request: Mapping[str, Any], keyw
     result.equal = speculative.token_ids == plain.token_ids
     if not result.equal:
         tokens = speculative.token_ids, plain.token_ids
-        result.difference = first_difference(loaded.target, request, keywords, *tokens)
+        result.difference = first_difference(loaded.plain_pipeline(), request, keywords, *tokens)

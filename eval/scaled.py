@@ -88,7 +88,7 @@ def _measure_prompts(
         for method in methods:
             method.clear()
         compare_methods(pipe, [request], methods, 1, max_new_tokens)
-        prompts.append(prompt_record(pipe.target, request, methods))
+        prompts.append(prompt_record(pipe, request, methods))
         click.echo(f"{len(prompts)} of {len(requests)} prompts after {clock() - start:.0f} s", err=True)
         if out is not None:
             write_result(content, out)

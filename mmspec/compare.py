@@ -14,8 +14,7 @@ from mmspec.drafters.drafter import Drafter
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.sampler import SamplingParams
 from mmspec.speculation.tree import TokenTree
-from mmspec.targets.target import Prompt
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.target import Prompt, Target
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Comparison:
 
 
 def compare(
-    target: TransformersTarget,
+    pipe: Pipeline,
     make_drafter: Callable[[], Drafter | None],
     request: Mapping[str, Any],
     keywords: Mapping[str, Any],
@@ -97,7 +96,7 @@ def compare(
     """Decode a request speculatively and plainly in turn, after one unmeasured run of each.
 
     Args:
-        target: the model.
+        pipe: holds the model.
         make_drafter: a new drafter for every run: one that learns from earlier answers would know this one by heart.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
@@ -106,9 +105,9 @@ def compare(
     """
 
     def run(speculate: bool) -> tuple[Generation, float]:
-        pipe = Pipeline(target, make_drafter() if speculate else None)
+        fresh = Pipeline(pipe.target, pipe.io, make_drafter() if speculate else None)
         start = clock()
-        generation = pipe.generate(**request, **keywords)
+        generation = fresh.generate(**request, **keywords)
         seconds = clock() - start
         progress()
         return generation, seconds
@@ -124,7 +123,7 @@ def compare(
         return Comparison(rounds, fast, slow, None, None)
     pairs = [(a.token_ids, b.token_ids) for (a, _), (b, _) in zip(runs[True], runs[False], strict=True)]
     unequal = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    difference = first_difference(target, request, keywords, *unequal) if unequal else None
+    difference = first_difference(pipe, request, keywords, *unequal) if unequal else None
     return Comparison(rounds, fast, slow, unequal is None, difference)
 
 
@@ -137,7 +136,7 @@ def _speed(runs: Sequence[tuple[Generation, float]]) -> Speed:
 
 
 def first_difference(
-    target: TransformersTarget,
+    pipe: Pipeline,
     request: Mapping[str, Any],
     keywords: Mapping[str, Any],
     speculative: Sequence[int],
@@ -146,7 +145,7 @@ def first_difference(
     """Where two different outputs of one request part, and how close the target's choice is there.
 
     Args:
-        target, request, keywords: as for ``compare``.
+        pipe, request, keywords: as for ``compare``.
         speculative, plain: new tokens of either output.
     """
     shorter = min(len(speculative), len(plain))
@@ -155,8 +154,8 @@ def first_difference(
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, ours, theirs, None)
     scores = next_token_scores(
-        target,
-        target.encode([request]),
+        pipe.target,
+        pipe.encode([request]),
         plain[:at],
         SamplingParams(repetition_penalty=keywords.get("repetition_penalty", 1.0)),
     )
@@ -164,14 +163,12 @@ def first_difference(
     return Difference(at, speculative[at], plain[at], float(scores.max() - two.min()))
 
 
-def next_token_scores(
-    target: TransformersTarget, prompt: Prompt, tokens: Sequence[int], params: SamplingParams
-) -> torch.Tensor:
+def next_token_scores(target: Target, prompt: Prompt, tokens: Sequence[int], params: SamplingParams) -> torch.Tensor:
     """Processed float32 logits of the token after ``tokens``, (vocab,), for a prompt of one row.
 
     The tokens pass through the target in one pass, as a tree that is a chain.
     """
-    target = type(target)(target.model, target.processor)  # this one may have sequences that decode
+    target = target.fork()  # this one may have sequences that decode
     step = target.prefill(prompt, len(tokens))
     if tokens:
         chain = torch.tensor([list(tokens)], device=prompt.input_ids.device)

@@ -204,7 +204,7 @@ def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt:
 def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
     if not isinstance(drafter, Pipeline):
         target = plugins.target_class(model.config)(model)
-        return Pipeline(target, make_drafter(drafter, model.config.name_or_path or ""))
+        return Pipeline(target, drafter=make_drafter(drafter, model.config.name_or_path or ""))
     if drafter.model is not model:
         raise UserError(f"a pipeline as drafter must hold the model that generates: it holds {drafter.name}")
     return drafter

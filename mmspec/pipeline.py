@@ -22,7 +22,8 @@ from mmspec.ops import kernels
 from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.speculation.calibrate import cost_table, stored_cost
 from mmspec.targets.loading import load_target, make_drafter
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.processor import Detokenizer, Processor
+from mmspec.targets.target import Prompt, Target
 
 Message = Mapping[str, Any]
 
@@ -86,7 +87,8 @@ def load(
         if given := [f"{name}={shown(value)}" for name, value in asked.items() if value != "auto"]:
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(given)}")
         home = model.config.name_or_path or ""
-        return Pipeline(plugins.target_class(model.config)(model, processor), make_drafter(drafter, home), slots=slots)
+        adapter = plugins.target_class(model.config)
+        return Pipeline(adapter(model), adapter.processor_class(processor), make_drafter(drafter, home), slots=slots)
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:
@@ -95,34 +97,46 @@ def load(
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
     # First: a misspelt name should not cost the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-    return Pipeline(load_target(folder, device, dtype, **options), speculator, name=model, slots=slots)
+    return Pipeline(*load_target(folder, device, dtype, **options), speculator, model, slots=slots)
 
 
 class Pipeline:
-    """A target, a drafter and the engine that decodes with them.
+    """A target, its processor, a drafter and the engine that decodes with them.
 
     Threads may share it: their requests decode together, and no request's tokens depend on another's. Pipelines that
     share a target or a drafter wait for each other.
 
     Args:
+        target: computes and caches.
+        processor: encodes requests and decodes answers; None where only token ids go in and out.
+        drafter: None for plain decoding.
+        name: how the model was asked for; by default the name that its configuration gives.
         slots: requests that decode at the same time; further ones wait.
 
     Attributes:
         model, processor: the plain transformers objects.
-        target, drafter: what generation runs on; ``drafter`` may be None.
-        name: how the model was asked for.
-        slots: as above.
+        target, drafter, name, slots: as above.
+        io: the ``Processor``.
         budget: what the adaptive budget has learnt of this drafter on this target; None before the first draft.
     """
 
     def __init__(
-        self, target: TransformersTarget, drafter: Drafter | None = None, name: str = "", *, slots: int = SLOTS
+        self,
+        target: Target,
+        processor: Processor | None = None,
+        drafter: Drafter | None = None,
+        name: str = "",
+        *,
+        slots: int = SLOTS,
     ) -> None:
-        self.target = target
+        # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
+        self.target: Any = target
+        self.io = Processor() if processor is None else processor
         self.drafter = drafter
         self.budget: Budget | None = None
         self._searched = False  # for the target's stored cost
-        self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
+        model = getattr(target, "model", target)
+        self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.slots = SLOT_COUNT.check("slots", slots)
         self.engine = Engine(target, drafter, self._budget, slots=slots)
         self.engine.attach()
@@ -144,7 +158,11 @@ class Pipeline:
 
     @property
     def processor(self) -> Any:
-        return self.target.processor
+        return self.io.plain
+
+    def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
+        return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
 
     def generate(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
@@ -243,8 +261,7 @@ class Pipeline:
             return Budget(nodes)
         if self.budget is None:
             if target.cost is None:
-                # On a target of its own: this one's sequences have been absorbed.
-                target.cost = cost_table(type(target)(target.model, target.processor))
+                target.cost = cost_table(target.fork())  # this one's sequences have been absorbed
             steady = kernels.fixed_shapes(target.device)
             self.budget = (SteadyBudget if steady else AdaptiveBudget)(target.cost, batch=batch)
         self.budget.resize(batch)
@@ -261,25 +278,25 @@ class _Answer:
     """A request that decodes."""
 
     def __init__(self, pipe: Pipeline, call: Call) -> None:
-        self.pipe, self.target = pipe, pipe.target
+        self.pipe = pipe
         params, extras = call.params, call.extras
-        self.stop = params.stop_strings
-        prompt = self.target.encode([call.request], **call.inputs)
-        length, limit = prompt.input_ids.shape[1], self.target.context_limit
+        prompt = pipe.encode([call.request], **call.inputs)
+        length, limit = prompt.input_ids.shape[1], pipe.target.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
-            eos_token_ids=self.target.eos_token_ids,
-            stop=self.stop,
+            eos_token_ids=pipe.target.eos_token_ids,
+            stop=params.stop_strings,
             criteria=extras.stopping_criteria,
-            tokenizer=self.target.tokenizer,
+            tokenizer=pipe.io.tokenizer,
         )
         sampler = params.sampler(extras.logits_processor)
         (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes)
         self.ended = False
-        self._shown, self._pending = "", list[int]()
+        self._detokenizer = Detokenizer(pipe.io.decode, params.stop_strings)
+        self._pending: list[int] = []  # tokens of the next piece
 
     def check(self) -> None:
         """Raises what ended the sequence by mistake."""
@@ -288,8 +305,9 @@ class _Answer:
 
     def whole(self) -> Generation:
         """The answer, once its sequence has ended."""
-        ids = self.sequence.token_ids
-        return Generation(self.text(ids), ids, self.sequence.finish_reason or "length", self.sequence.stats)
+        sequence = self.sequence
+        text = self._detokenizer.text(sequence.token_ids)
+        return Generation(text, sequence.token_ids, sequence.finish_reason or "length", sequence.stats)
 
     def next(self) -> Piece | None:
         """Wait for the next tokens; None where they add no whole character yet."""
@@ -299,20 +317,9 @@ class _Answer:
         reason = sequence.finish_reason  # before the tokens: another thread may be adding some
         self.ended = reason is not None
         self._pending += sequence.take()
-        text = self.text(sequence.token_ids, final=reason is not None)
-        if reason is None and len(text) <= len(self._shown):
+        text = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
+        if text is None:
             return None
-        piece = Piece(text[len(self._shown) :], self._pending, reason, sequence.stats if reason else None)
-        self._shown, self._pending = text, []
+        piece = Piece(text, self._pending, reason, sequence.stats if reason else None)
+        self._pending = []
         return piece
-
-    def text(self, token_ids: list[int], *, final: bool = True) -> str:
-        """The answer's text; unless ``final``, without an end that later tokens may still change."""
-        text = self.target.decode(token_ids)
-        cut = min((at for s in self.stop if (at := text.find(s)) >= 0), default=len(text))
-        text = text[:cut]
-        if final:
-            return text
-        held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        text = text[: len(text) - held]
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text

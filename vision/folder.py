@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError
+from mmspec.files import check_settings, write_text
 from mmspec.jobs import run_jobs
-from mmspec.training.files import check_settings, write_text
 
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
 _MEDIA_KEYS = {"image": "images", "video": "videos"}

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmspec.errors import UserError
-from mmspec.training.files import write_text
+from mmspec.files import write_text
 
 WIDTH = 120
 

@@ -24,24 +24,29 @@ from mmspec.pipeline import Pipeline
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from vision.drafters.msd import MSD
+from vision.processor import VisionProcessor
 from vision.targets import VisionTarget
 
 
-class PaddedImageTarget(VisionTarget):
-    """A target whose images occupy more KV slots than they have visual tokens: masked padding precedes the prompt.
+class PaddedImageProcessor(VisionProcessor):
+    """A processor whose images occupy more KV slots than they have visual tokens: masked padding precedes the prompt.
 
-    Attributes:
+    Args:
+        plain: of transformers.
+        config: of the model.
         image_tokens: KV slots of an image, padding included.
     """
 
-    image_tokens = 0
+    def __init__(self, plain: Any, config: Any, image_tokens: int) -> None:
+        super().__init__(plain)
+        self.config, self.image_tokens = config, image_tokens
 
-    def encode(self, requests: Sequence[Mapping[str, Any]], **inputs: Any) -> Prompt:
-        prompt = super().encode(requests, **inputs)
+    def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        prompt = super().encode(requests, **options)
         ids, mask = prompt.input_ids, prompt.attention_mask
         mask = torch.ones_like(ids) if mask is None else mask
-        images = int(self._is_visual(ids).sum(1).max()) // self.model.config.image_seq_length
-        padding = max(0, images * (self.image_tokens - self.model.config.image_seq_length))
+        images = int((ids == self.config.image_token_id).sum(1).max()) // self.config.image_seq_length
+        padding = max(0, images * (self.image_tokens - self.config.image_seq_length))
         if padding == 0:
             return prompt
         blank = ids.new_zeros(len(ids), padding)
@@ -62,14 +67,13 @@ def scaled_pipeline(
         raise UserError(f"preset must be one of {', '.join(SHAPES)}: got {preset!r}")
     small = mmspec.load(model, drafter=None, dtype="float32")
     big = scale_up(small.model, SHAPES[preset], device=small.target.device, dtype=getattr(torch, dtype))
-    target = PaddedImageTarget(big, small.processor)
-    target.image_tokens = image_tokens
+    processor = PaddedImageProcessor(small.processor, big.config, image_tokens)
     scaled = {
         label: scale_up_drafter(drafter, small.model, big)
         for label, drafter in parse_drafters(drafters, small.model.config.name_or_path).items()
     }
     gc.collect()  # the small model
-    return Pipeline(target, name=f"{model} as {preset}"), scaled
+    return Pipeline(VisionTarget(big), processor, name=f"{model} as {preset}"), scaled
 
 
 def drafter_sizes(drafter: Drafter, target: TransformersTarget) -> dict[str, int]:
@@ -81,17 +85,17 @@ def drafter_sizes(drafter: Drafter, target: TransformersTarget) -> dict[str, int
     return {"network": network, "head": vocab * target.config.hidden_size, "draft_vocabulary": vocab}
 
 
-def prompt_record(target: TransformersTarget, request: Mapping[str, Any], methods: Sequence[Method]) -> dict[str, Any]:
+def prompt_record(pipe: Pipeline, request: Mapping[str, Any], methods: Sequence[Method]) -> dict[str, Any]:
     """Measurements of the last prompt, with the first difference of each unequal answer from transformers'."""
     reference = methods[0].answers[-1]
     return {
         "new_tokens": len(reference),
         "tokens": {method.name: method.tokens[-1] for method in methods},
-        "prompt_tokens": target.encode([request]).input_ids.shape[1],
+        "prompt_tokens": pipe.encode([request]).input_ids.shape[1],
         "seconds": {method.name: method.seconds[-1] for method in methods},
         "lengths": {method.name: method.lengths[-1] for method in methods},
         "differences": {
-            method.name: asdict(first_difference(target, request, {}, method.answers[-1], reference))
+            method.name: asdict(first_difference(pipe, request, {}, method.answers[-1], reference))
             for method in methods[1:]
             if method.answers[-1] != reference
         },

@@ -187,11 +187,11 @@ def _method_results(
                 equal[row] = other is None
                 if other is not None:
                     keywords = {"temperature": options.temperature}
-                    difference = first_difference(pipe.target, requests[row], keywords, other, expected)
+                    difference = first_difference(pipe, requests[row], keywords, other, expected)
                     differences.append({"row": row, **vars(difference)})
         results[method.name] = {
             "answers": first.answers,
-            "texts": [pipe.target.decode(answer).strip() for answer in first.answers],
+            "texts": [pipe.io.decode(answer).strip() for answer in first.answers],
             "seconds": [batch.seconds for batch in rounds],
             "stats": [{name: getattr(stats, name) for name in _STATS_FIELDS} for stats in first.stats],
             "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),

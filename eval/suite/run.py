@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoConfig
 
-from eval.harness.output import write_text
 from eval.suite.evaluator import Evaluator, SuiteSettings
 from eval.suite.methods import load_pretrained
 from eval.suite.records import RunRecords, suite_jobs
@@ -20,6 +19,7 @@ from eval.suite.spec_bench import write_answers
 from eval.suite.summary import summarise
 from eval.suite.tasks import TASKS
 from mmspec import plugins
+from mmspec.files import write_text
 from mmspec.jobs import run_jobs
 from vision.targets import VisionTarget
 

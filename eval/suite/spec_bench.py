@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eval.harness.output import write_text
+from mmspec.files import write_text
 
 
 def answer_file_name(about: dict[str, Any], method: str, temperature: float, batch: int) -> str:

@@ -160,7 +160,7 @@ def _compare(
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("comparing with plain decoding", total=2 * (rounds + 1))
         return compare(
-            pipe.target,
+            pipe,
             fresh,
             request,
             keywords,
@@ -193,7 +193,7 @@ def _first_difference(comparison: Comparison, pipe: Pipeline) -> str:
     found = comparison.difference
     assert found is not None
     texts = [
-        repr(pipe.target.tokenizer.decode([token])) if token is not None else "the end"
+        repr(pipe.io.tokenizer.decode([token])) if token is not None else "the end"
         for token in (found.speculative, found.plain)
     ]
     where = f"differ first at position {found.position}: {texts[0]} against {texts[1]}"

@@ -19,8 +19,8 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.features import ConversationFeatures, Extractor, Features, collate
 from mmspec.drafters.checkpoint import verifier_of
 from mmspec.errors import UserError
+from mmspec.files import atomic, write_text
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.training.files import atomic, write_text
 
 _INDEX = "index.json"
 

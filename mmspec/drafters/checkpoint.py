@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from mmspec.drafters.fields import Checked, Within
 from mmspec.errors import UserError
+from mmspec.files import atomic, write_text
 
 S = TypeVar("S", bound=Checked)
 
@@ -154,12 +154,9 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
-    part = folder / (_WEIGHTS + ".part")
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
-    os.replace(part, folder / _WEIGHTS)
-    part = folder / (_CONFIG + ".part")
-    part.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(part, folder / _CONFIG)
+    with atomic(folder / _WEIGHTS) as part:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+    write_text(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def verifier_of(target: Any) -> dict[str, Any]:

@@ -19,15 +19,18 @@ from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError
 from mmspec.targets.hub import cache_if_offline, is_path
-from mmspec.targets.support import from_pretrained, lay_out_for_few_rows
+from mmspec.targets.processor import Processor
+from mmspec.targets.support import from_pretrained, lay_out_for_few_rows, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LARGE = 1_000_000_000  # parameters from which float32 on a CPU would cost more memory than it is worth
 
 
-def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options: Any) -> TransformersTarget:
-    """Load a model of transformers as a target.
+def load_target(
+    name: str, device: str = "auto", dtype: Any = "auto", **options: Any
+) -> tuple[TransformersTarget, Processor]:
+    """Load a model of transformers as a target, and its processor.
 
     Args:
         name: local folder or hub id.
@@ -51,7 +54,8 @@ def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options:
             options |= found
             config = from_pretrained(AutoConfig, name, **options)
             adapter = plugins.target_class(config)
-            model, processor = adapter.read(name, config, **options)
+            model: Any = read_whole(adapter.auto_class, name, config=config, **options)
+            processor = adapter.processor_class.read(name, **options)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -64,7 +68,7 @@ def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options:
         model = model.float()
     model = model.to(where).eval()
     lay_out_for_few_rows(model)
-    return adapter(model, processor)
+    return adapter(model), processor
 
 
 def pick_device(device: str) -> torch.device:

@@ -1,19 +1,20 @@
-"""The model whose output is kept exact, as the engine sees it.
+"""Interface between engine and target: prompts, steps, and the target's methods.
 
-A target absorbs prompts, computes logits at the nodes of trees and keeps accepted paths, for a batch of sequences that
-join and leave. Its caches are its own; the engine sees logits.
+A target prefills prompts, computes logits at the nodes of trees and commits accepted paths, for a batch of sequences
+that join and leave. It owns its caches; the engine sees logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.speculation.budget import CostTable
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 
@@ -45,6 +46,17 @@ class Prompt:
             return rows
         keep = self.attention_mask.tolist()
         return [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Prompt:
+        """The prompt on a device, floating point inputs (pixel values) in a dtype."""
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+        inputs = {name: moved(value) for name, value in self.inputs.items()}
+        return replace(self, input_ids=moved(self.input_ids), attention_mask=moved(self.attention_mask), inputs=inputs)
 
     @staticmethod
     def stack(prompts: Sequence[Prompt]) -> Prompt | None:
@@ -98,14 +110,37 @@ class Step:
 
 
 class Target(Protocol):
-    """What the engine and the drafters need of a target. Rows are the sequences in it, in the order of joining."""
+    """Interface of a target: weights, passes, and caches by row.
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
+    Rows are the decoding sequences, in the order of joining. ``TransformersTarget`` implements it for models of
+    transformers; any other class with these members works in a ``Pipeline`` too. Text and media are left to the
+    ``Processor``.
+    """
 
     features: Sequence[Feature]
     """Which hidden states a step contains."""
+
+    cost: CostTable | None
+    """Measured seconds of a verify pass, None before they are known."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of its tensors."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating point type of a prompt's inputs."""
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of prompt and output; None where there is no limit."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Tokens that end an answer."""
+
+    def fork(self) -> Target:
+        """The same weights without sequences."""
 
     def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
         """Absorb prompts, which become the last rows; ``room`` is the number of tokens that may follow each of them, or

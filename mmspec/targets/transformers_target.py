@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
@@ -25,17 +25,15 @@ from mmspec.speculation.verify import Verdict
 from mmspec.targets import attention
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import tail_mask, tree_mask
+from mmspec.targets.processor import Processor
 from mmspec.targets.support import (
     cache_argument,
-    from_pretrained,
     logit_scaling,
-    read_whole,
     refuse_rope_switch,
     refuse_unsupported,
     rope_side,
 )
 from mmspec.targets.target import Feature, Prompt, Step
-from mmspec.targets.user_text import UserText
 
 
 class TransformersTarget:
@@ -47,9 +45,10 @@ class TransformersTarget:
 
     Args:
         model: any causal language model; subclasses take multimodal ones.
-        processor: its tokenizer or processor, for text in and out.
 
     Attributes:
+        auto_class: transformers' class that loads such models.
+        processor_class: what encodes their requests and decodes their answers.
         attention: what the model's passes run with.
         layers: what serves the model's layers other than attention; None where it has no such.
         cost: measured time of a pass; where it is known, trees are padded to a width at which the pass is cheapest.
@@ -58,9 +57,11 @@ class TransformersTarget:
         UserError: the model has an architecture part that trees cannot pass through exactly.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: Any = None) -> None:
+    auto_class: ClassVar[Any] = AutoModelForCausalLM
+    processor_class: ClassVar[type[Processor]] = Processor
+
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.processor = processor
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
@@ -93,99 +94,25 @@ class TransformersTarget:
         own_code = getattr(config, "auto_map", None) or {}  # of the folder; read only where it is trusted
         return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
 
-    @classmethod
-    def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        """Model and processor from a local folder or hub id, with the weights' own dtype, on the CPU."""
-        model = read_whole(AutoModelForCausalLM, name, config=config, **options)
-        return model, from_pretrained(AutoTokenizer, name, **options)
+    def fork(self) -> TransformersTarget:
+        """The same weights and measured cost, without sequences."""
+        fork = type(self)(self.model)
+        fork.cost = self.cost
+        return fork
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     @property
-    def tokenizer(self) -> Any:
-        return getattr(self.processor, "tokenizer", self.processor)
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     @property
     def eos_token_ids(self) -> list[int]:
         """Tokens that end an answer, from the generation config."""
         eos = self.model.generation_config.eos_token_id
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-    def encode(self, requests: Sequence[Mapping[str, Any]], **inputs: Any) -> Prompt:
-        """Turn requests into a left-padded batch.
-
-        Args:
-            requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
-            **inputs: options of the adapter (none for text).
-
-        Raises:
-            UserError: images or videos for a text model, unknown options, or an empty prompt.
-        """
-        if inputs:
-            raise UserError(f"unknown option for a text model: got {', '.join(inputs)}")
-        if any(request.get("images") or request.get("videos") for request in requests):
-            raise UserError(f"{type(self.model).__name__} reads text only: images or videos were given")
-        rows = [self._token_ids(request["prompt"]) for request in requests]
-        longest = max(map(len, rows))
-        pads = [longest - len(row) for row in rows]
-        device = self.model.device
-        ids = torch.tensor([[0] * pad + row for pad, row in zip(pads, rows, strict=True)], device=device)
-        mask = torch.tensor([[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)], device=device)
-        return Prompt(ids, mask if any(pads) else None)
-
-    def _token_ids(self, prompt: Any) -> list[int]:
-        tokenizer = self.tokenizer
-        template = getattr(tokenizer, "chat_template", None)
-        if not prompt:
-            raise UserError("the prompt must not be empty")
-        if not isinstance(prompt, str) and not template:
-            raise UserError("chat messages need a chat template: the tokenizer has none")
-        text = self._user_text.mark(prompt)
-        if template:
-            messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        if self._user_text.is_marked(text):
-            ids = self._user_text.encode(text, add_special_tokens=not template)
-        else:
-            ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
-        if not ids:
-            raise UserError("the prompt must not be empty")
-        return ids
-
-    @cached_property
-    def _user_text(self) -> UserText:
-        return UserText(
-            self.tokenizer, [getattr(self.processor, name, None) for name in ("image_token", "video_token")]
-        )
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
-
-    @cached_property
-    def _answer_prefix(self) -> str:
-        """Blanks between the chat template's generation prompt and an answer.
-
-        A template that ends a prompt with "ASSISTANT:" and writes earlier answers as "ASSISTANT: answer" lets the model
-        generate the blank. It is the template's: as content of a later turn, the answer must not contain it.
-        """
-        if not getattr(self.processor, "chat_template", None):
-            return ""
-        plain = self.processor is self.tokenizer  # a processor's template takes lists of items
-        asked, answered = (
-            {"role": role, "content": text if plain else [{"type": "text", "text": text}]}
-            for role, text in (("user", "question"), ("assistant", "answer"))
-        )
-        try:
-            prompt = self.processor.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
-            whole = self.processor.apply_chat_template([asked, answered], tokenize=False)
-        except Exception:  # a template is a program of the checkpoint's, and may raise anything
-            return ""
-        between, found, _ = whole.removeprefix(prompt).partition("answer")
-        return between if found and whole.startswith(prompt) and between.isspace() else ""
 
     @property
     def context_limit(self) -> int | None:

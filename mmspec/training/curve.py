@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
-from mmspec.training.files import atomic
+from mmspec.files import atomic
 
 
 @click.command()

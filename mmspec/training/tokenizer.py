@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmspec.training.files import atomic
+from mmspec.files import atomic
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first tokens of every vocabulary."""

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from mmspec import files
 from mmspec.errors import UserError
-from mmspec.training import files
 from mmspec.training.curve import draw
 from mmspec.training.loss import RunningMeans
 from mmspec.training.optimisers import lr_factor

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mmspec.cli.options import OUT_FILE
-from mmspec.training.files import atomic
+from mmspec.files import atomic
 from ssm.texts.examples import KINDS, SPLITS, example
 
 

@@ -27,7 +27,7 @@ def test_captions_equal_generate_and_are_correct(pipe):
     named = shown = 0
     for scene in SCENES:
         answer = pipe.generate(**request(scene), max_new_tokens=200)
-        prompt = pipe.target.encode([request(scene)])
+        prompt = pipe.encode([request(scene)])
         plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=200, do_sample=False)
         assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
         assert answer.finish_reason == "stop"
@@ -62,7 +62,7 @@ def test_batches_of_clips_equal_generate(pipe, frames):
     requests = [{"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]}, request(SCENES[0])]
     answers = pipe.generate_batch(requests, frames=frames, max_new_tokens=90)
     for one, answer in zip(requests, answers, strict=True):
-        prompt = pipe.target.encode([one], frames=frames)
+        prompt = pipe.encode([one], frames=frames)
         plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=90, do_sample=False)
         assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
         assert answer.stats.mean_acceptance_length > 1.5
@@ -83,7 +83,7 @@ def test_size_of_embedded_files():
 
 def test_tokenizer_settings_are_not_changed():
     pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
-    tokenizer = pipe.target.tokenizer
+    tokenizer = pipe.io.tokenizer
     expected = [pipe.generate(prompt, max_new_tokens=8).token_ids for prompt in ("Hello", "A red star, and a circle?")]
     tokenizer.pad_token, tokenizer.padding_side = None, "right"
     for _ in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.training.files import atomic
+from mmspec.files import atomic
 from vision.distil.answering import PendingConversation
 from vision.scenes.conversations import SceneConversation, one_image, questions_only, several_images, video, words_only
 from vision.scenes.drawing import draw

@@ -14,7 +14,7 @@ from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
 from eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
 from eval.scale_up.models import scale_up, shape_of
-from eval.scale_up.pipeline import PaddedImageTarget
+from eval.scale_up.pipeline import PaddedImageProcessor
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.targets.loading import make_drafter
@@ -58,7 +58,7 @@ class RecordingDrafter:
 def decode(pipe, model, drafter, request, tokens=24):
     """Tokens and trees of an answer of ``model``."""
     recorder = RecordingDrafter(drafter)
-    own = Pipeline(type(pipe.target)(model, pipe.processor), recorder)
+    own = Pipeline(type(pipe.target)(model), pipe.io, recorder)
     return own.generate(**request, max_new_tokens=tokens, nodes=12).token_ids, recorder.trees
 
 
@@ -66,7 +66,7 @@ def decode(pipe, model, drafter, request, tokens=24):
 def test_a_llava_keeps_its_function(small, big, request_, shape):
     model = big[shape]
     assert shape_of(model.config.text_config) == shape
-    prompt = small.target.encode([request_])
+    prompt = small.encode([request_])
     inputs = {"input_ids": prompt.input_ids, **prompt.inputs}
     with torch.inference_mode():
         was, now = small.model(**inputs), model(**inputs)
@@ -163,7 +163,7 @@ def test_added_layers_and_heads_compute_something(small, big, request_):
     handles = [
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in layers
     ]
-    small.target.__class__(model, small.processor).prefill(small.target.encode([request_]), 1)
+    small.target.__class__(model).prefill(small.encode([request_]), 1)
     for handle in handles:
         handle.remove()
     assert len(seen) == WIDE.layers
@@ -171,13 +171,12 @@ def test_added_layers_and_heads_compute_something(small, big, request_):
 
 
 def test_masked_padding_changes_nothing(small, request_):
-    long = PaddedImageTarget(small.model, small.processor)
-    long.image_tokens = 60
-    plain = small.target.encode([request_]).input_ids.shape[1]
+    long = PaddedImageProcessor(small.processor, small.model.config, 60)
+    plain = small.encode([request_]).input_ids.shape[1]
     assert long.encode([request_]).input_ids.shape[1] == plain + 24
     drafter = make_drafter("msd", small.model.config.name_or_path)
     was = small.generate(**request_, max_new_tokens=20)
-    now = Pipeline(long, drafter).generate(**request_, max_new_tokens=20)
+    now = Pipeline(small.target.fork(), long, drafter).generate(**request_, max_new_tokens=20)
     assert now.token_ids == was.token_ids
 
 

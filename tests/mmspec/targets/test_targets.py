@@ -27,6 +27,7 @@ from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.speculation.budget import CostTable
 from mmspec.targets.loading import make_drafter
+from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
@@ -337,7 +338,7 @@ def test_every_end_token_ends_an_answer(place, drafter):
     """One token, or a list in which the one that the model says stands anywhere, as ``generate`` takes them."""
     model = copy.deepcopy(byte_model())
     model.generation_config.eos_token_id = None
-    pipe = mmspec.Pipeline(TransformersTarget(model, byte_tokenizer()), make_drafter(drafter))
+    pipe = mmspec.Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), make_drafter(drafter))
     assert pipe.target.eos_token_ids == []
     said = pipe.generate("abc", max_new_tokens=12, nodes=4).token_ids
     last = next(token for token in said[4:] if token not in said[:4])
