@@ -30,6 +30,9 @@ DRAFTER, MODEL = "drafter", "model"
 LOG_ROWS = 400
 """Rows of training metrics in the log of a complete run."""
 
+_STATE = ("network", "optimisers", "order", "step", "seconds", "settings")
+"""Entries of a checkpoint."""
+
 
 class Trainer:
     """A training run in a folder. The constructor resumes from the folder's checkpoint if there is one.
@@ -43,7 +46,8 @@ class Trainer:
         notify: called with each row of the log, to which the run's `progress` is added.
 
     Raises:
-        UserError: the folder holds a run with other settings, or `accelerator` shards the network.
+        UserError: the folder holds a run of another version or with other settings, or `accelerator` shards the
+            network.
     """
 
     def __init__(
@@ -171,6 +175,11 @@ class Trainer:
 
     def _resume(self) -> None:
         state = torch.load(self.folder / CHECKPOINT, weights_only=True, map_location="cpu")
+        if missing := [name for name in _STATE if name not in state]:
+            raise UserError(
+                f"{self.folder} holds a run of another version: expected a checkpoint with {', '.join(_STATE)}, "
+                f"received one without {', '.join(missing)}; choose another --out for a new run"
+            )
         files.check_settings(self.folder, state["settings"], self.settings)
         self.task.network.load_state_dict(state["network"])
         self.task.optimisers.load_state_dict(state["optimisers"])
