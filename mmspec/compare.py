@@ -1,4 +1,4 @@
-"""Speculative against plain decoding of one request: speeds measured in turn, tokens compared."""
+"""Speculative and plain decoding of one request compared: interleaved timing, tokens, logit margin."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two outputs part.
+    """The first difference between two outputs.
 
     Attributes:
         position: index of the first token that differs, counted from the first new one.
-        speculative, plain: the tokens there; None where that output had ended.
-        margin: for greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
-            repetition penalty), from one more pass over prompt and common tokens. Near zero in half precision means a
-            tie that rounding decides.
+        speculative, plain: the tokens there; None for an output that had ended.
+        margin: of greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
+            repetition penalty), from another pass over prompt and common tokens. Near zero in half precision it is a
+            tie, which rounding decides.
     """
 
     position: int
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` measured. ``equal`` is None for outputs sampled without a seed: they agree in distribution."""
+    """Result of ``compare``. ``equal`` is None for outputs sampled without a seed, which agree in distribution."""
 
     rounds: int
     speculative: Speed
@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def decode_ratio(self) -> float | None:
-        """Speculative over plain tokens per second; None where an answer of one token leaves nothing to time."""
+        """Speculative over plain tokens per second; None for answers of one token, which have no decode phase."""
         plain = self.plain.tokens_per_second
         return self.speculative.tokens_per_second / plain if plain else None
 
@@ -93,14 +93,14 @@ def compare(
     rounds: int = 3,
     progress: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Decode a request speculatively and plainly in turn, after one unmeasured run of each.
+    """Interleaved timing of speculative and plain decoding of a request, after one warm-up run of each.
 
     Args:
-        pipe: holds the model.
-        make_drafter: a new drafter for every run: one that learns from earlier answers would know this one by heart.
+        pipe: of the model.
+        make_drafter: returns a new drafter for every run: one that learns would have memorised the answer.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
-        rounds: measured runs of each kind; the kind that goes first alternates.
+        rounds: measured runs of each kind; they alternate in going first.
         progress: called after every run.
     """
 
@@ -142,11 +142,11 @@ def first_difference(
     speculative: Sequence[int],
     plain: Sequence[int],
 ) -> Difference:
-    """Where two different outputs of one request part, and how close the target's choice is there.
+    """The first difference between two outputs of a request, and the target's logit margin there.
 
     Args:
         pipe, request, keywords: as for ``compare``.
-        speculative, plain: new tokens of either output.
+        speculative, plain: new tokens of each output.
     """
     shorter = min(len(speculative), len(plain))
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
@@ -166,9 +166,9 @@ def first_difference(
 def next_token_scores(target: Target, prompt: Prompt, tokens: Sequence[int], params: SamplingParams) -> torch.Tensor:
     """Processed float32 logits of the token after ``tokens``, (vocab,), for a prompt of one row.
 
-    The tokens pass through the target in one pass, as a tree that is a chain.
+    The tokens are one verify pass over a chain.
     """
-    target = target.fork()  # this one may have sequences that decode
+    target = target.fork()  # the other may have sequences
     step = target.prefill(prompt, len(tokens))
     if tokens:
         chain = torch.tensor([list(tokens)], device=prompt.input_ids.device)

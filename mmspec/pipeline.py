@@ -1,4 +1,4 @@
-"""The front door: ``load`` a model and a drafter, then generate."""
+"""Public API: ``load`` a model and a drafter, then generate with the ``Pipeline``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Message = Mapping[str, Any]
 class Generation:
     """One answer.
 
-    ``token_ids`` are the tokens as generated. ``text`` is what the tokenizer decodes them to, up to a stop string, and
-    without the blank that some chat templates put before an answer ("ASSISTANT: answer").
+    ``token_ids`` are the generated tokens. ``text`` is their decoding up to a stop string, without the blank that some
+    chat templates put before an answer ("ASSISTANT: answer").
     """
 
     text: str
@@ -44,7 +44,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a streamed answer; the last one carries ``finish_reason`` and ``stats``."""
+    """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``."""
 
     text: str
     token_ids: list[int]
@@ -64,21 +64,21 @@ def load(
     """Load a model and a drafter for it.
 
     Args:
-        model: hub id, local folder, an embedded name (``tiny-llava``), or a model of transformers, which is left as it
-            is: on its device, in its dtype.
+        model: hub id, local folder, an embedded name (``tiny-llava``), or a model of transformers, which stays on its
+            device and in its dtype.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
-        device: ``"auto"`` takes a GPU where there is one; else a torch device name.
-        dtype: ``"auto"`` is float32 on a CPU for models below a billion parameters and the checkpoint's own
-            otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``, or the torch dtype.
+        device: a torch device name; ``"auto"`` is a GPU if there is one.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"auto"`` is float32 for models below
+            a billion parameters on a CPU, otherwise the checkpoint's dtype.
         processor: the tokenizer or processor of a model that is given as an object.
         slots: requests that decode at the same time; each needs memory for its keys and values.
-        **options: passed on to transformers' ``from_pretrained``. Python code that a folder brings along runs only with
+        **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
     Raises:
-        UserError: the model, drafter, device or dtype is unknown or cannot be had.
+        UserError: the model, drafter, device or dtype is unknown or not available.
     """
     if isinstance(model, PreTrainedModel):
         if processor is None:
@@ -95,7 +95,7 @@ def load(
         raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
     model = fspath(model)
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    # First: a misspelt name should not cost the loading of a large model.
+    # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     return Pipeline(*load_target(folder, device, dtype, **options), speculator, model, slots=slots)
 
@@ -108,7 +108,7 @@ class Pipeline:
 
     Args:
         target: computes and caches.
-        processor: encodes requests and decodes answers; None where only token ids go in and out.
+        processor: encodes requests and decodes answers; None if prompts and answers are token ids only.
         drafter: None for plain decoding.
         name: how the model was asked for; by default the name that its configuration gives.
         slots: requests that decode at the same time; further ones wait.
@@ -117,7 +117,7 @@ class Pipeline:
         model, processor: the plain transformers objects.
         target, drafter, name, slots: as above.
         io: the ``Processor``.
-        budget: what the adaptive budget has learnt of this drafter on this target; None before the first draft.
+        budget: adaptive budget of this drafter on this target; None before the first draft.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Pipeline:
         return {name: value for name, value in vars(self).items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A pipeline of another process: without the requests that were being answered."""
+        """Unpickles without the requests in progress."""
         vars(self).update(state)
         for part in (self.target, self.drafter):
             if part is not None:
@@ -171,26 +171,26 @@ class Pipeline:
 
         Args:
             prompt: text, or chat messages in transformers' format.
-            images: paths, bytes, PIL images or arrays, in the order of their place in the prompt.
-            videos: paths (or whatever the target's adapter takes as a video).
+            images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
+            videos: paths, bytes, file objects or ``vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
-                ``seed``, ...), ``nodes`` (tree size per step; None takes the size that is expected to be fastest),
+                ``seed``, ...), ``nodes`` (tree size per step; None chooses the size that is expected to be fastest),
                 ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
                 (per video).
 
         Raises:
-            UserError: an option out of range, input that cannot be read, or a prompt beyond the context limit.
+            UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.
         """
         return self.generate_batch([{"prompt": prompt, "images": images, "videos": videos}], **keywords)[0]
 
     def generate_batch(self, requests: Sequence[Mapping[str, Any]], **keywords: Any) -> list[Generation]:
         """Answer several prompts, ``slots`` of them at a time.
 
-        In float32, each answer's tokens are those that it has alone.
+        In float32, each answer has the same tokens as alone.
 
         Args:
-            requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` takes the place
-                of those of the call.
+            requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` replaces those
+                of the call.
             **keywords: see ``generate``.
         """
         calls = parse(requests, keywords)
@@ -215,7 +215,7 @@ class Pipeline:
     ) -> Iterator[Piece]:
         """Answer one prompt piece by piece, as tokens are accepted; see ``generate``.
 
-        The request begins when the first piece is asked for. Closing or dropping the iterator cancels it.
+        The request starts with the first ``next``. Closing or dropping the iterator cancels it.
         """
         (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
         return self._pieces(call)
@@ -223,8 +223,8 @@ class Pipeline:
     async def astream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
-        """``stream`` for asyncio: the event loop goes on while a thread waits for tokens. Cancelling the task, or
-        leaving the loop, cancels the request."""
+        """``stream`` for asyncio: a thread waits for tokens. Cancelling the task or leaving the loop cancels the
+        request."""
         (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
         made = asyncio.ensure_future(asyncio.to_thread(_Answer, self, call))
         try:
@@ -251,7 +251,7 @@ class Pipeline:
             self.engine.remove([answer.sequence])
 
     def _budget(self, batch: int, nodes: int | None) -> Budget:
-        """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None."""
+        """A budget of ``nodes`` draft tokens per step; None: an adaptive one from measured verify times."""
         target = self.target
         if target.cost is None and not self._searched:
             target.cost, self._searched = stored_cost(target), True
@@ -269,13 +269,13 @@ class Pipeline:
 
 
 def _cancel(made: asyncio.Future[_Answer]) -> None:
-    """A request that nobody waits for any more has been queued."""
+    """Removes a request whose task was cancelled while it was being queued."""
     if made.exception() is None:
         made.result().pipe.engine.remove([made.result().sequence])
 
 
 class _Answer:
-    """A request that decodes."""
+    """A request in the engine, and the text of its answer."""
 
     def __init__(self, pipe: Pipeline, call: Call) -> None:
         self.pipe = pipe
@@ -299,18 +299,18 @@ class _Answer:
         self._pending: list[int] = []  # tokens of the next piece
 
     def check(self) -> None:
-        """Raises what ended the sequence by mistake."""
+        """Raises the sequence's error, if any."""
         if self.sequence.error is not None:
             raise self.sequence.error
 
     def whole(self) -> Generation:
-        """The answer, once its sequence has ended."""
+        """The complete answer of an ended sequence."""
         sequence = self.sequence
         text = self._detokenizer.text(sequence.token_ids)
         return Generation(text, sequence.token_ids, sequence.finish_reason or "length", sequence.stats)
 
     def next(self) -> Piece | None:
-        """Wait for the next tokens; None where they add no whole character yet."""
+        """Wait for the next tokens; None before a character is whole."""
         sequence = self.sequence
         self.pipe.engine.wait(lambda: sequence.has_news)
         self.check()

@@ -42,11 +42,10 @@ class Captioner:
 
         from mmspec.cli.session import open_pipeline
         from vision.decoding import Decoder
-        from vision.targets import VisionTarget
 
         self.settings = settings
         self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
-        if not isinstance(self.pipe.target, VisionTarget):
+        if not self.pipe.io.reads_media:
             raise UserError(f"{self.pipe.name}: expected a vision-language model, received one that reads text only")
         self.decoder = Decoder()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class VisionProcessor(Processor):
     """
 
     auto_class = AutoProcessor
+    reads_media = True
 
     def encode(
         self,
@@ -55,90 +57,67 @@ class VisionProcessor(Processor):
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
         FRAMES.check("frames", frames)  # also where no video is read
         FPS.check("fps", fps)
+        options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         texts, images, videos = [], [], []
         for request in requests:
             pictures = [load_image(source) for source in _listed(request.get("images"))]
-            clips = [
-                source
-                if isinstance(source, Video)
-                else load_video(source, frames=frames, fps=fps, backend=video_backend)
-                for source in _listed(request.get("videos"))
-            ]
-            text, shown, played = self._compose(request["prompt"], pictures, clips)
-            texts.append(text)
+            clips = [_load_video(source, **options) for source in _listed(request.get("videos"))]
+            messages = request["prompt"]
+            if not messages:
+                raise UserError("the prompt must not be empty")
+            if isinstance(messages, str):
+                media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
+                messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]
+            placed, shown, played = self.place_media(self._user_text.mark(messages), pictures, clips, **options)
+            texts.append(self._render(placed))
             images.append(shown)
             videos += played
         return self._process(texts, images, videos)
 
-    def open_media(
-        self, messages: Sequence[Mapping[str, Any]], **video: Any
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[Any]]]:
-        """A conversation's images and videos, apart from its messages.
+    def place_media(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        pictures: Sequence[Any] = (),
+        clips: Sequence[Video] = (),
+        **video: Any,
+    ) -> tuple[list[dict[str, Any]], list[Any], list[Video]]:
+        """Separate chat messages from their images and videos.
 
         Args:
-            messages: chat messages whose image and video items name their sources.
-            **video: how videos are opened; see ``load_video``.
+            messages: image and video items contain their source, or refer to the next of ``pictures`` and ``clips``.
+            pictures, clips: loaded images and videos.
+            **video: options of ``load_video``, for items with a source.
 
         Returns:
-            The messages for ``encode``, the same as the processor's chat template is shown them, and the ``images`` and
-            ``videos`` of the request.
-        """
-        request: dict[str, list[Any]] = {"images": [], "videos": []}
-        bare, shown = [], []
-        for message in messages:
-            content = message["content"]
-            items: list[dict[str, Any]] = []
-            seen: list[dict[str, Any]] = []
-            for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-                kept = item if item["type"] == "text" else {"type": item["type"]}
-                instead = [kept]
-                if item["type"] == "image":
-                    request["images"].append(item.get("path", item.get("image")))
-                elif item["type"] == "video":
-                    clip = load_video(item.get("path", item.get("video")), **video)
-                    request["videos"].append(clip)
-                    instead = [kept] if self._takes_videos else [{"type": "image"} for _ in clip.frames]
-                items.append(kept)
-                seen += instead
-            bare.append({"role": message["role"], "content": items})
-            shown.append({"role": message["role"], "content": seen})
-        return bare, shown, request
+            The messages with placeholders, the images in their order, and the videos, if the processor takes any.
+            Otherwise the frames of videos are among the images.
 
-    def _compose(self, prompt: Any, pictures: list[Any], clips: list[Video]) -> tuple[str, list[Any], list[Video]]:
-        """The prompt's text with placeholders, the images in its order, and the videos that stay videos."""
-        if not prompt:
-            raise UserError("the prompt must not be empty")
-        if isinstance(prompt, str):
-            media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
-            messages: list[dict[str, Any]] = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
-        else:
-            messages = [dict(message) for message in prompt]
-        messages = [dict(message) for message in self._user_text.mark(messages)]
-        left, queue, shown, played = list(pictures), list(clips), [], []
+        Raises:
+            UserError: a file cannot be read, or the numbers of items and media differ.
+        """
+        queues: dict[str, list[Any]] = {"image": list(pictures), "video": list(clips)}
+        read = {"image": load_image, "video": partial(_load_video, **video)}
+        found: dict[str, list[Any]] = {"image": [], "video": []}
+        placed = []
         for message in messages:
-            content = message["content"]
-            items = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            message["content"] = []
-            for item in items:
-                if item["type"] == "image":
-                    shown.append(_take(item, "image", left, load_image))
-                    message["content"].append({"type": "image"})
-                elif item["type"] == "video":
-                    clip = _take(item, "video", queue, load_video)
-                    if self._takes_videos:
-                        played.append(clip)
-                        message["content"].append({"type": "video"})
-                    else:
-                        shown += clip.frames
-                        message["content"] += [{"type": "image"} for _ in clip.frames]
-                else:
-                    message["content"].append(item)
-        if left or queue:
+            content, items = message["content"], []
+            for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                kind = item["type"]
+                if kind not in queues:
+                    items.append(item)
+                    continue
+                media = [_take(item, kind, queues[kind], read[kind])]
+                if kind == "video" and not self._takes_videos:
+                    kind, media = "image", media[0].frames
+                found[kind] += media
+                items += [{"type": kind} for _ in media]
+            placed.append({**message, "content": items})
+        if any(queues.values()):
             raise UserError(
-                f"every image and video needs a place in the messages: {len(left)} images and {len(queue)} videos "
-                "have none"
+                f"every image and video needs a place in the messages: {len(queues['image'])} images and "
+                f"{len(queues['video'])} videos have none"
             )
-        return self._render(messages), shown, played
+        return placed, found["image"], found["video"]
 
     @property
     def _takes_videos(self) -> bool:
@@ -173,7 +152,7 @@ class VisionProcessor(Processor):
 
 @contextmanager
 def _pad_token(tokenizer: Any) -> Iterator[None]:
-    """Lend a tokenizer without a pad token its end-of-sequence token: which one pads is all the same under a mask."""
+    """Temporarily give a tokenizer without a pad token its end-of-sequence token; the mask hides padding anyway."""
     lent = tokenizer.pad_token_id is None
     if lent:
         tokenizer.pad_token = tokenizer.eos_token
@@ -185,14 +164,18 @@ def _pad_token(tokenizer: Any) -> Iterator[None]:
 
 
 def _listed(sources: Any) -> Iterable[Any]:
-    """Several sources as they are; a single one as a list of one."""
+    """Sources as a list; a single one becomes a list of one."""
     if sources is None:
         return []
     return sources if isinstance(sources, list | tuple) else [sources]
 
 
+def _load_video(source: Any, **options: Any) -> Video:
+    return source if isinstance(source, Video) else load_video(source, **options)
+
+
 def _take(item: Mapping[str, Any], kind: str, queue: list[Any], read: Any) -> Any:
-    """What a message's image or video item stands for: its own source, or the next of those given beside the prompt."""
+    """The image or video of a message's item: its own source, or the next one in the queue."""
     source = next((item[key] for key in (kind, "path", "url") if key in item), None)
     if source is not None:
         return read(source)

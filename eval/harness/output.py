@@ -80,11 +80,6 @@ def percent(field: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: f"{100 * row[field]:.0f} %"
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def git_commit() -> str:
     """The short hash of the checkout's commit; empty outside a repository."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)

@@ -17,7 +17,6 @@ import torch
 import transformers
 
 import mmspec
-from eval.harness.output import first_line
 from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from eval.suite.methods import BASELINE, PLAIN, parse_methods
@@ -25,9 +24,9 @@ from eval.suite.sample import Sample
 from eval.suite.tasks import TASKS
 from mmspec.compare import first_difference
 from mmspec.engine.stats import Stats
+from mmspec.errors import first_line
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table, describe
-from vision.targets import VisionTarget
 
 _WARM_UP_TOKENS = 64
 _STATS_FIELDS = tuple(field.name for field in dataclasses.fields(Stats))
@@ -91,7 +90,7 @@ class Evaluator:
     @property
     def visual(self) -> bool:
         """Whether the model takes images."""
-        return isinstance(self.pipe.target, VisionTarget)
+        return self.pipe.io.reads_media
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """Decode a batch of conversations.

@@ -78,9 +78,7 @@ class Encoder:
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
         self.visual_ids = {mark for mark in marks if mark is not None}
         self.stops = {*target.eos_token_ids, processor.tokenizer.eos_token_id} - {None}
-        # Only processors that take images and videos have `open_media`.
-        self._open_media = getattr(processor, "open_media", None)
-        renderer = processor.plain if self._open_media else processor.tokenizer
+        renderer = processor.plain if processor.reads_media else processor.tokenizer
         if not getattr(renderer, "chat_template", None):
             raise UserError("conversations need a chat template: the model's processor has none")
         self._render = renderer.apply_chat_template
@@ -112,13 +110,14 @@ class Encoder:
         return shorter.cut(self.max_length)
 
     def _encode(self, conversation: Conversation) -> EncodedConversation | None:
-        if self._open_media is None:
-            messages = shown = data.as_text(conversation.messages)
-            media: dict[str, Any] = {}
+        processor: Any = self.pipe.io
+        media: dict[str, Any] = {}
+        if processor.reads_media:
+            shown, media["images"], media["videos"] = processor.place_media(conversation.messages, **self._video)
         else:
-            messages, shown, media = self._open_media(conversation.messages, **self._video)
-        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        prompt = self.pipe.encode([{"prompt": messages[:last], **media}])
+            shown = data.as_text(conversation.messages)
+        last = max(index for index, message in enumerate(shown) if message["role"] == "assistant")
+        prompt = self.pipe.encode([{"prompt": shown[:last], **media}])
         processed = prompt.input_ids[0].tolist()
         tokens = self._tokens(shown[: last + 1], conversation.answers)
         if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
@@ -135,7 +134,7 @@ class Encoder:
 
     def _ids(self, text: str, whole: bool = True) -> list[int]:
         # As in `Processor.encode`: vision processors add a start token; text templates contain it.
-        special = whole and self._open_media is not None
+        special = whole and self.pipe.io.reads_media
         return self.pipe.io.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:

@@ -96,8 +96,7 @@ class DrafterTask:
         self._bfloat16 = bfloat16
         self._batch, self._max_new_tokens = batch, max_new_tokens
         prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, prompts)]
-        text_only = not hasattr(pipe.io, "open_media")
-        self._prompts = [data.as_text(messages) for messages in prompt_messages] if text_only else prompt_messages
+        self._prompts = prompt_messages if pipe.io.reads_media else [data.as_text(one) for one in prompt_messages]
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
     def batch(self, examples: list[ExampleIndex]) -> Features:

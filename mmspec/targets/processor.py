@@ -19,10 +19,16 @@ class Processor:
     """Chat template and tokenizer of a text model: encodes requests, decodes answers.
 
     Args:
-        plain: a tokenizer or processor of transformers; None where only token ids go in and out.
+        plain: a tokenizer or processor of transformers; None if prompts and answers are token ids only.
+
+    Attributes:
+        auto_class: the class of transformers that loads ``plain``.
+        reads_media: whether requests may contain images and videos; if so there is a method ``place_media``, as of
+            ``vision.processor.VisionProcessor``.
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
+    reads_media: ClassVar[bool] = False
 
     def __init__(self, plain: Any = None) -> None:
         self.plain = plain

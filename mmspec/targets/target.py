@@ -19,18 +19,18 @@ from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 
 Feature = int | str
-"""A decoder's hidden states: n is what enters layer n (transformers' ``hidden_states[n]``), ``"last"`` what leaves the
-final norm."""
+"""Hidden states of a decoder: n is the input of layer n (transformers' ``hidden_states[n]``), ``"last"`` the output of
+the final norm."""
 
 
 @dataclass
 class Prompt:
-    """What generation starts from.
+    """Encoded prompts of a batch.
 
     Attributes:
         input_ids: (batch, length) int64, left-padded.
-        attention_mask: (batch, length), 0 at padding; None when there is none.
-        inputs: what else the model's forward takes at the prompt (``pixel_values``, ``image_sizes``, ...).
+        attention_mask: (batch, length), 0 at padding; None without padding.
+        inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
         padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
     """
 
@@ -40,7 +40,7 @@ class Prompt:
     padding_in_history: bool = False
 
     def histories(self) -> list[list[int]]:
-        """The token ids that each row starts from."""
+        """Token ids of each row, without padding unless ``padding_in_history``."""
         rows = self.input_ids.tolist()
         if self.attention_mask is None or self.padding_in_history:
             return rows
@@ -60,10 +60,10 @@ class Prompt:
 
     @staticmethod
     def stack(prompts: Sequence[Prompt]) -> Prompt | None:
-        """Several prompts in one batch; None where their inputs do not fit together.
+        """Several prompts as one batch; None if their inputs cannot be concatenated.
 
-        Inputs of the shape of ``input_ids`` are padded as these are; others, which belong to images or videos, follow
-        each other along the first axis.
+        Inputs of the shape of ``input_ids`` are padded like these; others, which belong to images or videos, are
+        concatenated along the first axis.
         """
         first = prompts[0]
         if any(one.inputs.keys() != first.inputs.keys() or one.padding_in_history for one in prompts):
@@ -93,13 +93,12 @@ class Prompt:
 
 @dataclass
 class Step:
-    """The output of one pass of the target.
+    """Output of a verify pass or a prefill.
 
     Attributes:
-        logits: (batch, nodes, vocab), raw; after a prefill, nodes = 1: the last position of the prompt.
-        features: (batch, nodes, hidden) each, the hidden states that the drafter reads; after a prefill, of the whole
-            prompt.
-        visual: (batch, length) bool, prefill only: positions that carry image or video features.
+        logits: (batch, nodes, vocab), unprocessed; of a prefill, nodes = 1: the last position of the prompt.
+        features: (batch, nodes, hidden) each, the hidden states that the drafter reads; of a prefill, all positions.
+        visual: (batch, length) bool, prefill only: positions of image or video features.
         embeds: (batch, length, hidden), prefill only: the input embeddings of the language model.
     """
 
@@ -118,7 +117,7 @@ class Target(Protocol):
     """
 
     features: Sequence[Feature]
-    """Which hidden states a step contains."""
+    """Hidden states that a step contains."""
 
     cost: CostTable | None
     """Measured seconds of a verify pass, None before they are known."""
@@ -143,28 +142,27 @@ class Target(Protocol):
         """The same weights without sequences."""
 
     def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
-        """Absorb prompts, which become the last rows; ``room`` is the number of tokens that may follow each of them, or
-        one number per prompt."""
+        """Compute and cache prompts, which become the last rows; ``room`` is the most new tokens, for all or each."""
 
     def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
-        """``prefill`` in several passes over at most ``chunk`` tokens each, as far as the model allows.
+        """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
 
         Yields:
-            None after each pass but the last, then the step. The rows join with the last pass: others may join, decode
-            and leave in between.
+            None after each pass but the last, then the step. The rows join with the last pass: other rows may join,
+            decode and leave before.
         """
 
     def kind(self, prompt: Prompt) -> Hashable:
-        """Prompts of one kind may decode in one batch."""
+        """Key of a prompt: only prompts with equal keys may decode in one batch."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the others leave."""
+        """Keep these rows, in this order, and drop the others."""
 
     def forward_tree(self, tree: TokenTree) -> Step:
-        """Logits and features at every node; absorbs nothing yet."""
+        """Verify pass: logits and features at every node. The cache keeps its lengths."""
 
     def commit(self, verdict: Verdict) -> None:
-        """Absorb the accepted path of the last tree."""
+        """Add the accepted path of the last tree to the cache."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, (...) int64 -> (..., hidden)."""
@@ -173,4 +171,4 @@ class Target(Protocol):
         """Logits of last hidden states, (..., hidden) -> (..., vocab)."""
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """The head for some tokens only, (n,) int64: a function (..., hidden) -> (..., n)."""
+        """The head restricted to some tokens, (n,) int64: a function (..., hidden) -> (..., n)."""

@@ -45,7 +45,7 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tasks, "Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
-    pipe = SimpleNamespace(target=None, io=None)
+    pipe = SimpleNamespace(target=None, io=SimpleNamespace(reads_media=False))
     setup = DrafterSetup(torch.nn.Linear(1, 1), None, Drafter)  # type: ignore[arg-type]
     task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import mmspec
 from mmspec import UserError
@@ -90,6 +91,17 @@ def test_tokenizer_settings_are_not_changed():
         rows = pipe.generate_batch([{"prompt": "Hello"}, {"prompt": "A red star, and a circle?"}], max_new_tokens=8)
         assert [row.token_ids for row in rows] == expected
         assert (tokenizer.pad_token, tokenizer.pad_token_id, tokenizer.padding_side) == (None, None, "right")
+
+
+@pytest.mark.parametrize(("keywords", "images"), [({}, 8), ({"frames": 3}, 3)])
+def test_options_hold_for_videos_in_chat_messages(pipe, keywords, images):
+    clip, question = samples() / "clip.mp4", {"type": "text", "text": "Describe the video."}
+    messages = [{"role": "user", "content": [{"type": "video", "path": clip}, question]}]
+    prompt = pipe.encode([{"prompt": messages}], **keywords)
+    assert len(prompt.inputs["pixel_values"]) == images
+    beside = pipe.encode([{"prompt": question["text"], "videos": clip}], **keywords)
+    assert torch.equal(prompt.input_ids, beside.input_ids)
+    assert torch.equal(prompt.inputs["pixel_values"], beside.inputs["pixel_values"])
 
 
 @pytest.mark.parametrize(
