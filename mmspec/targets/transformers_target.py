@@ -26,13 +26,7 @@ from mmspec.targets import attention
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import tail_mask, tree_mask
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import (
-    cache_argument,
-    logit_scaling,
-    refuse_rope_switch,
-    refuse_unsupported,
-    rope_side,
-)
+from mmspec.targets.support import cache_argument, logit_scaling, refuse_rope_switch, refuse_unsupported, rope_side
 from mmspec.targets.target import Feature, Prompt, Step
 
 
