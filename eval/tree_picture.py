@@ -42,7 +42,6 @@ def main(model: str, drafter: str, out: Path, nodes: int) -> None:
         ends = set(pipe.io.tokenizer.all_special_ids)
         seen += [tree for tree in traced.rows[0] if ends.isdisjoint([*tree.tokens, tree.bonus])]
     step = max(seen, key=_instructiveness)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, draw_tree(step, pipe.io.tokenizer.decode))
 
 

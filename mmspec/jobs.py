@@ -69,8 +69,8 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
     own = not ray.is_initialized()
     if own:
         # A Ray started here needs a CPU per worker; a running cluster has its own number.
-        room = None if os.environ.get("RAY_ADDRESS") else max(os.cpu_count() or 1, workers + 1)
-        ray.init(num_cpus=room, log_to_driver=False, logging_level=logging.ERROR)
+        cpus = None if os.environ.get("RAY_ADDRESS") else max(os.cpu_count() or 1, workers + 1)
+        ray.init(num_cpus=cpus, log_to_driver=False, logging_level=logging.ERROR)
     try:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         seen: set[int] = set()

@@ -261,7 +261,7 @@ class Pipeline:
             return Budget(nodes)
         if self.budget is None:
             if target.cost is None:
-                target.cost = cost_table(target.fork())  # this one's sequences have been absorbed
+                target.cost = cost_table(target.fork())  # this one has sequences
             steady = kernels.fixed_shapes(target.device)
             self.budget = (SteadyBudget if steady else AdaptiveBudget)(target.cost, batch=batch)
         self.budget.resize(batch)

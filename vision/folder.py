@@ -127,7 +127,6 @@ def caption_folder(
     folder = Path(settings["folder"])
     part = out.with_name(out.name + ".part")
     files = _find_files(folder, {out.resolve(), part.resolve()})
-    out.parent.mkdir(parents=True, exist_ok=True)
     fingerprint = _fingerprint(settings, out, batch_size)
     found = {line["file"]: line for path in (out, part) for line in _read_lines(path, fingerprint)}
     done = {name: line for name, line in found.items() if _up_to_date(line, files.get(name))}

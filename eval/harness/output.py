@@ -95,5 +95,4 @@ def print_result(content: dict[str, Any], out: Path | None = None) -> None:
 
 def write_result(content: dict[str, Any], out: Path) -> None:
     """Write a result as a JSON file, atomically."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(content) + "\n")

@@ -49,7 +49,6 @@ class RunRecords:
         self._path = folder / "records.jsonl"
         settings_file = folder / "settings.json"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             if settings_file.exists():
                 check_settings(folder, json.loads(settings_file.read_text()), settings)
             else:

@@ -185,7 +185,6 @@ class FeatureCache:
                     f"{found.get(name)}"
                 )
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(wanted, indent=2) + "\n")
 
 

@@ -152,7 +152,6 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping
         settings: its own settings.
         target: the target it was made for.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
     with atomic(folder / _WEIGHTS) as part:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)

@@ -1,4 +1,4 @@
-"""How long a verify pass takes on this machine, by the number of tokens in it."""
+"""Calibration: time of a verify pass on this machine by the number of nodes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cost_table(target: Target, *, refresh: bool = False, prefix: int = 128) -> C
 
 
 def _processor() -> str:
-    """The CPU's model name, or as much of it as the system tells."""
+    """The CPU's model name; its architecture if the system does not report one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -56,8 +56,8 @@ def _processor() -> str:
 
 
 def _disturbed(table: CostTable) -> bool:
-    """Whether other work on the machine must have spoilt the measurement, so that it should not be kept: a pass over n
-    tokens took far longer than n passes over one."""
+    """Whether other work on the machine has spoilt the measurement: a pass over n nodes took far longer than n passes
+    over one."""
     return any(t > 1.5 * n * table.seconds[0] for n, t in zip(table.tokens, table.seconds, strict=True))
 
 
@@ -73,7 +73,7 @@ def stored_cost(target: Target) -> CostTable | None:
 
 
 def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostTable:
-    """Time verify passes of all sizes in turn, so that a slow moment of the machine hits them alike; medians.
+    """Interleaved timing of verify passes of all sizes; medians.
 
     Args:
         prefix: tokens of the prompt.
@@ -102,7 +102,7 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
 
 
 def describe(target: TransformersTarget) -> dict[str, Any]:
-    """What a calibration depends on."""
+    """Everything that a calibration depends on."""
     model, config = target.model, target.config
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
@@ -129,7 +129,7 @@ def cache_folder() -> Path:
 
 
 def _comb(size: int, vocab: int, device: torch.device) -> TokenTree:
-    """A chain with one sibling per level: both deep and wide, as real trees are."""
+    """A chain with one sibling per level: deep and wide like real trees."""
     parents = torch.tensor([-1] + [max(0, i - 2 + i % 2) for i in range(1, size)], device=device)
     return TokenTree((torch.arange(size, device=device) % vocab)[None], parents[None], check=False)
 
@@ -141,7 +141,5 @@ def _path(target: TransformersTarget) -> Path:
 
 def _store(target: TransformersTarget, measured: dict[str, Any]) -> None:
     """Write a measurement to disk, if the folder can be written."""
-    path = _path(target)
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({**describe(target), **measured}))
+        write_text(_path(target), json.dumps({**describe(target), **measured}))

@@ -52,7 +52,7 @@ def load_target(
         f"an embedded model ({', '.join(plugins.names('models')) or 'none'}), a local folder or a reachable hub id"
     )
     if not name or (not os.path.isdir(name) and is_path(name)):
-        raise UserError(f"cannot load model {name!r}: expected {expected}, received no folder that can be read")
+        raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
     if os.path.exists(name):
         expected = "the folder of a supported model"
     with (

@@ -101,9 +101,9 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - (ATTENTION if layers is None else layers.kinds)):
-        served = ", ".join(plugins.names("layers"))
+        supported = ", ".join(plugins.names("layers"))
         raise UserError(
-            f"layers must be full or sliding-window attention{served and f', or {served}'}: "
+            f"layers must be full or sliding-window attention{supported and f', or {supported}'}: "
             f"{name} has {', '.join(other)} of another kind"
         )
     decoder = model.get_decoder()

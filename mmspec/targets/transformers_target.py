@@ -395,8 +395,8 @@ class TransformersTarget:
     @property
     def in_place(self) -> bool:
         """Whether passes have static shapes."""
-        served = self.attention.name == attention.NAME or (self.layers is not None and not self.layers.attends)
-        return served and kernels.fixed_shapes(self.device)
+        supported = self.attention.name == attention.NAME or (self.layers is not None and not self.layers.attends)
+        return supported and kernels.fixed_shapes(self.device)
 
     def _new_cache(self, reserve: int, in_place: bool) -> TreeCache:
         if self.layers is not None:
@@ -433,8 +433,8 @@ class TransformersTarget:
         fits = self._output.weight.shape[-1] == hidden.shape[-1]  # other widths: a projection before the output layer
         if not fits or not torch.allclose(self.head(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
             raise UserError(
-                f"{type(self.model).__name__} changes its logits after the output layer in a way that is not known "
-                "here: expected head(hidden) to equal the model's logits"
+                f"{type(self.model).__name__} transforms its logits after the output layer in an unknown way: expected "
+                "head(hidden) to equal the model's logits"
             )
         self._head_checked = True
 

@@ -84,7 +84,6 @@ def write_figure(figure: Figure, out: Path) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
     kind = out.suffix.lstrip(".") or "svg"
     try:
         # Without a date and with fixed ids the same log gives the same file.

@@ -81,7 +81,6 @@ def folder_tokenizer(folder: Path, train: Callable[[], PreTrainedTokenizerFast])
     path = folder / "tokenizer"
     if not path.exists():
         trained = train()
-        folder.mkdir(parents=True, exist_ok=True)
         with atomic(path) as part:
             trained.save_pretrained(part)
     return PreTrainedTokenizerFast.from_pretrained(path)

@@ -168,7 +168,6 @@ class Trainer:
     def _prepare_folder(self) -> None:
         """Writes the settings, removes the log of an earlier run without a checkpoint, and makes a first report."""
         if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
             files.write_text(self.folder / SETTINGS, json.dumps(self.settings, indent=2) + "\n")
             (self.folder / LOG).unlink(missing_ok=True)
         self.report()

@@ -33,7 +33,6 @@ def scene_conversations(indices: Iterable[int], out: Path) -> Iterator[PendingCo
         indices: of training scenes. An index gives the same conversation in every run.
         out: folder of the data set. A clip is saved as several images, for models that take no videos.
     """
-    (out / "images").mkdir(parents=True, exist_ok=True)
     for index in indices:
         kind = random.Random(f"kind {index}").choices(list(KINDS), [share for _, share in KINDS.values()])[0]
         example = KINDS[kind][0](seeded("train", index))
