@@ -20,7 +20,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def explained(message: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise exceptions of these types as a ``UserError``: the message, then their first line in brackets.
+    """Raise exceptions of these types as a ``UserError``: the message, a colon and their first line.
 
     A ``UserError`` is raised unchanged.
     """
@@ -29,4 +29,4 @@ def explained(message: str, *kinds: type[Exception]) -> Iterator[None]:
     except UserError:
         raise
     except kinds as error:
-        raise UserError(f"{message} ({first_line(error)})") from error
+        raise UserError(f"{message}: {first_line(error)}") from error
