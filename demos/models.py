@@ -16,7 +16,6 @@ from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
 from mmspec.drafters.drafter import Drafter, lend
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.budget import Budget
 from mmspec.speculation.calibrate import cost_table
 from mmspec.speculation.trace import Traced
 from mmspec.targets.loading import make_drafter
@@ -42,10 +41,10 @@ class LoadedModel:
     def __init__(self, target: TransformersTarget, processor: Processor, name: str) -> None:
         self.target, self.processor = target, processor
         self.name = name
-        self._drafters: OrderedDict[str, tuple[Drafter | None, dict[int, Budget]]] = OrderedDict()
+        self._drafters: OrderedDict[str, tuple[Drafter | None, list[Pipeline]]] = OrderedDict()
 
     def pipeline(self, drafter: str) -> Pipeline:
-        """A pipeline with a traced drafter and the adaptive budgets of earlier requests.
+        """A pipeline with a traced drafter and the adaptive budget of the last request.
 
         Args:
             drafter: as for ``mmspec.load``.
@@ -53,10 +52,11 @@ class LoadedModel:
         Raises:
             UserError: the drafter is unknown, or made for another model.
         """
-        cached, budgets = self._get_drafter(drafter)
+        cached, last = self._get_drafter(drafter)
         lent = lend(cached, self.target)
         pipe = Pipeline(self.target, self.processor, None if lent is None else Traced(lent), self.name)
-        pipe.budgets = budgets
+        pipe.budget = last.pop().budget if last else None
+        last.append(pipe)
         return pipe
 
     def plain_pipeline(self) -> Pipeline:
@@ -67,9 +67,9 @@ class LoadedModel:
         """The registered name of a drafter, or "none"."""
         return drafter_name(self._get_drafter(drafter)[0]) or "none"
 
-    def _get_drafter(self, name: str) -> tuple[Drafter | None, dict[int, Budget]]:
+    def _get_drafter(self, name: str) -> tuple[Drafter | None, list[Pipeline]]:
         if name not in self._drafters:
-            self._drafters[name] = make_drafter(name, str(self.target.model.config.name_or_path)), {}
+            self._drafters[name] = make_drafter(name, str(self.target.model.config.name_or_path)), []
             while len(self._drafters) > _DRAFTERS:
                 self._drafters.popitem(last=False)
         self._drafters.move_to_end(name)

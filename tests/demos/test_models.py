@@ -69,7 +69,9 @@ def test_requests_do_not_share_learned_drafts():
     assert isinstance(one.drafter.drafter, Recycle)
     assert one.drafter.drafter.entries > 0 == other.drafter.drafter.entries
     assert loaded.pipeline("recycle").drafter.drafter.entries == 0
-    assert one.budgets is other.budgets
+    latest = loaded.pipeline("recycle")
+    latest.generate(**REQUEST, **KEYWORDS)
+    assert loaded.pipeline("recycle").budget is latest.budget is not None
     assert loaded.pipeline("none").drafter is None
     assert (loaded.drafter_label("auto"), loaded.drafter_label("none")) == ("recycle", "none")
     with pytest.raises(UserError, match="drafter"):
