@@ -245,7 +245,7 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
 def test_a_head_that_does_more_than_is_known_is_refused(dtype):
     torch.manual_seed(0)
     model = random_model(cut(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
-    with pytest.raises(UserError, match="BertLMHeadModel changes its logits after the output layer"):
+    with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
         TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
 
 
