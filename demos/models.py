@@ -19,6 +19,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table
 from mmspec.targets.loading import make_drafter
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
@@ -37,12 +38,12 @@ class LoadedModel:
     trees, and repeated requests would be drafted from memory.
 
     Attributes:
-        target: the model.
+        target, processor: of the model.
         name: what it was loaded by.
     """
 
-    def __init__(self, target: TransformersTarget, name: str) -> None:
-        self.target = target
+    def __init__(self, target: TransformersTarget, processor: Processor, name: str) -> None:
+        self.target, self.processor = target, processor
         self.name = name
         self._pipelines: OrderedDict[str, Pipeline] = OrderedDict()
         self._lock = RLock()
@@ -62,10 +63,9 @@ class LoadedModel:
     def open(self, name: str) -> Pipeline:
         """A new pipeline; see ``pipeline``."""
         drafter = make_drafter(name, str(self.target.model.config.name_or_path))
-        # Of its own, as targets hold sequences; they share the weights.
-        target = type(self.target)(self.target.model, self.target.processor)
-        target.cost = self.target.cost
-        return Pipeline(target, PerSequence(drafter) if drafter and learns(drafter) else drafter, self.name)
+        if drafter is not None and learns(drafter):
+            drafter = PerSequence(drafter)
+        return Pipeline(self.target.fork(), self.processor, drafter, self.name)
 
 
 class ModelCache:
@@ -103,9 +103,9 @@ class ModelCache:
         return loaded
 
     def _load(self, name: str) -> LoadedModel:
-        target = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options).target
-        target.cost = cost_table(target)
-        return LoadedModel(target, name)
+        pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options)
+        pipe.target.cost = cost_table(pipe.target)
+        return LoadedModel(pipe.target, pipe.io, name)
 
     def in_turn(self, work: Iterator[T], waiting: T, *, alone: bool = False) -> Iterator[T]:
         """Run a request together with others, or while no other runs.

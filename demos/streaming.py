@@ -94,7 +94,7 @@ def stream_answer(pipe: Pipeline, request: Mapping[str, Any], keywords: Mapping[
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
-    answer = StreamedAnswer(pipe.name, label(pipe), pipe.target.tokenizer.decode)
+    answer = StreamedAnswer(pipe.name, label(pipe), pipe.io.tokenizer.decode)
     pieces = pipe.stream(**request, **keywords, trace=pipe.drafter is not None)
     while True:
         start = clock()
@@ -102,7 +102,7 @@ def stream_answer(pipe: Pipeline, request: Mapping[str, Any], keywords: Mapping[
         answer.seconds += clock() - start
         if piece is None:
             return
-        answer.append(piece, pipe.target.decode)
+        answer.append(piece, pipe.io.decode)
         yield answer
 
 
@@ -167,4 +167,4 @@ def _compare(result: Race, loaded: LoadedModel, request: Mapping[str, Any], keyw
     result.equal = speculative.token_ids == plain.token_ids
     if not result.equal:
         tokens = speculative.token_ids, plain.token_ids
-        result.difference = first_difference(loaded.target, request, keywords, *tokens)
+        result.difference = first_difference(loaded.open("none"), request, keywords, *tokens)

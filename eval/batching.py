@@ -42,13 +42,13 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
 @click.option("--max-new-tokens", default=128, show_default=True)
 def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new_tokens: int) -> dict[str, Any]:
     """Measure tokens per second of many requests: a table, then one JSON line."""
-    target = mmspec.load(model, drafter=None).target
+    plain = mmspec.load(model, drafter=None)
     requests = mixed_requests(count)
     methods: dict[tuple[str, str], tuple[mmspec.Pipeline, int]] = {}
-    for name, drafter in {"plain": None, **parse_drafters(drafters, str(target.model.config.name_or_path))}.items():
+    for name, drafter in {"plain": None, **parse_drafters(drafters, str(plain.model.config.name_or_path))}.items():
         sizes = [1, *map(int, slots.split(","))]
         for size in sizes:
-            pipe = mmspec.Pipeline(target, drafter, slots=size)
+            pipe = mmspec.Pipeline(plain.target, plain.io, drafter, slots=size)
             methods[name, f"{size} slots" if size > 1 else "one at a time"] = pipe, count
             if size > 1:
                 methods[name, f"groups of {size}"] = pipe, size
@@ -82,7 +82,7 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
         ("equal", "{equal}"),
     ]
     wide_console().print(make_table(columns, rows, sections=["drafter"], title=f"{count} requests, {tokens} tokens"))
-    return {**describe(target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}
+    return {**describe(plain.target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main(threads: int, seconds: int, out: Path | None, **options: Any) -> None:
     options["threads"] = torch.get_num_threads()
     prompts = recorded_prompts(out, options)
     requests = held_out_requests(0, options["videos"], options["frames"])
-    prefix = max(prompt_tokens(pipe.target, request) for request in requests)
+    prefix = max(prompt_tokens(pipe, request) for request in requests)
     cost = cost_table(pipe.target, refresh=not prompts, prefix=prefix)
     content: dict[str, Any] = {
         "caveat": CAVEAT,
@@ -109,7 +109,7 @@ def _measure_prompts(
         for method in methods:
             method.clear()
         compare_methods(pipe, [request], methods, 1, max_new_tokens)
-        prompts.append(prompt_record(pipe.target, request, methods))
+        prompts.append(prompt_record(pipe, request, methods))
         click.echo(f"{len(prompts)} of {len(requests)} prompts after {clock() - start:.0f} s", err=True)
         if out is not None:
             write_result(content, out)

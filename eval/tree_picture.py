@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 
 import mmspec
-from eval.harness.output import write_text
 from eval.harness.prompts import held_out_requests
 from mmspec.cli.options import OUT_FILE
+from mmspec.files import write_text
 from mmspec.speculation.picture import draw_tree
 from mmspec.speculation.trace import JudgedTree
 
@@ -31,11 +31,10 @@ def main(model: str, drafter: str, out: Path, nodes: int) -> None:
     seen: list[JudgedTree] = []
     for request in held_out_requests(images=8, videos=0):
         trees = pipe.generate(**request, nodes=nodes, trace=True).trees
-        ends = set(pipe.target.tokenizer.all_special_ids)
+        ends = set(pipe.io.tokenizer.all_special_ids)
         seen += [tree for tree in trees if ends.isdisjoint([*tree.tokens, tree.bonus])]
     step = max(seen, key=_instructiveness)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, draw_tree(step, pipe.target.tokenizer.decode))
+    write_text(out, draw_tree(step, pipe.io.tokenizer.decode))
 
 
 def _instructiveness(tree: JudgedTree) -> tuple[bool, int, int]:

@@ -15,12 +15,12 @@ _LONGEST = 80  # characters of a value that a message repeats
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be.
+    """A condition on a value.
 
     Attributes:
         expected: completes "NAME must be ...".
-        holds: whether a value obeys; one of another type may raise TypeError.
-        convert: what a value that obeys is stored as: numbers of numpy become Python's.
+        holds: whether a value is valid; may raise TypeError for values of other types.
+        convert: converts valid values for storage, such as numpy's numbers to Python's.
     """
 
     expected: str
@@ -28,7 +28,7 @@ class Rule:
     convert: Callable[[Any], Any] = lambda value: value
 
     def check(self, name: str, value: Any) -> Any:
-        """The converted value. Raises ``UserError``, naming the rule and the value, unless it obeys."""
+        """The converted value. Raises ``UserError`` with the rule and the value if it is not valid."""
         try:
             holds = self.holds(value)
         except TypeError:
@@ -39,10 +39,10 @@ class Rule:
 
 
 class Checked:
-    """Base of frozen dataclasses whose fields are made by ``option``: each is checked when an object is made.
+    """Base of frozen dataclasses with fields by ``option``, which the constructor checks.
 
     Raises:
-        UserError: a field breaks its rule.
+        UserError: a field violates its rule.
     """
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """None, or what another rule wants."""
+    """None, or a value that another rule allows."""
     return Rule(
         f"None or {rule.expected}",
         lambda value: value is None or rule.holds(value),
@@ -91,7 +91,7 @@ def is_text(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in one short line: its repr, or only its type where that would be long."""
+    """A value in one line for messages: its repr, shortened, or its type if it is no plain value."""
     if not (value is None or isinstance(value, str | bytes | Real | list | tuple | dict)):
         return type(value).__name__
     text = repr(value)

@@ -1,4 +1,4 @@
-"""Speculative against plain decoding of one request: speeds measured in turn, tokens compared."""
+"""Speculative and plain decoding of one request compared: interleaved timing, tokens, logit margin."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from mmspec.drafters.drafter import Drafter
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.sampler import SamplingParams
 from mmspec.speculation.tree import TokenTree
-from mmspec.targets.target import Prompt
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.target import Prompt, Target
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two outputs part.
+    """The first difference between two outputs.
 
     Attributes:
         position: index of the first token that differs, counted from the first new one.
-        speculative, plain: the tokens there; None where that output had ended.
-        margin: for greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
-            repetition penalty), from one more pass over prompt and common tokens. Near zero in half precision means a
-            tie that rounding decides.
+        speculative, plain: the tokens there; None for an output that had ended.
+        margin: of greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
+            repetition penalty), from another pass over prompt and common tokens. Near zero in half precision it is a
+            tie, which rounding decides.
     """
 
     position: int
@@ -53,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` measured. ``equal`` is None for outputs sampled without a seed: they agree in distribution."""
+    """Result of ``compare``. ``equal`` is None for outputs sampled without a seed, which agree in distribution."""
 
     rounds: int
     speculative: Speed
@@ -63,7 +62,7 @@ class Comparison:
 
     @property
     def decode_ratio(self) -> float | None:
-        """Speculative over plain tokens per second; None where an answer of one token leaves nothing to time."""
+        """Speculative over plain tokens per second; None for answers of one token, which have no decode phase."""
         plain = self.plain.tokens_per_second
         return self.speculative.tokens_per_second / plain if plain else None
 
@@ -86,7 +85,7 @@ class Comparison:
 
 
 def compare(
-    target: TransformersTarget,
+    pipe: Pipeline,
     make_drafter: Callable[[], Drafter | None],
     request: Mapping[str, Any],
     keywords: Mapping[str, Any],
@@ -94,21 +93,21 @@ def compare(
     rounds: int = 3,
     progress: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Decode a request speculatively and plainly in turn, after one unmeasured run of each.
+    """Interleaved timing of speculative and plain decoding of a request, after one warm-up run of each.
 
     Args:
-        target: the model.
-        make_drafter: a new drafter for every run: one that learns from earlier answers would know this one by heart.
+        pipe: of the model.
+        make_drafter: returns a new drafter for every run: one that learns would have memorised the answer.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
-        rounds: measured runs of each kind; the kind that goes first alternates.
+        rounds: measured runs of each kind; they alternate in going first.
         progress: called after every run.
     """
 
     def run(speculate: bool) -> tuple[Generation, float]:
-        pipe = Pipeline(target, make_drafter() if speculate else None)
+        fresh = Pipeline(pipe.target, pipe.io, make_drafter() if speculate else None)
         start = clock()
-        generation = pipe.generate(**request, **keywords)
+        generation = fresh.generate(**request, **keywords)
         seconds = clock() - start
         progress()
         return generation, seconds
@@ -124,7 +123,7 @@ def compare(
         return Comparison(rounds, fast, slow, None, None)
     pairs = [(a.token_ids, b.token_ids) for (a, _), (b, _) in zip(runs[True], runs[False], strict=True)]
     unequal = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    difference = first_difference(target, request, keywords, *unequal) if unequal else None
+    difference = first_difference(pipe, request, keywords, *unequal) if unequal else None
     return Comparison(rounds, fast, slow, unequal is None, difference)
 
 
@@ -137,17 +136,17 @@ def _speed(runs: Sequence[tuple[Generation, float]]) -> Speed:
 
 
 def first_difference(
-    target: TransformersTarget,
+    pipe: Pipeline,
     request: Mapping[str, Any],
     keywords: Mapping[str, Any],
     speculative: Sequence[int],
     plain: Sequence[int],
 ) -> Difference:
-    """Where two different outputs of one request part, and how close the target's choice is there.
+    """The first difference between two outputs of a request, and the target's logit margin there.
 
     Args:
-        target, request, keywords: as for ``compare``.
-        speculative, plain: new tokens of either output.
+        pipe, request, keywords: as for ``compare``.
+        speculative, plain: new tokens of each output.
     """
     shorter = min(len(speculative), len(plain))
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
@@ -155,8 +154,8 @@ def first_difference(
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, ours, theirs, None)
     scores = next_token_scores(
-        target,
-        target.encode([request]),
+        pipe.target,
+        pipe.encode([request]),
         plain[:at],
         SamplingParams(repetition_penalty=keywords.get("repetition_penalty", 1.0)),
     )
@@ -164,14 +163,12 @@ def first_difference(
     return Difference(at, speculative[at], plain[at], float(scores.max() - two.min()))
 
 
-def next_token_scores(
-    target: TransformersTarget, prompt: Prompt, tokens: Sequence[int], params: SamplingParams
-) -> torch.Tensor:
+def next_token_scores(target: Target, prompt: Prompt, tokens: Sequence[int], params: SamplingParams) -> torch.Tensor:
     """Processed float32 logits of the token after ``tokens``, (vocab,), for a prompt of one row.
 
-    The tokens pass through the target in one pass, as a tree that is a chain.
+    The tokens are one verify pass over a chain.
     """
-    target = type(target)(target.model, target.processor)  # this one may have sequences that decode
+    target = target.fork()  # the other may have sequences
     step = target.prefill(prompt, len(tokens))
     if tokens:
         chain = torch.tensor([list(tokens)], device=prompt.input_ids.device)

@@ -1,8 +1,13 @@
-"""The error for mistakes of the caller, and one-line messages of other errors."""
+"""The error for mistakes of the caller, and other errors turned into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """A mistake of the caller's, said in one line: the rule, what was expected, what was received.
+    """A mistake of the caller's, in one line: the rule, what was expected, what was received.
 
     The command line prints it as ``error: ...`` and exits with status 2; the Python API lets it propagate.
     """
@@ -11,3 +16,17 @@ class UserError(ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def explained(message: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise exceptions of these types as a ``UserError``: the message, a colon and their first line.
+
+    A ``UserError`` is raised unchanged.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(f"{message}: {first_line(error)}") from error

@@ -1,6 +1,6 @@
-"""Speculative decoding inside transformers' own ``generate``: the same arguments, the same tokens, fewer passes.
+"""Speculative decoding in transformers' ``generate``: the same arguments and tokens, fewer passes.
 
-``model.generate(**inputs, custom_generate=mmspec.decode, drafter=d)`` keeps everything that ``generate`` prepares:
+``model.generate(**inputs, custom_generate=mmspec.decode, drafter=d)`` uses everything that ``generate`` prepares:
 processors, criteria, generation config, image inputs. ``mmspec.generate(model, drafter=d, **inputs)`` is the same call.
 """
 
@@ -38,7 +38,7 @@ from mmspec.targets.target import Prompt
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What ``return_dict_in_generate=True`` returns: ``sequences`` and one ``Stats`` per row."""
+    """Output with ``return_dict_in_generate=True``: ``sequences`` and one ``Stats`` per row."""
 
     stats: list[Stats] | None = None
 
@@ -59,19 +59,18 @@ def decode(
     """The decoding method for ``generate(custom_generate=...)``.
 
     Args:
-        drafter: whatever ``mmspec.load`` takes as one. Pass a ``Drafter`` object to keep what it learns between calls,
-            or the ``Pipeline`` that holds the model to keep all that calls prepare: tree sizes, captured graphs.
-        nodes: drafted nodes per step; None takes as many as are expected to be fastest.
-        streamer: fed token by token (batch 1); the prompt is left to the caller.
-        tokenizer: what ``generate`` needs for stop strings, which arrive here as a criterion.
+        drafter: as for ``mmspec.load``. A ``Drafter`` object keeps what it learns between calls; the ``Pipeline`` of
+            the model also keeps tree sizes and captured graphs.
+        nodes: draft tokens per step; None chooses the number that is expected to be fastest.
+        streamer: receives token by token (batch 1), without the prompt.
+        tokenizer: of ``generate``'s stop strings, which are criteria here.
 
     Returns:
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
 
     Raises:
         UserError: a generation mode other than greedy search and sampling, returned scores or hidden states,
-            ``inputs_embeds``, a cache that is already filled, or a model or processor that speculation cannot serve
-            exactly.
+            ``inputs_embeds``, a cache that is not empty, or an unsupported model or processor.
     """
     try:
         _refuse_unsupported(generation_config, input_ids, model_kwargs, assistant_model)
@@ -94,7 +93,7 @@ def decode(
 def _decode(
     engine: Engine, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None, streamer: Any
 ) -> list[Row]:
-    """Decode all rows of a prompt to their ends."""
+    """Decode all rows of a prompt until they end."""
     rows = engine.add(prompt, sampler, stopper, nodes)
     try:
         ended = False
@@ -127,16 +126,16 @@ def generate(
     """``model.generate`` with speculation.
 
     Args:
-        inputs: (batch, length) int64, the prompt; it may as well be named ``input_ids``.
+        inputs: (batch, length) int64, the prompt; also accepted as ``input_ids``.
         generation_config: as for ``model.generate``.
         drafter: as for ``decode``.
         nodes: as for ``decode``.
-        tokenizer: needed for ``stop_strings``.
-        streamer: a transformers streamer, fed token by token (batch 1, as there).
-        **arguments: everything else that ``model.generate`` takes.
+        tokenizer: of ``stop_strings``.
+        streamer: of transformers; receives token by token (batch 1).
+        **arguments: further arguments of ``model.generate``.
 
     Raises:
-        UserError: as ``decode``; stop strings without a tokenizer.
+        UserError: as for ``decode``; stop strings without a tokenizer.
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"model must be a model of transformers: got {shown(model)}")
@@ -162,10 +161,10 @@ def generate(
 
 
 def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """``GenerationMixin._extract_generation_mode_kwargs``, for ``decode`` without its gap.
+    """Wrap ``GenerationMixin._extract_generation_mode_kwargs`` to pass streamer, tokenizer and assistant to ``decode``.
 
-    transformers (5.17 to 5.23) drops streamer, tokenizer and assistant for every custom function without an error:
-    whoever reads the streamer would wait for ever. Other custom functions still receive what transformers passes.
+    transformers (5.17 to 5.23) silently drops them for custom functions: a reader of the streamer would wait for ever.
+    Other custom functions still receive what transformers passes.
     """
 
     @functools.wraps(extract)
@@ -204,7 +203,7 @@ def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt:
 def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
     if not isinstance(drafter, Pipeline):
         target = plugins.target_class(model.config)(model)
-        return Pipeline(target, make_drafter(drafter, model.config.name_or_path or ""))
+        return Pipeline(target, drafter=make_drafter(drafter, model.config.name_or_path or ""))
     if drafter.model is not model:
         raise UserError(f"a pipeline as drafter must hold the model that generates: it holds {drafter.name}")
     return drafter
@@ -219,7 +218,7 @@ def _join(input_ids: Tensor, rows: list[Row], config: GenerationConfig) -> Tenso
 
 
 def _stopper(criteria: Sequence[Any], prompt_length: int) -> Stopper:
-    """transformers' criteria; length and end-of-sequence are told apart, as they need no call per token."""
+    """A stopper with transformers' criteria; length and end-of-sequence need no call per token."""
     limits = [c.max_length - prompt_length for c in criteria if isinstance(c, MaxLengthCriteria)]
     eos = [int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten()]
     others = [c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]

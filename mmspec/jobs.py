@@ -1,8 +1,7 @@
-"""Independent jobs, done one after the other here, or on Ray Data by actors that each hold a model.
+"""Independent jobs, run one after the other in this process, or on Ray Data by actors that each hold a model.
 
-A worker is made once per process by a factory and called with one job at a time. Jobs and results are plain JSON
-values; what a job gives may depend on nothing but the job and the factory's settings, so that a job can be done
-anywhere, and again where a worker was lost.
+A factory makes one worker per process, which is called with one job at a time. Jobs and results are JSON values. A
+result depends on the job and the factory's settings only, so that any worker can run or repeat a job.
 """
 
 from __future__ import annotations
@@ -26,26 +25,24 @@ ENGINES = ("local", "ray")
 def run_jobs(
     jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], engine: str = "local", workers: int = 1
 ) -> Iterator[tuple[Any, Any]]:
-    """Do all jobs.
+    """Run all jobs.
 
     Args:
         jobs: JSON values.
         factory: makes a worker; for Ray it must be importable by name.
-        settings: what the factory is given.
-        engine: ``"local"`` or ``"ray"``: the cluster that ``RAY_ADDRESS`` or ``ray.init`` tells, else this machine.
+        settings: argument of the factory.
+        engine: ``"local"`` or ``"ray"``: the cluster of ``RAY_ADDRESS`` or ``ray.init``, by default this machine.
         workers: actors on Ray.
 
     Yields:
-        Each job with its result, in no particular order on Ray; every job once.
+        Each job once with its result; on Ray in any order.
 
     Raises:
-        UserError: Ray is asked for and not installed.
+        UserError: Ray is not installed.
     """
     if engine == "local":
-        worker = factory(settings) if jobs else None
-        for job in jobs:
-            assert worker is not None
-            yield job, worker(job)
+        if jobs:
+            yield from zip(jobs, map(factory(settings), jobs), strict=True)
     elif engine == "ray":
         yield from _on_ray(jobs, factory, settings, workers)
     else:
@@ -53,7 +50,7 @@ def run_jobs(
 
 
 class _Actor:
-    """Holds a worker in a process of Ray's."""
+    """A worker in a Ray actor."""
 
     def __init__(self, factory: Factory, settings: dict[str, Any]) -> None:
         self.worker = factory(settings)
@@ -71,9 +68,9 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
         return
     own = not ray.is_initialized()
     if own:
-        # Started here, Ray must have room for the workers; a cluster that is there knows its own.
-        room = None if os.environ.get("RAY_ADDRESS") else max(os.cpu_count() or 1, workers + 1)
-        ray.init(num_cpus=room, log_to_driver=False, logging_level=logging.ERROR)
+        # A Ray started here needs a CPU per worker; a running cluster has its own number.
+        cpus = None if os.environ.get("RAY_ADDRESS") else max(os.cpu_count() or 1, workers + 1)
+        ray.init(num_cpus=cpus, log_to_driver=False, logging_level=logging.ERROR)
     try:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         seen: set[int] = set()
@@ -92,13 +89,13 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
 
 
 def _mapped(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int, gpus: int) -> Any:
-    """Ray's data set of results."""
+    """Ray dataset of the results."""
     import ray.data
 
     ray.data.DataContext.get_current().enable_progress_bars = False
-    actor: Any = _Actor  # whose type differs with Ray's version, and without it
+    actor: Any = _Actor  # its type in Ray's signature depends on the version
     rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
-    # A block per job: a worker that is lost takes one job's work with it, which Ray gives to another.
+    # One block per job: Ray repeats a single job after the loss of a worker.
     return ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         actor,
         fn_constructor_args=(factory, settings),

@@ -1,4 +1,4 @@
-"""The front door: ``load`` a model and a drafter, then generate."""
+"""Public API: ``load`` a model and a drafter, then generate with the ``Pipeline``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.speculation.calibrate import cost_table, stored_cost
 from mmspec.speculation.trace import JudgedTree
 from mmspec.targets.loading import load_target, make_drafter
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.processor import Detokenizer, Processor
+from mmspec.targets.target import Prompt, Target
 
 Message = Mapping[str, Any]
 
@@ -32,9 +33,9 @@ Message = Mapping[str, Any]
 class Generation:
     """One answer.
 
-    ``token_ids`` are the tokens as generated. ``text`` is what the tokenizer decodes them to, up to a stop string, and
-    without the blank that some chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified
-    trees, one per step, of a call with ``trace=True``.
+    ``token_ids`` are the generated tokens. ``text`` is their decoding up to a stop string, without the blank that some
+    chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one per step, of a call
+    with ``trace=True``.
     """
 
     text: str
@@ -46,8 +47,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a streamed answer; the last one carries ``finish_reason`` and ``stats``. ``trees`` are those of the
-    answer so far, of a call with ``trace=True``."""
+    """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``. ``trees`` are those of the answer
+    so far, of a call with ``trace=True``."""
 
     text: str
     token_ids: list[int]
@@ -68,21 +69,21 @@ def load(
     """Load a model and a drafter for it.
 
     Args:
-        model: hub id, local folder, an embedded name (``tiny-llava``), or a model of transformers, which is left as it
-            is: on its device, in its dtype.
+        model: hub id, local folder, an embedded name (``tiny-llava``), or a model of transformers, which stays on its
+            device and in its dtype.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
-        device: ``"auto"`` takes a GPU where there is one; else a torch device name.
-        dtype: ``"auto"`` is float32 on a CPU for models below a billion parameters and the checkpoint's own
-            otherwise; else ``"float32"``, ``"bfloat16"`` or ``"float16"``, or the torch dtype.
+        device: a torch device name; ``"auto"`` is a GPU if there is one.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"auto"`` is float32 for models below
+            a billion parameters on a CPU, otherwise the checkpoint's dtype.
         processor: the tokenizer or processor of a model that is given as an object.
         slots: requests that decode at the same time; each needs memory for its keys and values.
-        **options: passed on to transformers' ``from_pretrained``. Python code that a folder brings along runs only with
+        **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
     Raises:
-        UserError: the model, drafter, device or dtype is unknown or cannot be had.
+        UserError: the model, drafter, device or dtype is unknown or not available.
     """
     if isinstance(model, PreTrainedModel):
         if processor is None:
@@ -91,43 +92,56 @@ def load(
         if given := [f"{name}={shown(value)}" for name, value in asked.items() if value != "auto"]:
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(given)}")
         home = model.config.name_or_path or ""
-        return Pipeline(plugins.target_class(model.config)(model, processor), make_drafter(drafter, home), slots=slots)
+        adapter = plugins.target_class(model.config)
+        return Pipeline(adapter(model), adapter.processor_class(processor), make_drafter(drafter, home), slots=slots)
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:
         raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
     model = fspath(model)
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    # First: a misspelt name should not cost the loading of a large model.
+    # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-    return Pipeline(load_target(folder, device, dtype, **options), speculator, name=model, slots=slots)
+    return Pipeline(*load_target(folder, device, dtype, **options), speculator, model, slots=slots)
 
 
 class Pipeline:
-    """A target, a drafter and the engine that decodes with them.
+    """A target, its processor, a drafter and the engine that decodes with them.
 
     Threads may share it: their requests decode together, and no request's tokens depend on another's. Pipelines that
     share a target or a drafter wait for each other.
 
     Args:
+        target: computes and caches.
+        processor: encodes requests and decodes answers; None if prompts and answers are token ids only.
+        drafter: None for plain decoding.
+        name: how the model was asked for; by default the name that its configuration gives.
         slots: requests that decode at the same time; further ones wait.
 
     Attributes:
         model, processor: the plain transformers objects.
-        target, drafter: what generation runs on; ``drafter`` may be None.
-        name: how the model was asked for.
-        slots: as above.
-        budget: what the adaptive budget has learnt of this drafter on this target; None before the first draft.
+        target, drafter, name, slots: as above.
+        io: the ``Processor``.
+        budget: adaptive budget of this drafter on this target; None before the first draft.
     """
 
     def __init__(
-        self, target: TransformersTarget, drafter: Drafter | None = None, name: str = "", *, slots: int = SLOTS
+        self,
+        target: Target,
+        processor: Processor | None = None,
+        drafter: Drafter | None = None,
+        name: str = "",
+        *,
+        slots: int = SLOTS,
     ) -> None:
-        self.target = target
+        # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
+        self.target: Any = target
+        self.io = Processor() if processor is None else processor
         self.drafter = drafter
         self.budget: Budget | None = None
         self._searched = False  # for the target's stored cost
-        self.name = name or getattr(target.model.config, "name_or_path", "") or type(target.model).__name__
+        model = getattr(target, "model", target)
+        self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.slots = SLOT_COUNT.check("slots", slots)
         self.engine = Engine(target, drafter, self._budget, slots=slots)
         self.engine.attach()
@@ -136,7 +150,7 @@ class Pipeline:
         return {name: value for name, value in vars(self).items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A pipeline of another process: without the requests that were being answered."""
+        """Unpickles without the requests in progress."""
         vars(self).update(state)
         for part in (self.target, self.drafter):
             if part is not None:
@@ -149,7 +163,11 @@ class Pipeline:
 
     @property
     def processor(self) -> Any:
-        return self.target.processor
+        return self.io.plain
+
+    def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
+        return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
 
     def generate(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
@@ -158,26 +176,26 @@ class Pipeline:
 
         Args:
             prompt: text, or chat messages in transformers' format.
-            images: paths, bytes, PIL images or arrays, in the order of their place in the prompt.
-            videos: paths (or whatever the target's adapter takes as a video).
+            images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
+            videos: paths, bytes, file objects or ``vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
-                ``seed``, ...), ``nodes`` (tree size per step; None takes the size that is expected to be fastest),
+                ``seed``, ...), ``nodes`` (tree size per step; None chooses the size that is expected to be fastest),
                 ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
                 (per video), ``trace`` (record the verified trees).
 
         Raises:
-            UserError: an option out of range, input that cannot be read, or a prompt beyond the context limit.
+            UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.
         """
         return self.generate_batch([{"prompt": prompt, "images": images, "videos": videos}], **keywords)[0]
 
     def generate_batch(self, requests: Sequence[Mapping[str, Any]], **keywords: Any) -> list[Generation]:
         """Answer several prompts, ``slots`` of them at a time.
 
-        In float32, each answer's tokens are those that it has alone.
+        In float32, each answer has the same tokens as alone.
 
         Args:
-            requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` takes the place
-                of those of the call.
+            requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` replaces those
+                of the call.
             **keywords: see ``generate``.
         """
         calls = parse(requests, keywords)
@@ -202,7 +220,7 @@ class Pipeline:
     ) -> Iterator[Piece]:
         """Answer one prompt piece by piece, as tokens are accepted; see ``generate``.
 
-        The request begins when the first piece is asked for. Closing or dropping the iterator cancels it.
+        The request starts with the first ``next``. Closing or dropping the iterator cancels it.
         """
         (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
         return self._pieces(call)
@@ -210,8 +228,8 @@ class Pipeline:
     async def astream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
-        """``stream`` for asyncio: the event loop goes on while a thread waits for tokens. Cancelling the task, or
-        leaving the loop, cancels the request."""
+        """``stream`` for asyncio: a thread waits for tokens. Cancelling the task or leaving the loop cancels the
+        request."""
         (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
         made = asyncio.ensure_future(asyncio.to_thread(_Answer, self, call))
         try:
@@ -238,7 +256,7 @@ class Pipeline:
             self.engine.remove([answer.sequence])
 
     def _budget(self, batch: int, nodes: int | None) -> Budget:
-        """``nodes`` drafted nodes per step, or as many as are measured to pay when it is None."""
+        """A budget of ``nodes`` draft tokens per step; None: an adaptive one from measured verify times."""
         target = self.target
         if target.cost is None and not self._searched:
             target.cost, self._searched = stored_cost(target), True
@@ -248,8 +266,7 @@ class Pipeline:
             return Budget(nodes)
         if self.budget is None:
             if target.cost is None:
-                # On a target of its own: this one's sequences have been absorbed.
-                target.cost = cost_table(type(target)(target.model, target.processor))
+                target.cost = cost_table(target.fork())  # this one has sequences
             steady = kernels.fixed_shapes(target.device)
             self.budget = (SteadyBudget if steady else AdaptiveBudget)(target.cost, batch=batch)
         self.budget.resize(batch)
@@ -257,68 +274,58 @@ class Pipeline:
 
 
 def _cancel(made: asyncio.Future[_Answer]) -> None:
-    """A request that nobody waits for any more has been queued."""
+    """Removes a request whose task was cancelled while it was being queued."""
     if made.exception() is None:
         made.result().pipe.engine.remove([made.result().sequence])
 
 
 class _Answer:
-    """A request that decodes."""
+    """A request in the engine, and the text of its answer."""
 
     def __init__(self, pipe: Pipeline, call: Call) -> None:
-        self.pipe, self.target = pipe, pipe.target
+        self.pipe = pipe
         params, extras = call.params, call.extras
-        self.stop = params.stop_strings
-        prompt = self.target.encode([call.request], **call.inputs)
-        length, limit = prompt.input_ids.shape[1], self.target.context_limit
+        prompt = pipe.encode([call.request], **call.inputs)
+        length, limit = prompt.input_ids.shape[1], pipe.target.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
-            eos_token_ids=self.target.eos_token_ids,
-            stop=self.stop,
+            eos_token_ids=pipe.target.eos_token_ids,
+            stop=params.stop_strings,
             criteria=extras.stopping_criteria,
-            tokenizer=self.target.tokenizer,
+            tokenizer=pipe.io.tokenizer,
         )
         sampler = params.sampler(extras.logits_processor)
         (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes, trace=extras.trace)
         self.ended = False
-        self._shown, self._pending = "", list[int]()
+        self._detokenizer = Detokenizer(pipe.io.decode, params.stop_strings)
+        self._pending: list[int] = []  # tokens of the next piece
 
     def check(self) -> None:
-        """Raises what ended the sequence by mistake."""
+        """Raises the sequence's error, if any."""
         if self.sequence.error is not None:
             raise self.sequence.error
 
     def whole(self) -> Generation:
-        """The answer, once its sequence has ended."""
+        """The complete answer of an ended sequence."""
         one, ids = self.sequence, self.sequence.token_ids
-        return Generation(self.text(ids), ids, one.finish_reason or "length", one.stats, one.trees or [])
+        text = self._detokenizer.text(ids)
+        return Generation(text, ids, one.finish_reason or "length", one.stats, one.trees or [])
 
     def next(self) -> Piece | None:
-        """Wait for the next tokens; None where they add no whole character yet."""
+        """Wait for the next tokens; None before a character is whole."""
         sequence = self.sequence
         self.pipe.engine.wait(lambda: sequence.has_news)
         self.check()
         reason = sequence.finish_reason  # before the tokens: another thread may be adding some
         self.ended = reason is not None
         self._pending += sequence.take()
-        text = self.text(sequence.token_ids, final=reason is not None)
-        if reason is None and len(text) <= len(self._shown):
+        text = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
+        if text is None:
             return None
-        stats, trees = sequence.stats if reason else None, list(sequence.trees or ())
-        piece = Piece(text[len(self._shown) :], self._pending, reason, stats, trees)
-        self._shown, self._pending = text, []
+        stats = sequence.stats if reason else None
+        piece = Piece(text, self._pending, reason, stats, list(sequence.trees or ()))
+        self._pending = []
         return piece
-
-    def text(self, token_ids: list[int], *, final: bool = True) -> str:
-        """The answer's text; unless ``final``, without an end that later tokens may still change."""
-        text = self.target.decode(token_ids)
-        cut = min((at for s in self.stop if (at := text.find(s)) >= 0), default=len(text))
-        text = text[:cut]
-        if final:
-            return text
-        held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        text = text[: len(text) - held]
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text

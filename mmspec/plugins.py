@@ -2,12 +2,12 @@
 
 Groups, each line of a package's ``[project.entry-points]`` being ``name = "module:object"``:
 
-- ``mmspec.targets``: adapter classes (see ``TransformersTarget``); the first whose ``supports(config)`` holds is taken.
-- ``mmspec.layers``: classes that let trees pass through layers other than attention (see ``mmspec/targets/layers.py``);
-  the first whose ``supports(config)`` holds for a text configuration is taken.
-- ``mmspec.drafters``: drafter classes, made with the text behind the colon of ``name:argument`` if there is one.
-- ``mmspec.processors``: functions of a logits processor that return its form for trees, a ``TreeProcessor`` or an
-  ``OnTrees`` (see ``mmspec/sampling/processors.py``), or None for those that they do not serve; the first is taken.
+- ``mmspec.targets``: target classes (see ``TransformersTarget``); the first whose ``supports(config)`` is true is used.
+- ``mmspec.layers``: classes that verify trees in layers other than attention (see ``mmspec/targets/layers.py``); the
+  first whose ``supports(config)`` is true for a text configuration is used.
+- ``mmspec.drafters``: drafter classes; the constructor takes the text after the colon of ``name:argument``, if any.
+- ``mmspec.processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
+  (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
 - ``mmspec.models``: ``EmbeddedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """
@@ -23,7 +23,7 @@ from mmspec.errors import UserError
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model that a package carries; calling it returns its folder.
+    """A model that is part of a package; calling it returns its folder.
 
     Attributes:
         folder: what ``from_pretrained`` loads.
@@ -66,12 +66,12 @@ def limits(model: str) -> str | None:
 
 
 def target_class(config: Any) -> Any:
-    """The adapter for models of this transformers configuration.
+    """The target class for models of this transformers configuration.
 
     Raises:
-        UserError: no registered adapter supports it.
+        UserError: no registered class supports it.
     """
-    # Families with special needs come before the general text adapter, which would take some of them too.
+    # The general text class supports some models of special families too, and comes last.
     for entry in sorted(_entries("targets"), key=lambda e: (e.name == "text", e.name)):
         adapter = entry.load()
         if adapter.supports(config):
@@ -82,21 +82,15 @@ def target_class(config: Any) -> Any:
 
 
 def layer_class(config: Any) -> Any | None:
-    """What serves the layers other than attention of models of this text configuration; None where nothing does."""
-    for entry in _entries("layers"):
-        served = entry.load()
-        if served.supports(config):
-            return served
-    return None
+    """The plug-in for layers other than attention of models of this text configuration; None without one."""
+    classes = (entry.load() for entry in _entries("layers"))
+    return next((plugin for plugin in classes if plugin.supports(config)), None)
 
 
 def tree_form(processor: Any) -> Any | None:
-    """The form for trees that a plug-in has for a logits processor; None where none has."""
-    for entry in registered("processors"):
-        form = entry.load()(processor)
-        if form is not None:
-            return form
-    return None
+    """A plug-in's form for trees of a logits processor; None without one."""
+    forms = (entry.load()(processor) for entry in registered("processors"))
+    return next((form for form in forms if form is not None), None)
 
 
 def _entries(group: str) -> tuple[EntryPoint, ...]:

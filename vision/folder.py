@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError
+from mmspec.files import check_settings, write_text
 from mmspec.jobs import run_jobs
-from mmspec.training.files import check_settings, write_text
 
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
 _MEDIA_KEYS = {"image": "images", "video": "videos"}
@@ -42,11 +42,10 @@ class Captioner:
 
         from mmspec.cli.session import open_pipeline
         from vision.decoding import Decoder
-        from vision.targets import VisionTarget
 
         self.settings = settings
         self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
-        if not isinstance(self.pipe.target, VisionTarget):
+        if not self.pipe.io.reads_media:
             raise UserError(f"{self.pipe.name}: expected a vision-language model, received one that reads text only")
         self.decoder = Decoder()
 
@@ -128,7 +127,6 @@ def caption_folder(
     folder = Path(settings["folder"])
     part = out.with_name(out.name + ".part")
     files = _find_files(folder, {out.resolve(), part.resolve()})
-    out.parent.mkdir(parents=True, exist_ok=True)
     fingerprint = _fingerprint(settings, out, batch_size)
     found = {line["file"]: line for path in (out, part) for line in _read_lines(path, fingerprint)}
     done = {name: line for name, line in found.items() if _up_to_date(line, files.get(name))}

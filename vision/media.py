@@ -34,7 +34,7 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"FLV\x01", "an FLV video"),
     (b"\x00\x00\x01\xba", "an MPEG video"),
     (b"\x00\x00\x01\xb3", "an MPEG video"),
-    (b"0&\xb2u\x8ef\xcf\x11", "a Windows MediaSource file"),
+    (b"0&\xb2u\x8ef\xcf\x11", "a Windows Media file"),
     (b"YUV4MPEG2 ", "a Y4M video"),
     (b"OggS", "an Ogg file"),
     (b"ID3", "an MP3 audio file"),

@@ -116,14 +116,14 @@ class AcceptanceStudy:
     ) -> None:
         """Decode all cases of a condition: (conversation, request, options, expected tokens) each."""
         drafter = ProfiledDrafter(fork(self.drafters[condition.drafter], self.pipe.target), count_forwards=True)
-        speculative = Pipeline(self.pipe.target, drafter)
+        speculative = Pipeline(self.pipe.target, self.pipe.io, drafter)
         stats = self.results.setdefault(condition, AcceptanceStats())
         for index, (group, request, keywords, expected) in enumerate(cases):
             answer = speculative.generate(**request, nodes=condition.nodes, **keywords)
             equal = answer.token_ids == expected
             stats.add((condition.suite, group), answer.stats, equal)
             if not equal and len(self.unequal) < MAX_UNEQUAL:
-                where = first_difference(self.pipe.target, request, keywords, answer.token_ids, expected)
+                where = first_difference(self.pipe, request, keywords, answer.token_ids, expected)
                 self.unequal.append({**vars(condition), "request": index, **vars(where)})
             self.advance()
         stats.add_profile(drafter)

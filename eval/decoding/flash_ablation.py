@@ -17,11 +17,12 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.harness.output import Column, make_table, milliseconds, percent, write_text
+from eval.harness.output import Column, make_table, milliseconds, percent
 from eval.harness.prompts import held_out_requests, picture
 from eval.harness.timing import PLAIN, Method, compare_methods, time_ratios, warm_up_methods
 from mmspec.drafters.drafter import fork
 from mmspec.errors import UserError
+from mmspec.files import write_text
 from mmspec.pipeline import Pipeline
 from vision.drafters.msd import Flash
 from vision.scenes.conversations import several_images

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
-from mmspec.training.files import write_text
+from mmspec.files import write_text
 
 WIDTH = 120
 
@@ -115,5 +115,4 @@ def print_result(content: dict[str, Any], out: Path | None = None) -> None:
 
 def write_result(content: dict[str, Any], out: Path) -> None:
     """Write a result as a JSON file, atomically."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(content) + "\n")

@@ -227,7 +227,7 @@ def _decode(
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
-    own = Pipeline(target, profiled)
+    own = Pipeline(target, pipe.io, profiled)
     own.budget = method.budget if learn else copy.deepcopy(method.budget)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes)
@@ -257,7 +257,7 @@ def _generate(
         torch.manual_seed(options.seed)
         sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
     start = clock()
-    prompt = pipe.target.encode(requests)
+    prompt = pipe.encode(requests)
     ids = prompt.input_ids
     mask = torch.ones_like(ids) if prompt.attention_mask is None else prompt.attention_mask
     streamer = _TimingStreamer()

@@ -107,7 +107,7 @@ class GpuBenchmark:
         if not self.quick:
             return SHAPES[preset]
         folder = str(plugins.find("models", self.plan.shapes[preset][0])())
-        return shape_of(load_target(folder, "cpu", "float32").config)
+        return shape_of(load_target(folder, "cpu", "float32")[0].config)
 
     def parts(self) -> dict[str, Callable[[], Rows]]:
         """All parts by name, in order."""

@@ -169,10 +169,10 @@ def time_answers(
         time_is_up: stops after one measured round.
     """
     requests = gpu_requests(hybrid, batch)
-    target = model.pipe.target
-    methods: dict[str, tuple[Pipeline, int | None]] = {"plain": (Pipeline(target), 0)}
+    target, processor = model.pipe.target, model.pipe.io
+    methods: dict[str, tuple[Pipeline, int | None]] = {"plain": (Pipeline(target, processor), 0)}
     for name, drafter in model.drafters.items():
-        own = Pipeline(target, fork(drafter, target))
+        own = Pipeline(target, processor, fork(drafter, target))
         methods |= {f"{name}, {size} nodes": (own, size) for size in sizes} | {f"{name}, adaptive": (own, None)}
     times: dict[str, list[float]] = {name: [] for name in methods}
     answers: dict[str, list[Generation]] = {}
@@ -210,7 +210,7 @@ def _answer_figures(
 
 def transformers_generate(model: ScaledModel, max_new_tokens: int, hybrid: bool) -> Iterator[dict[str, Any]]:
     """Decoding speed of transformers' ``generate`` after its first token, on the first prompt."""
-    prompt = model.pipe.target.encode(gpu_requests(hybrid, 1))
+    prompt = model.pipe.encode(gpu_requests(hybrid, 1))
     inputs = {"input_ids": prompt.input_ids, "attention_mask": prompt.attention_mask, **prompt.inputs}
 
     def seconds(tokens: int) -> float:

@@ -35,13 +35,12 @@ def scaled_pipeline(
     """
     small = mmspec.load(model, drafter=None, dtype="float32", device="cpu")
     big = scale_up(small.model, shape, device=device, dtype=dtype)
-    target = type(small.target)(big, small.processor)
     scaled = {
         label: scale_up_drafter(drafter, small.model, big)
         for label, drafter in parse_drafters(drafters, small.model.config.name_or_path).items()
     }
     gc.collect()  # the small model
-    return Pipeline(target, name=model), scaled
+    return Pipeline(type(small.target)(big), small.io, name=model), scaled
 
 
 def drafter_sizes(drafter: Drafter, target: TransformersTarget) -> dict[str, int]:
@@ -53,24 +52,24 @@ def drafter_sizes(drafter: Drafter, target: TransformersTarget) -> dict[str, int
     return {"network": network, "head": vocab * target.config.hidden_size, "draft_vocabulary": vocab}
 
 
-def prompt_tokens(target: TransformersTarget, request: Mapping[str, Any]) -> int:
+def prompt_tokens(pipe: Pipeline, request: Mapping[str, Any]) -> int:
     """KV slots that a prompt fills: masked tokens are not kept."""
-    prompt = target.encode([request])
+    prompt = pipe.encode([request])
     length = prompt.input_ids.shape[1]
     return length if prompt.attention_mask is None else int(prompt.attention_mask.sum())
 
 
-def prompt_record(target: TransformersTarget, request: Mapping[str, Any], methods: Sequence[Method]) -> dict[str, Any]:
+def prompt_record(pipe: Pipeline, request: Mapping[str, Any], methods: Sequence[Method]) -> dict[str, Any]:
     """Measurements of the last prompt, with the first difference of each unequal answer from transformers'."""
     reference = methods[0].answers[-1]
     return {
         "new_tokens": len(reference),
         "tokens": {method.name: method.tokens[-1] for method in methods},
-        "prompt_tokens": prompt_tokens(target, request),
+        "prompt_tokens": prompt_tokens(pipe, request),
         "seconds": {method.name: method.seconds[-1] for method in methods},
         "lengths": {method.name: method.lengths[-1] for method in methods},
         "differences": {
-            method.name: asdict(first_difference(target, request, {}, method.answers[-1], reference))
+            method.name: asdict(first_difference(pipe, request, {}, method.answers[-1], reference))
             for method in methods[1:]
             if method.answers[-1] != reference
         },

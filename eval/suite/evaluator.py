@@ -27,7 +27,6 @@ from mmspec.engine.stats import Stats
 from mmspec.errors import first_line
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table, describe
-from vision.targets import VisionTarget
 
 _WARM_UP_TOKENS = 64
 _STATS_FIELDS = tuple(field.name for field in dataclasses.fields(Stats))
@@ -91,7 +90,7 @@ class Evaluator:
     @property
     def visual(self) -> bool:
         """Whether the model takes images."""
-        return isinstance(self.pipe.target, VisionTarget)
+        return self.pipe.io.reads_media
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """Decode a batch of conversations.
@@ -187,11 +186,11 @@ def _method_results(
                 equal[row] = other is None
                 if other is not None:
                     keywords = {"temperature": options.temperature}
-                    difference = first_difference(pipe.target, requests[row], keywords, other, expected)
+                    difference = first_difference(pipe, requests[row], keywords, other, expected)
                     differences.append({"row": row, **vars(difference)})
         results[method.name] = {
             "answers": first.answers,
-            "texts": [pipe.target.decode(answer).strip() for answer in first.answers],
+            "texts": [pipe.io.decode(answer).strip() for answer in first.answers],
             "seconds": [batch.seconds for batch in rounds],
             "stats": [{name: getattr(stats, name) for name in _STATS_FIELDS} for stats in first.stats],
             "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),

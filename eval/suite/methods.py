@@ -22,7 +22,7 @@ from eval.harness.drafters import as_chain, parse_drafters
 from eval.harness.timing import Method
 from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import fork
-from mmspec.errors import UserError, first_line
+from mmspec.errors import UserError, explained
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
@@ -100,10 +100,5 @@ def load_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> An
     Raises:
         UserError: it cannot be loaded.
     """
-    try:
-        with cache_if_offline("model", name) as found:
-            return from_pretrained(auto_class, name, **options, **found)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load {what} {name!r}: {first_line(error)}") from error
+    with explained(f"cannot load {what} {name!r}", OSError, ValueError), cache_if_offline("model", name) as found:
+        return from_pretrained(auto_class, name, **options, **found)

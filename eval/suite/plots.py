@@ -39,7 +39,6 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
         "time": ("Where the time goes", _time, ours),
         "tree-size": ("Speed by tree size", _tree_size, sized),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for name, (title, draw, shown) in plots.items():
         if shown:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.harness.output import write_text
 from eval.suite.evaluator import SuiteSettings
 from mmspec.errors import UserError
-from mmspec.training.files import check_settings
+from mmspec.files import check_settings, write_text
 
 Job = dict[str, Any]
 
@@ -50,7 +49,6 @@ class RunRecords:
         self._path = folder / "records.jsonl"
         settings_file = folder / "settings.json"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             if settings_file.exists():
                 check_settings(folder, json.loads(settings_file.read_text()), settings)
             else:

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.harness.output import write_text
 from mmspec.extras import install
+from mmspec.files import write_text
 
 Figures = dict[str, Any]
 COLUMNS = (

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoConfig
 
-from eval.harness.output import write_text
 from eval.suite.evaluator import Evaluator, SuiteSettings
 from eval.suite.methods import load_pretrained
 from eval.suite.records import RunRecords, suite_jobs
@@ -20,8 +19,8 @@ from eval.suite.spec_bench import write_answers
 from eval.suite.summary import summarise
 from eval.suite.tasks import TASKS
 from mmspec import plugins
+from mmspec.files import write_text
 from mmspec.jobs import run_jobs
-from vision.targets import VisionTarget
 
 
 def is_visual(model: str) -> bool:
@@ -32,7 +31,7 @@ def is_visual(model: str) -> bool:
     """
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
     config = load_pretrained(AutoConfig, folder, "model")
-    return issubclass(plugins.target_class(config), VisionTarget)
+    return plugins.target_class(config).processor_class.reads_media
 
 
 def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers: int = 1) -> dict[str, Any]:

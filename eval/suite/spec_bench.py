@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eval.harness.output import write_text
+from mmspec.files import write_text
 
 
 def answer_file_name(about: dict[str, Any], method: str, temperature: float, batch: int) -> str:
@@ -56,7 +56,6 @@ def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]
         for method in record["turns"][0]["methods"]:
             name = answer_file_name(record["about"], method, record["temperature"], record["batch"])
             files.setdefault(name, []).extend(json.dumps(line) for line in answer_lines(record, method))
-    folder.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
         write_text(folder / name, "".join(f"{line}\n" for line in lines))
     return [folder / name for name in files]

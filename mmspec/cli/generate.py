@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from mmspec.checks import is_text
 from mmspec.cli.options import generation_options
 from mmspec.errors import UserError
 
@@ -22,7 +23,7 @@ def generate(text: str, **options: Any) -> None:
     prompt = _read_stdin() if text == "-" else text
     if not prompt.strip():
         raise UserError("TEXT must not be empty: expected a prompt, got nothing but blanks")
-    if any("\ud800" <= c <= "\udfff" for c in prompt):
+    if not is_text(prompt):
         raise UserError("TEXT must be UTF-8: got bytes that are not")
 
     from mmspec.cli.session import answer

@@ -113,14 +113,4 @@ generation_options = _stack(
 )
 
 LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code")
-GENERATING = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop",
-    "seed",
-    "nodes",
-)
+GENERATING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "nodes")

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -83,12 +84,11 @@ def open_pipeline(
     """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
-    if is_on_hub(model) and notes.is_terminal:  # a download of gigabytes shows its own progress
-        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
-    else:
+    downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
+    if not downloading:
         transformers.logging.disable_progress_bar()
-        with notes.status(f"loading {model}"):
-            pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
+    with nullcontext() if downloading else notes.status(f"loading {model}"):
+        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)
     return pipe
@@ -159,14 +159,7 @@ def _compare(
 ) -> Comparison:
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("comparing with plain decoding", total=2 * (rounds + 1))
-        return compare(
-            pipe.target,
-            fresh,
-            request,
-            keywords,
-            rounds=rounds,
-            progress=lambda: bar.advance(task),
-        )
+        return compare(pipe, fresh, request, keywords, rounds=rounds, progress=lambda: bar.advance(task))
 
 
 def _comparison_lines(comparison: Comparison, pipe: Pipeline) -> Iterator[str]:
@@ -193,7 +186,7 @@ def _first_difference(comparison: Comparison, pipe: Pipeline) -> str:
     found = comparison.difference
     assert found is not None
     texts = [
-        repr(pipe.target.tokenizer.decode([token])) if token is not None else "the end"
+        repr(pipe.io.tokenizer.decode([token])) if token is not None else "the end"
         for token in (found.speculative, found.plain)
     ]
     where = f"differ first at position {found.position}: {texts[0]} against {texts[1]}"

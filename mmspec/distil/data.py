@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -160,19 +160,12 @@ class _MalformedRecordError(Exception):
 
 
 def _records(path: Path) -> Iterator[Any]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            while (first := file.read(1)).isspace():
-                pass
-            file.seek(0)
-            if first == "[":
-                yield from json.load(file)
-            else:
-                yield from _lines(path, file)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: expected a JSON array or JSON Lines of conversations, received {error}") from error
+    expected = f"{path}: expected a JSON array or JSON Lines of conversations"
+    with explained(expected, OSError, ValueError), path.open(encoding="utf-8") as file:
+        while (first := file.read(1)).isspace():
+            pass
+        file.seek(0)
+        yield from json.load(file) if first == "[" else _lines(path, file)
 
 
 def _lines(path: Path, file: Any) -> Iterator[Any]:

@@ -18,9 +18,9 @@ from torch import Tensor
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import ConversationFeatures, Extractor, Features, collate
 from mmspec.drafters.checkpoint import verifier_of
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
+from mmspec.files import atomic, write_text
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.training.files import atomic, write_text
 
 _INDEX = "index.json"
 
@@ -156,11 +156,9 @@ class FeatureCache:
 
     def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
         """A shard's file, and the offsets of its conversations' tokens and visual features."""
-        try:
+        with explained(f"{self._path(number)}: expected a whole shard of features", OSError, SafetensorError):
             file = safe_open(self._path(number), "pt")
             ends = [file.get_tensor(name).cumsum(0) for name in ("lengths", "shown_lengths")]
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{self._path(number)}: expected a whole shard of features, received {error}") from error
         rows, shown = (torch.nn.functional.pad(end, (1, 0)) for end in ends)
         return file, rows, shown
 
@@ -173,11 +171,9 @@ class FeatureCache:
         }
         path = self.folder / _INDEX
         if path.exists():
-            try:
+            with explained(f"{path}: expected the index of a feature cache", OSError, ValueError, AttributeError):
                 found = json.loads(path.read_text())
                 different = [name for name in wanted if found.get(name) != wanted[name]]
-            except (OSError, ValueError, AttributeError) as error:
-                raise UserError(f"{path}: expected the index of a feature cache, received {error}") from error
             if different:
                 name = different[0]
                 raise UserError(
@@ -185,7 +181,6 @@ class FeatureCache:
                     f"{found.get(name)}"
                 )
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(wanted, indent=2) + "\n")
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.distil.data import Conversation
 from mmspec.distil.sequences import EncodedConversation, Encoder
+from mmspec.pipeline import Pipeline
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -63,13 +64,13 @@ class Extractor:
     A conversation whose first question exceeds `max_length` is skipped. A batch of skipped ones is a row of padding.
 
     Args:
-        target: the target model.
+        pipe: holds the target.
         max_length, frames, fps, video_backend: as for `Encoder`.
     """
 
-    def __init__(self, target: TransformersTarget, max_length: int | None = None, **video: Any) -> None:
-        self.target = target
-        self.encoder = Encoder(target, max_length, **video)
+    def __init__(self, pipe: Pipeline, max_length: int | None = None, **video: Any) -> None:
+        self.target: TransformersTarget = pipe.target
+        self.encoder = Encoder(pipe, max_length, **video)
 
     @property
     def skipped(self) -> Counter[str]:

@@ -23,13 +23,13 @@ from mmspec.distil.features import Extractor
 from mmspec.distil.options import RESUMABLE_WITH_OTHER
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
-from mmspec.pipeline import load
+from mmspec.pipeline import Pipeline, load
 from mmspec.training.console import train_with_progress
 from mmspec.training.plan import TrainingPlan
 from mmspec.training.sampler import MIXED, TEXT
 from mmspec.training.trainer import DRAFTER, Trainer
 
-MakeSetup = Callable[[Mapping[str, Any], Any, list[Conversation]], DrafterSetup]
+MakeSetup = Callable[[Mapping[str, Any], Pipeline, list[Conversation]], DrafterSetup]
 """Makes network, objective and drafter from the command's options, the target and the training conversations."""
 
 _KINDS = {TEXT: "text", MIXED: "data"}
@@ -51,13 +51,13 @@ def train_drafter(options: Mapping[str, Any], make_setup: MakeSetup) -> None:
     training, held_out = _load_conversations(options, console)
     examples = list(chain(*training.values()))
     plan = _plan(options, len(examples))
-    target = load(options["target"], None, str(accelerator.device), options["dtype"]).target
-    target.model.requires_grad_(False)
-    extract = _feature_source(options, accelerator, target, [*examples, *held_out], console)
-    setup = make_setup(options, target, examples)
+    pipe = load(options["target"], None, str(accelerator.device), options["dtype"])
+    pipe.model.requires_grad_(False)
+    extract = _feature_source(options, accelerator, pipe, [*examples, *held_out], console)
+    setup = make_setup(options, pipe, examples)
     chosen = {name: options[name] for name in _TASK_OPTIONS}
-    bfloat16 = _uses_bfloat16(options["precision"], target)
-    task = DrafterTask(target, setup, training, held_out, extract, bfloat16=bfloat16, **chosen)
+    bfloat16 = _uses_bfloat16(options["precision"], pipe.target)
+    task = DrafterTask(pipe, setup, training, held_out, extract, bfloat16=bfloat16, **chosen)
     # Examples are sampled by index: a file with more conversations is another data set.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}
@@ -142,12 +142,12 @@ def _read(paths: tuple[Path, ...], images: Path | None, console: Console) -> lis
 def _feature_source(
     options: Mapping[str, Any],
     accelerator: Accelerator,
-    target: Any,
+    pipe: Pipeline,
     conversations: list[Conversation],
     console: Console,
 ) -> ExtractFeatures:
     """An extractor, or with --cache a feature cache that all processes have filled together."""
-    extractor = Extractor(target)
+    extractor = Extractor(pipe)
     if options["cache"] is None:
         return extractor
     with accelerator.main_process_first():
@@ -170,11 +170,11 @@ def _uses_bfloat16(precision: str, target: Any) -> bool:
     return fast or target.model.dtype != torch.float32
 
 
-def draft_vocabulary(count: int | None, target: Any, conversations: Iterable[Conversation]) -> Tensor | None:
+def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[Conversation]) -> Tensor | None:
     """Returns the token ids of a draft vocabulary of `count` tokens, (n,) int64; None for the whole vocabulary."""
+    target, tokenizer = pipe.target, pipe.io.tokenizer
     if count is None or count >= target.config.vocab_size:
         return None
-    tokenizer = target.tokenizer
 
     def answers() -> Iterator[Sequence[int]]:
         for conversation in conversations:

@@ -1,6 +1,6 @@
 """Encodes conversations as the token sequences that a target processes while it answers them, with answers marked.
 
-Tokens outside of answers equal those of `target.encode` on the messages before the answer. Answers with recorded tokens
+Tokens outside of answers equal those of `pipe.encode` on the messages before the answer. Answers with recorded tokens
 keep these, even if the tokenizer would encode their text differently.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.errors import UserError
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.pipeline import Pipeline
 
 CONTEXT = -1
 """Turn of the tokens outside of answers."""
@@ -51,7 +51,7 @@ class Encoder:
     """Encodes conversations for one target.
 
     Args:
-        target: the target model; its processor or tokenizer must have a chat template.
+        pipe: holds the target; its processor or tokenizer must have a chat template.
         max_length: maximum length in tokens; by default, and at most, the target's context length.
         frames, fps, video_backend: video sampling, for targets that take videos.
 
@@ -61,14 +61,14 @@ class Encoder:
 
     def __init__(
         self,
-        target: TransformersTarget,
+        pipe: Pipeline,
         max_length: int | None = None,
         *,
         frames: int | None = None,
         fps: float | None = None,
         video_backend: str = "pyav",
     ) -> None:
-        self.target = target
+        self.pipe, target, processor = pipe, pipe.target, pipe.io
         limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
         self.max_length = min(limits, default=None)
         self._reasons: dict[str, str] = {}
@@ -77,10 +77,8 @@ class Encoder:
         config = target.model.config
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
         self.visual_ids = {mark for mark in marks if mark is not None}
-        self.stops = {*target.eos_token_ids, target.tokenizer.eos_token_id} - {None}
-        # Only targets that take images and videos have `open_media`.
-        self._open_media = getattr(target, "open_media", None)
-        renderer = target.processor if self._open_media else target.tokenizer
+        self.stops = {*target.eos_token_ids, processor.tokenizer.eos_token_id} - {None}
+        renderer = processor.plain if processor.reads_media else processor.tokenizer
         if not getattr(renderer, "chat_template", None):
             raise UserError("conversations need a chat template: the model's processor has none")
         self._render = renderer.apply_chat_template
@@ -112,13 +110,14 @@ class Encoder:
         return shorter.cut(self.max_length)
 
     def _encode(self, conversation: Conversation) -> EncodedConversation | None:
-        if self._open_media is None:
-            messages = shown = data.as_text(conversation.messages)
-            media: dict[str, Any] = {}
+        processor: Any = self.pipe.io
+        media: dict[str, Any] = {}
+        if processor.reads_media:
+            shown, media["images"], media["videos"] = processor.place_media(conversation.messages, **self._video)
         else:
-            messages, shown, media = self._open_media(conversation.messages, **self._video)
-        last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-        prompt = self.target.encode([{"prompt": messages[:last], **media}])
+            shown = data.as_text(conversation.messages)
+        last = max(index for index, message in enumerate(shown) if message["role"] == "assistant")
+        prompt = self.pipe.encode([{"prompt": shown[:last], **media}])
         processed = prompt.input_ids[0].tolist()
         tokens = self._tokens(shown[: last + 1], conversation.answers)
         if any(token in self.visual_ids for token, turn in tokens if turn != CONTEXT):
@@ -134,9 +133,9 @@ class Encoder:
         return self._render(messages, add_generation_prompt=generation_prompt, tokenize=False)
 
     def _ids(self, text: str, whole: bool = True) -> list[int]:
-        # As in `target.encode`: vision processors add a start token; text templates contain it.
-        special = whole and self._open_media is not None
-        return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
+        # As in `Processor.encode`: vision processors add a start token; text templates contain it.
+        special = whole and self.pipe.io.reads_media
+        return self.pipe.io.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:
         """The sequence up to the last answer, before placeholders are expanded."""
@@ -150,7 +149,7 @@ class Encoder:
             ended = recorded is None or answer[-1] in self.stops
             if number == len(spans) - 1:
                 own = [answer.pop()] if recorded is not None and ended else written
-                close = own or [self.target.tokenizer.eos_token_id]
+                close = own or [self.pipe.io.tokenizer.eos_token_id]
                 close, after = close if ended else [], []
             else:
                 # Between turns, a recorded end-of-sequence token counts only if the template writes one too.
@@ -188,7 +187,7 @@ class Encoder:
         our_text, their_text = ([run for run in runs if run[0] not in self.visual_ids] for runs in (ours, theirs))
         if our_text != their_text or len(ours) != len(theirs):
             raise UserError(
-                f"cannot train on these conversations with {type(self.target.model).__name__}: expected a processor "
+                f"cannot train on these conversations with {type(self.pipe.model).__name__}: expected a processor "
                 "that only repeats the chat template's image and video tokens, received other tokens around them"
             )
 

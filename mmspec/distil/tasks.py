@@ -54,7 +54,7 @@ class DrafterTask:
     """Trains a drafter's network to predict what its target generates. Implements `TrainingTask`.
 
     Args:
-        target: the frozen target.
+        pipe: holds the frozen target.
         setup: network, objective and drafter.
         training: conversations by kind: `sampler.TEXT` without and `sampler.MIXED` with images or videos.
         held_out: conversations for evaluation.
@@ -73,7 +73,7 @@ class DrafterTask:
 
     def __init__(
         self,
-        target: Any,
+        pipe: Pipeline,
         setup: DrafterSetup,
         training: Mapping[str, Sequence[Conversation]],
         held_out: Sequence[Conversation],
@@ -88,7 +88,7 @@ class DrafterTask:
         text_share: float = 0.3,
         seed: int = 0,
     ) -> None:
-        self.target, self.setup, self.network = target, setup, setup.network
+        self.pipe, self.setup, self.network = pipe, setup, setup.network
         self.training, self._extract = training, extract
         lengths = {kind: [one.size for one in found] for kind, found in training.items()}
         self.sampler = CurriculumSampler(lengths, batch, seed, linear_ramp(text_share))
@@ -96,8 +96,7 @@ class DrafterTask:
         self._bfloat16 = bfloat16
         self._batch, self._max_new_tokens = batch, max_new_tokens
         prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, prompts)]
-        text_only = not hasattr(target, "open_media")
-        self._prompts = [data.as_text(messages) for messages in prompt_messages] if text_only else prompt_messages
+        self._prompts = prompt_messages if pipe.io.reads_media else [data.as_text(one) for one in prompt_messages]
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
     def batch(self, examples: list[ExampleIndex]) -> Features:
@@ -113,7 +112,7 @@ class DrafterTask:
     ) -> LossOutput:
         """Returns the objective's loss of a batch at a progress from 0 to 1."""
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return self.setup.objective(network, self.target, batch, self.setup.draft_ids, generator, progress)
+            return self.setup.objective(network, self.pipe.target, batch, self.setup.draft_ids, generator, progress)
 
     def evaluate(self) -> dict[str, float]:
         """Returns mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
@@ -124,7 +123,7 @@ class DrafterTask:
 
     def save(self, folder: Path) -> None:
         """Writes the drafter's checkpoint."""
-        self._drafter().save(folder, self.target)
+        self._drafter().save(folder, self.pipe.target)
 
     def _drafter(self) -> Any:
         """A drafter with a copy of the network."""
@@ -146,7 +145,7 @@ class DrafterTask:
     def _acceptance(self) -> dict[str, float]:
         """Mean acceptance length over all prompts, greedy, with trees of the drafter's own size."""
         drafter = self._drafter()
-        pipe = Pipeline(self.target, drafter)
+        pipe = Pipeline(self.pipe.target, self.pipe.io, drafter)
         emitted = steps = 0
         for prompt in self._prompts:
             try:

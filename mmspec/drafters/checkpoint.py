@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmspec.drafters.fields import Checked, Within
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
+from mmspec.files import atomic, write_text
 
 S = TypeVar("S", bound=Checked)
 
@@ -57,17 +57,11 @@ TREE = tuple(each.name for each in fields(TreeShape))
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; raises ``UserError`` where the file holds none."""
-    try:
+    """The JSON object in a file; raises ``UserError`` if there is none."""
+    with explained(f"{file}: expected a JSON object", OSError, ValueError, RecursionError):
         if file.stat().st_size > _LARGEST_JSON:
             raise UserError(f"{file}: expected a JSON object of at most {_LARGEST_JSON} bytes, received a larger file")
         content = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise UserError(f"{file}: expected a JSON object, received one that is nested too deep") from None
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: expected a JSON object, received {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: expected a JSON object, received {type(content).__name__}")
     return content
@@ -98,10 +92,8 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
     verifier = asdict(Verifier.read(config.pop("verifier"), f"{source}: verifier"))
     config.pop("mmspec_drafter", None)
     settings = kind.read(config, source)
-    try:
+    with explained(f"{folder}: expected a drafter's {_CONFIG} and {_WEIGHTS}", OSError, ValueError, SafetensorError):
         return settings, verifier, load_file(folder / _WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{folder}: expected a drafter's {_CONFIG} and {_WEIGHTS}, received {error}") from error
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
@@ -152,14 +144,10 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping
         settings: its own settings.
         target: the target it was made for.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
-    part = folder / (_WEIGHTS + ".part")
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
-    os.replace(part, folder / _WEIGHTS)
-    part = folder / (_CONFIG + ".part")
-    part.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(part, folder / _CONFIG)
+    with atomic(folder / _WEIGHTS) as part:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part)
+    write_text(folder / _CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def verifier_of(target: Any) -> dict[str, Any]:

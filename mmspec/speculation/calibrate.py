@@ -1,4 +1,4 @@
-"""How long a verify pass takes on this machine, by the number of tokens in it."""
+"""Calibration: time of a verify pass on this machine by the number of nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
@@ -15,37 +15,38 @@ from typing import Any
 import torch
 import transformers
 
+from mmspec.files import write_text
 from mmspec.speculation.budget import CostTable
 from mmspec.speculation.tree import TokenTree
-from mmspec.targets.target import Prompt
+from mmspec.targets.target import Prompt, Target
 from mmspec.targets.transformers_target import TransformersTarget
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARM_UP = 3  # passes of each size on CUDA: kernels are compiled, and passes captured
 
 
-def cost_table(target: TransformersTarget, *, refresh: bool = False, prefix: int = 128) -> CostTable:
-    """The verify times of a target, measured once per model shape, device, dtype and software, then read from disk.
+def cost_table(target: Target, *, refresh: bool = False, prefix: int = 128) -> CostTable:
+    """Verify times of a target, measured once per model shape, device, dtype and software, then read from disk.
 
-    A measurement that other work on the machine has spoilt is used, but not kept.
+    A measurement that other work on the machine has spoilt is returned, but not stored.
 
     Args:
         target: what to measure; it must not be in the middle of a generation.
         refresh: measure again and replace what is on disk.
-        prefix: tokens of the prompt behind which trees are timed.
+        prefix: tokens of the prompt.
     """
     table = None if refresh else stored_cost(target)
     if table is None:
         table = measure(target, prefix=prefix)
         if _disturbed(table):
             return table
-        content = {**describe(target), "prefix": prefix, "tokens": table.tokens, "seconds": table.seconds}
-        _write_whole(_path(target), content)
+        if isinstance(target, TransformersTarget):
+            _store(target, {"prefix": prefix, "tokens": table.tokens, "seconds": table.seconds})
     return table
 
 
 def _processor() -> str:
-    """The CPU's model name, or as much of it as the system tells."""
+    """The CPU's model name; its architecture if the system does not report one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -55,13 +56,15 @@ def _processor() -> str:
 
 
 def _disturbed(table: CostTable) -> bool:
-    """Whether other work on the machine must have spoilt the measurement, so that it should not be kept: a pass over n
-    tokens took far longer than n passes over one."""
+    """Whether other work on the machine has spoilt the measurement: a pass over n nodes took far longer than n passes
+    over one."""
     return any(t > 1.5 * n * table.seconds[0] for n, t in zip(table.tokens, table.seconds, strict=True))
 
 
-def stored_cost(target: TransformersTarget) -> CostTable | None:
-    """The verify times on disk; None where there are none, or the file is damaged."""
+def stored_cost(target: Target) -> CostTable | None:
+    """Verify times on disk; None without any, for a damaged file, and for targets that are not transformers'."""
+    if not isinstance(target, TransformersTarget):
+        return None
     try:
         stored = json.loads(_path(target).read_text())
         return CostTable(tuple(stored["tokens"]), tuple(stored["seconds"]))
@@ -69,21 +72,20 @@ def stored_cost(target: TransformersTarget) -> CostTable | None:
         return None
 
 
-def measure(target: TransformersTarget, *, prefix: int = 128, seconds: float = 1.0) -> CostTable:
-    """Time verify passes of all sizes in turn, so that a slow moment of the machine hits them alike; medians.
+def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostTable:
+    """Interleaved timing of verify passes of all sizes; medians.
 
     Args:
         prefix: tokens of the prompt.
         seconds: time to spend about; at least three rounds are made.
     """
     target.cost = None  # time each size as it is, not padded
-    device = target.model.device
-    vocab = target.config.vocab_size
+    device = target.device
     limit = target.context_limit or prefix + SIZES[-1]
     prefix = max(1, min(prefix, limit - SIZES[-1]))
-    ids = torch.arange(prefix, device=device)[None] % min(vocab, 256)
     target.select([])
-    target.prefill(Prompt(ids), room=SIZES[-1])
+    step = target.prefill(Prompt(torch.zeros(1, prefix, dtype=torch.long, device=device)), room=SIZES[-1])
+    vocab = step.logits.shape[-1]
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for size in SIZES * (_WARM_UP if device.type == "cuda" else 0):
         target.forward_tree(_comb(size, vocab, device))
@@ -100,7 +102,7 @@ def measure(target: TransformersTarget, *, prefix: int = 128, seconds: float = 1
 
 
 def describe(target: TransformersTarget) -> dict[str, Any]:
-    """What a calibration depends on."""
+    """Everything that a calibration depends on."""
     model, config = target.model, target.config
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
@@ -127,7 +129,7 @@ def cache_folder() -> Path:
 
 
 def _comb(size: int, vocab: int, device: torch.device) -> TokenTree:
-    """A chain with one sibling per level: both deep and wide, as real trees are."""
+    """A chain with one sibling per level: deep and wide like real trees."""
     parents = torch.tensor([-1] + [max(0, i - 2 + i % 2) for i in range(1, size)], device=device)
     return TokenTree((torch.arange(size, device=device) % vocab)[None], parents[None], check=False)
 
@@ -137,12 +139,7 @@ def _path(target: TransformersTarget) -> Path:
     return cache_folder() / f"calibration-{fingerprint}.json"
 
 
-def _write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Write or leave alone, never half. A folder that cannot be written costs a measurement next time, no more."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(content, file)
-        os.replace(file.name, path)
-    except OSError:
-        return
+def _store(target: TransformersTarget, measured: dict[str, Any]) -> None:
+    """Write a measurement to disk, if the folder can be written."""
+    with suppress(OSError):
+        write_text(_path(target), json.dumps({**describe(target), **measured}))

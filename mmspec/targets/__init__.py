@@ -1,1 +1,1 @@
-"""Models whose output is kept exact: passes of transformers' decoders over trees, positions, masks, loading."""
+"""Targets and processors: verify passes through transformers' decoders, masks, positions, loading."""

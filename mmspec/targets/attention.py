@@ -1,8 +1,8 @@
-"""Attention under a tree's mask, for the layers of transformers' own models.
+"""Tree attention as an attention implementation of transformers.
 
-transformers repeats keys and values for grouped queries as soon as there is a mask, over the whole prefix and in every
-layer. On a CPU, torch's attention takes groups and a mask together. Where the cache stays in place, the prefix needs no
-mask at all, and ``mmspec.ops.tree_attention`` reads it: Triton's kernel on CUDA.
+With a mask, transformers repeats keys and values for grouped queries, over the whole prefix and in every layer. On a
+CPU, torch's attention supports groups and a mask together. With static shapes the prefix needs no mask:
+``mmspec.ops.tree_attention`` runs, on CUDA as a Triton kernel.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mmspec.targets.masks import window_of
 
 NAME = "mmspec_tree"
 PASS = "tree_pass"
-"""The keyword argument of a decoder's forward that hands a ``TreePass`` to every attention."""
+"""Keyword argument of a decoder's forward that passes a ``TreePass`` to every attention layer."""
 
 
 @dataclass(frozen=True)
 class TreePass:
-    """A pass over nodes behind a cache that stays in place.
+    """A verify pass with static shapes.
 
     Attributes:
         config: the text configuration, for its layers' windows.
-        ends: where the rows stand.
+        ends: bounds of each row's KV slots.
         depth: (batch, nodes) int64, distance of each node to the end of its row's prefix.
     """
 
@@ -54,17 +54,17 @@ def tree_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls them.
+    """Attention function with the signature that transformers calls.
 
     Args:
         query: (batch, heads, nodes, head_dim).
         key, value: (batch, kv_heads, slots, head_dim), not repeated.
-        attention_mask: (batch, 1, nodes, slots), bool or additive. Of a cache that stays in place: (batch, 1, nodes,
-            tail), bool, which of the uncommitted nodes each node attends to.
-        options: what else the model's layer gives, and ``TreePass`` under the name ``PASS`` where there is one.
+        attention_mask: (batch, 1, nodes, slots), bool or additive. With static shapes (batch, 1, nodes, tail), bool:
+            the uncommitted nodes that each node attends to.
+        options: further arguments of the model's layer, and with static shapes a ``TreePass`` named ``PASS``.
 
     Returns:
-        (batch, nodes, heads, head_dim), and no weights.
+        (batch, nodes, heads, head_dim), and None instead of weights.
     """
     tree: TreePass | None = options.pop(PASS, None)
     if tree is not None:
@@ -96,16 +96,16 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class PassAttention:
-    """The attention that a target's passes run with. Between passes the model keeps the one that its user chose.
+    """Attention implementation of a target's passes. Between passes the model has the one that its user chose.
 
-    ``tree_attention`` takes the place of torch's, and of what takes 2D masks only (FlashAttention) or aborts on a dense
-    4D mask (flex attention). Eager attention stays.
+    ``tree_attention`` replaces torch's, FlashAttention (2D masks only) and flex attention (aborts on dense 4D masks).
+    Eager attention stays.
 
     Args:
         model: the target's model.
 
     Attributes:
-        name: what transformers calls the attention of a pass.
+        name: of the implementation in transformers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -115,10 +115,10 @@ class PassAttention:
         self.name = NAME if usual != "eager" and model._supports_sdpa else "eager"
         if usual in ("sdpa", "eager") and not decoder._can_set_attn_implementation():
             self.name = usual
-        # A decoder's layers may have been given a copy of the configuration.
+        # Layers of a decoder may have a copy of the configuration.
         found = (getattr(module, "config", None) for module in decoder.modules())
         configs = [one for one in found if getattr(one, "_attn_implementation", None) == usual]
-        # Their attributes, as a configuration's own way of setting one would take a percent of a small model's pass.
+        # As dicts: setting an attribute of a configuration takes 1 % of a small model's pass.
         self._settings: list[dict[str, Any]] = list({id(one): vars(one) for one in [config, *configs]}.values())
         with _NEW_LOCK:
             self._lock = _LOCKS.setdefault(decoder, threading.RLock())
@@ -128,8 +128,8 @@ class PassAttention:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """While one pass runs. Passes through one decoder, of whichever target, wait for each other: they share its
-        configuration and its hooks."""
+        """Applies the implementation during one pass. Passes of all targets through one decoder are serialised: they
+        share its configuration and hooks."""
         with self._lock:
             usual = [settings[_SETTING] for settings in self._settings]
             try:

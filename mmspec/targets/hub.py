@@ -1,4 +1,4 @@
-"""Models and drafters named by hub id, where the hub may be out of reach."""
+"""Hub ids: recognised among names, and loaded from the local cache if the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT = 5.0  # seconds
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be meant as a path: hub ids are ``name`` or ``owner/name``."""
+    """Whether a name is a path: hub ids are ``name`` or ``owner/name``."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
 
 
@@ -28,16 +28,16 @@ def is_on_hub(name: str) -> bool:
 
 @contextmanager
 def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """Options for ``from_pretrained``: the local cache alone where ``name`` is a hub id and the hub out of reach.
+    """Options of ``from_pretrained``: only the local cache if ``name`` is a hub id and the hub cannot be reached.
 
-    Without them every missing file costs half a minute of retries.
+    Without them transformers retries for half a minute per missing file.
 
     Args:
         kind: ``"model"`` or ``"drafter"``, for the message.
-        name: hub id, or a folder, which needs no options.
+        name: hub id or folder.
 
     Raises:
-        UserError: the hub is out of reach and the cache lacks a file.
+        UserError: the hub cannot be reached and a file is not cached.
     """
     reason = _obstacle() if is_on_hub(name) else None
     try:
@@ -52,7 +52,7 @@ def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _obstacle() -> str | None:
-    """What keeps this process from the hub; None where the hub answers, with whatever status."""
+    """Why the hub cannot be reached; None if it answers with any status."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:

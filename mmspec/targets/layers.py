@@ -1,7 +1,7 @@
-"""Layers other than attention: what must be on offer so that a tree can pass through them.
+"""Plug-in interface for layers other than attention, such as Mamba-2.
 
-Such layers keep a state of fixed size in place of keys and values. A plug-in (group ``mmspec.layers``) makes them
-verify trees; their states are owned by the cache that it makes, a ``TreeCache`` that also commits and forgets them.
+These layers have a state of fixed size instead of keys and values. A plug-in (group ``mmspec.layers``) makes them
+verify trees and returns the ``TreeCache`` that owns and commits their states.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ATTENTION = frozenset({"full_attention", "sliding_attention"})
 
 
 class TreeLayers(Protocol):
-    """One model's layers other than attention.
+    """Tree verification for one model's layers other than attention.
 
-    Made as ``cls(model)``; raises ``UserError`` where the installed transformers lacks what it builds on.
+    The constructor takes the model; it raises ``UserError`` if the installed transformers lacks a function it needs.
 
     Attributes:
-        kinds: names of ``config.layer_types`` that trees can pass.
-        attends: whether any layer has keys and values too.
+        kinds: names of ``config.layer_types`` that can verify trees.
+        attends: whether any layer has keys and values.
     """
 
     kinds: frozenset[str]
@@ -31,15 +31,15 @@ class TreeLayers(Protocol):
 
     @classmethod
     def supports(cls, config: Any) -> bool:
-        """Whether this class serves the layers of models of this text configuration."""
+        """Whether this class supports models of this text configuration."""
 
     def cache(self, reserve: int, in_place: bool = False) -> TreeCache:
-        """An empty cache; ``reserve`` is the number of slots for keys and values, ``in_place`` as for ``TreeCache``."""
+        """An empty cache with ``reserve`` KV slots; ``in_place`` as for ``TreeCache``."""
 
 
 def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
-    """What serves a model's layers; None where all are attention, or no plug-in knows them."""
+    """The plug-in for a model's layers; None if all are attention, or no plug-in supports them."""
     if ATTENTION.issuperset(getattr(config, "layer_types", None) or ()):
         return None
-    served = plugins.layer_class(config)
-    return served(model) if served else None
+    plugin = plugins.layer_class(config)
+    return plugin(model) if plugin else None

@@ -1,4 +1,4 @@
-"""From names to a target (configuration, adapter, weights, processor) and its drafter."""
+"""Loading of targets, processors and drafters by name."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from mmspec.checks import shown
 from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.union import Union
-from mmspec.errors import UserError, first_line
+from mmspec.errors import UserError, explained
 from mmspec.targets.hub import cache_if_offline, is_path
-from mmspec.targets.support import from_pretrained, lay_out_for_few_rows
+from mmspec.targets.processor import Processor
+from mmspec.targets.support import from_pretrained, lay_out_for_few_rows, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LARGE = 1_000_000_000  # parameters from which float32 on a CPU would cost more memory than it is worth
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+_LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
 
 
-def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options: Any) -> TransformersTarget:
-    """Load a model of transformers as a target.
+def load_target(
+    name: str, device: str = "auto", dtype: Any = "auto", **options: Any
+) -> tuple[TransformersTarget, Processor]:
+    """Load a model of transformers as a target, and its processor.
 
     Args:
         name: local folder or hub id.
         device, dtype: as for ``mmspec.load``.
-        **options: passed on to ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code that a
-            folder brings along runs only with ``trust_remote_code=True``.
+        **options: of ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code in a folder runs only
+            with ``trust_remote_code=True``.
 
     Raises:
-        UserError: nothing there, no adapter for its architecture, or an unknown device or dtype.
+        UserError: there is no such model, no adapter for its architecture, or no such device or dtype.
     """
     where = pick_device(device)
     if "torch_dtype" in options:
@@ -44,26 +48,29 @@ def load_target(name: str, device: str = "auto", dtype: Any = "auto", **options:
     kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if kind != "auto" and kind not in _DTYPES.values():
         raise UserError(f"dtype must be auto, {', '.join(_DTYPES)}: got {dtype!r}")
+    expected = (
+        f"an embedded model ({', '.join(plugins.names('models')) or 'none'}), a local folder or a reachable hub id"
+    )
     if not name or (not os.path.isdir(name) and is_path(name)):
-        raise UserError(f"cannot load model {name!r}: expected {_expected()}, there is no such folder to be read")
-    try:
-        with cache_if_offline("model", name) as found:
-            options |= found
-            config = from_pretrained(AutoConfig, name, **options)
-            adapter = plugins.target_class(config)
-            model, processor = adapter.read(name, config, **options)
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        expected = "the folder of a supported model" if os.path.exists(name) else _expected()
-        raise UserError(f"cannot load model {name!r}: expected {expected} ({first_line(error)})") from error
+        raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
+    if os.path.exists(name):
+        expected = "the folder of a supported model"
+    with (
+        explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
+        cache_if_offline("model", name) as found,
+    ):
+        options |= found
+        config = from_pretrained(AutoConfig, name, **options)
+        adapter = plugins.target_class(config)
+        model: Any = read_whole(adapter.auto_class, name, config=config, **options)
+        processor = adapter.processor_class.read(name, **options)
     if kind != "auto":
         model = model.to(kind)
     elif where.type == "cpu" and model.num_parameters() < _LARGE:
         model = model.float()
     model = model.to(where).eval()
     lay_out_for_few_rows(model)
-    return adapter(model, processor)
+    return adapter(model), processor
 
 
 def pick_device(device: str) -> torch.device:
@@ -76,28 +83,23 @@ def pick_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-        torch.zeros(1, device=picked).item()  # meta tensors hold nothing
+        torch.zeros(1, device=picked).item()  # fails on the meta device, whose tensors have no data
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
     return picked
 
 
-def _expected() -> str:
-    embedded = ", ".join(plugins.names("models")) or "none"
-    return f"an embedded model ({embedded}), a local folder or a reachable hub id"
-
-
 def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) -> Drafter | None:
-    """A drafter from whatever ``mmspec.load`` takes as one.
+    """A drafter from the ``drafter`` argument of ``mmspec.load``.
 
     Args:
-            Names joined by + draft into one tree.
-        home: the target's folder or name. ``"auto"`` takes the checkpoint in its ``drafter`` folder; a registered name
-            takes that one if it is of this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
-        trust_remote_code: let a model that drafts run Python code that its folder brings along.
+        drafter: names joined by + draft one tree together.
+        home: the target's folder or name. ``"auto"`` loads the checkpoint in its ``drafter`` folder; a registered name
+            loads that one if it has this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
+        trust_remote_code: allow Python code in the folder of a draft model.
 
     Raises:
-        UserError: unknown name, a damaged checkpoint, or an object without a drafter's methods.
+        UserError: an unknown name, a damaged checkpoint, or an object without a drafter's methods.
     """
     if drafter is None or drafter == "none":
         return None
@@ -130,7 +132,7 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
 
 
 def _at_home(drafter: str, home: Path) -> str:
-    """The folder beside the target that a name stands for; the name itself where there is none."""
+    """The drafter's folder in the target's folder; the name itself if there is none."""
     for folder in (home / "drafter", home / f"drafter-{drafter}"):
         name = checkpoint.drafter_name(folder)
         if name and drafter in ("auto", name):
@@ -149,17 +151,11 @@ def _checkpoint_folder(name: str) -> Path:
 
 def _from_hub(name: str) -> Path:
     """The local copy of a drafter checkpoint on the hub."""
-    try:
-        patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
-        with cache_if_offline("drafter", name) as found:
-            return Path(snapshot_download(name, allow_patterns=patterns, **found))
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"unknown drafter: expected one of {', '.join(plugins.names('drafters'))}, a local folder or a reachable "
-            f"hub id, got {name!r} ({first_line(error)})"
-        ) from error
+    known = ", ".join(plugins.names("drafters"))
+    message = f"unknown drafter: expected one of {known}, a local folder or a reachable hub id, got {name!r}"
+    patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
+    with explained(message, OSError, ValueError), cache_if_offline("drafter", name) as found:
+        return Path(snapshot_download(name, allow_patterns=patterns, **found))
 
 
 def _registered_drafter(drafter: str, trust_remote_code: bool) -> Drafter:
@@ -167,15 +163,13 @@ def _registered_drafter(drafter: str, trust_remote_code: bool) -> Drafter:
     cls = plugins.find("drafters", name)
     if argument and hasattr(cls, "from_checkpoint"):
         return cls.from_checkpoint(_checkpoint_folder(argument))
+    trust = (
+        {"trust_remote_code": True} if trust_remote_code and "trust_remote_code" in signature(cls).parameters else {}
+    )
     try:
-        if argument and "trust_remote_code" in signature(cls).parameters:
-            return cls(argument, trust_remote_code=trust_remote_code)
-        return cls(argument) if argument else cls()
-    except UserError:
-        raise
+        with explained(f"cannot make drafter {drafter!r}", OSError, ValueError):
+            return cls(argument, **trust) if argument else cls()
     except TypeError as error:
         if not argument:
             raise UserError(f"{name} needs a checkpoint: expected {name}:FOLDER, or the folder itself") from error
         raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot make drafter {drafter!r}: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Tree attention as a mask: what each node may attend to, in the form that transformers' decoders take."""
+"""Attention masks of trees, in the form that transformers' decoders take."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mmspec.cache.tree_cache import TreeCache
 def tree_mask(
     config: Any, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor | None] | None:
-    """The ``attention_mask`` of a pass over tree nodes.
+    """The ``attention_mask`` of a verify pass.
 
     Args:
         config: the text configuration, for its kinds of layers, window and attention implementation.
-        cache: what is committed; the nodes stand behind it.
-        depth: (batch, nodes) int64, distance of each new node to the end of the prefix; None means all are 0.
-        tail_depth: (batch, earlier) int64, the same of uncommitted nodes forwarded before; None when there are none.
-        reach: (batch, nodes, earlier + nodes) bool, which nodes behind the prefix each new node attends to.
-        dtype: of the model, for attention that adds its mask.
+        cache: of the committed prefix.
+        depth: (batch, nodes) int64, distance of each new node to the end of the prefix; None means 0.
+        tail_depth: (batch, earlier) int64, the same for uncommitted nodes of earlier passes; None without any.
+        reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each new node attends to.
+        dtype: of additive masks.
 
     Returns:
-        (batch, 1, nodes, slots): bool, or additive for eager attention, which misreads bool masks without a word. One
-        per kind of layer where a model has several. None where a single node attends to everything, or the model has no
+        (batch, 1, nodes, slots): bool, or additive for eager attention, which silently misreads bool masks. A dict if
+        the model has several kinds of layers. None if a single node attends to everything, or the model has no
         attention.
     """
     batch, nodes = reach.shape[:2]
@@ -40,7 +40,7 @@ def tree_mask(
         return _in_form(full, additive)
     if depth is None:
         depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
-    # A single node gets a window's mask too: some models (Moshi, OLMoE) leave the window to transformers' cache.
+    # A single node needs the window too: in some models (Moshi, OLMoE) only transformers' cache applies it.
     slid = _in_form(full & _within(window, cache, depth, tail_depth), additive)
     everything = None if all_allowed else _in_form(full, additive)
     return {"full_attention": everything, "sliding_attention": slid} if kinds else slid
@@ -49,10 +49,10 @@ def tree_mask(
 def tail_mask(
     config: Any, depth: Tensor, tail_depth: Tensor | None, reach: Tensor
 ) -> Tensor | dict[str, Tensor | None]:
-    """The ``attention_mask`` of a pass over tree nodes behind a cache that stays in place; see ``tree_mask``.
+    """The ``attention_mask`` of a verify pass with static shapes: uncommitted nodes only; see ``tree_mask``.
 
     Returns:
-        (batch, 1, nodes, earlier + nodes) bool; one per kind of layer where a model has several.
+        (batch, 1, nodes, earlier + nodes) bool; a dict if the model has several kinds of layers.
     """
     full = reach[:, None]
     kinds, window = _windows(config)
@@ -64,13 +64,13 @@ def tail_mask(
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """How many tokens before itself a layer's node attends to; None where all."""
+    """Size of a layer's sliding window; None for full attention."""
     kinds, window = _windows(config)
     return window if window is None or not kinds or kinds[layer] == "sliding_attention" else None
 
 
 def _windows(config: Any) -> tuple[list[str], int | None]:
-    """The kinds of a model's layers, where its configuration tells them, and the window of those that have one."""
+    """The kinds of a model's layers, if its configuration has them, and the size of the sliding window."""
     kinds = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None)
     return kinds, None if kinds and "sliding_attention" not in kinds else window

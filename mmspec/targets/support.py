@@ -1,4 +1,4 @@
-"""What a model of transformers must be like to be a target, and what its head does behind the output layer."""
+"""Checks that a model of transformers can be a target, loading of checkpoints, and logit scaling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmspec.targets.layers import ATTENTION, TreeLayers
 def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """``auto_class.from_pretrained`` that runs Python code of the folder only if ``trust_remote_code``.
 
-    Left unset, transformers would ask on standard input.
+    By default transformers would ask on standard input.
 
     Raises:
         UserError: the folder needs code of its own, which is not allowed.
@@ -37,11 +37,11 @@ def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: boo
 
 
 def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
-    """A model that has exactly the checkpoint's weights, in the checkpoint's dtype.
+    """Load a model with exactly the checkpoint's weights, in the checkpoint's dtype.
 
     Raises:
-        UserError: the checkpoint lacks weights, has them in other shapes, or has further ones, such as layers beyond
-            those of its configuration. transformers would draw them at random or drop them, and merely warn.
+        UserError: weights are missing, of other shapes, or unexpected, such as more layers than the configuration has.
+            transformers would only warn, and initialise or drop them.
     """
     model, report = from_pretrained(
         auto_class, name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -57,13 +57,13 @@ def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-_WIDEST = 2048  # beyond so many features a transposed weight was measured to be slower
+_WIDEST = 2048  # features; wider transposed weights were measured to be slower
 
 
 def lay_out_for_few_rows(module: nn.Module) -> None:
-    """Store the weights of linear layers transposed in memory, where products with a few rows are faster that way.
+    """Store the weights of linear layers transposed in memory if this speeds up passes over a few tokens.
 
-    On a CPU in float32, a pass over 8 to 16 tokens was measured to take two thirds of the time. Values and shapes stay.
+    In float32 on a CPU, a pass over 8 to 16 tokens takes two thirds of the time. Values and shapes stay the same.
     """
     tied = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
     for layer in module.modules():
@@ -74,23 +74,23 @@ def lay_out_for_few_rows(module: nn.Module) -> None:
 
 
 def cache_argument(decoder: nn.Module) -> str:
-    """What a decoder's forward calls its cache."""
+    """Name of the cache argument of a decoder's forward."""
     return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
 
 
 _NEVER_EXACT = {"git": "caches image tokens that the prompt does not contain"}
-"""Model types that pass all other checks, and why their tokens would differ."""
+"""Model types that pass all other checks, and the reason why their tokens would differ."""
 
 
 def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers | None) -> None:
-    """Name what trees cannot pass through exactly.
+    """Raise if the model cannot verify trees exactly.
 
     Args:
-        layers: what serves the layers other than attention, if anything does.
+        layers: the plug-in for layers other than attention, if there is one.
 
     Raises:
-        UserError: an encoder-decoder, layers that nothing serves, or a forward that cannot be told positions, cache or
-            which logits to compute.
+        UserError: an encoder-decoder, unsupported layers, or a forward without arguments for positions, cache or the
+            number of logits.
     """
     name = type(model).__name__
     if reason := _NEVER_EXACT.get(model.config.model_type):
@@ -101,9 +101,9 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - (ATTENTION if layers is None else layers.kinds)):
-        served = ", ".join(plugins.names("layers"))
+        supported = ", ".join(plugins.names("layers"))
         raise UserError(
-            f"layers must be full or sliding-window attention{served and f', or {served}'}: "
+            f"layers must be full or sliding-window attention{supported and f', or {supported}'}: "
             f"{name} has {', '.join(other)} of another kind"
         )
     decoder = model.get_decoder()
@@ -116,12 +116,12 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
 
 
 def refuse_rope_switch(config: Any, length: int, room: int) -> None:
-    """Refuse sequences that cross the length at which their rotary frequencies change.
+    """Raise if a sequence may cross the length at which its rotary frequencies change.
 
-    Such frequencies are one set per pass, yet the paths of a tree differ in length.
+    A pass has one set of frequencies, but the paths of a tree differ in length.
 
     Raises:
-        UserError: prompt and answer do not stay on one side of it (longrope), or below it (dynamic).
+        UserError: prompt and answer are not on one side of that length (longrope), or below it (dynamic).
     """
     for kind, switch in _rope_switches(config):
         if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
@@ -132,7 +132,7 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
 
 
 def rope_side(config: Any, length: int) -> tuple[bool, ...]:
-    """On which side of those lengths a prompt is: sequences of one batch must agree."""
+    """Whether a prompt is longer than each of these lengths; sequences of one batch must agree."""
     return tuple(length > switch for _, switch in _rope_switches(config))
 
 
@@ -151,7 +151,7 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """What a model does to its logits behind the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
+    """Scaling of logits after the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
     if cap := getattr(config, "final_logit_softcapping", None):
         return partial(_capped, cap=cap)
     if scale := getattr(config, "logit_scale", None):

@@ -1,35 +1,36 @@
-"""The model whose output is kept exact, as the engine sees it.
+"""Interface between engine and target: prompts, steps, and the target's methods.
 
-A target absorbs prompts, computes logits at the nodes of trees and keeps accepted paths, for a batch of sequences that
-join and leave. Its caches are its own; the engine sees logits.
+A target prefills prompts, computes logits at the nodes of trees and commits accepted paths, for a batch of sequences
+that join and leave. It owns its caches; the engine sees logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.speculation.budget import CostTable
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 
 Feature = int | str
-"""A decoder's hidden states: n is what enters layer n (transformers' ``hidden_states[n]``), ``"last"`` what leaves the
-final norm."""
+"""Hidden states of a decoder: n is the input of layer n (transformers' ``hidden_states[n]``), ``"last"`` the output of
+the final norm."""
 
 
 @dataclass
 class Prompt:
-    """What generation starts from.
+    """Encoded prompts of a batch.
 
     Attributes:
         input_ids: (batch, length) int64, left-padded.
-        attention_mask: (batch, length), 0 at padding; None when there is none.
-        inputs: what else the model's forward takes at the prompt (``pixel_values``, ``image_sizes``, ...).
+        attention_mask: (batch, length), 0 at padding; None without padding.
+        inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
         padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
     """
 
@@ -39,19 +40,30 @@ class Prompt:
     padding_in_history: bool = False
 
     def histories(self) -> list[list[int]]:
-        """The token ids that each row starts from."""
+        """Token ids of each row, without padding unless ``padding_in_history``."""
         rows = self.input_ids.tolist()
         if self.attention_mask is None or self.padding_in_history:
             return rows
         keep = self.attention_mask.tolist()
         return [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Prompt:
+        """The prompt on a device, floating point inputs (pixel values) in a dtype."""
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+        inputs = {name: moved(value) for name, value in self.inputs.items()}
+        return replace(self, input_ids=moved(self.input_ids), attention_mask=moved(self.attention_mask), inputs=inputs)
+
     @staticmethod
     def stack(prompts: Sequence[Prompt]) -> Prompt | None:
-        """Several prompts in one batch; None where their inputs do not fit together.
+        """Several prompts as one batch; None if their inputs cannot be concatenated.
 
-        Inputs of the shape of ``input_ids`` are padded as these are; others, which belong to images or videos, follow
-        each other along the first axis.
+        Inputs of the shape of ``input_ids`` are padded like these; others, which belong to images or videos, are
+        concatenated along the first axis.
         """
         first = prompts[0]
         if any(one.inputs.keys() != first.inputs.keys() or one.padding_in_history for one in prompts):
@@ -81,13 +93,12 @@ class Prompt:
 
 @dataclass
 class Step:
-    """The output of one pass of the target.
+    """Output of a verify pass or a prefill.
 
     Attributes:
-        logits: (batch, nodes, vocab), raw; after a prefill, nodes = 1: the last position of the prompt.
-        features: (batch, nodes, hidden) each, the hidden states that the drafter reads; after a prefill, of the whole
-            prompt.
-        visual: (batch, length) bool, prefill only: positions that carry image or video features.
+        logits: (batch, nodes, vocab), unprocessed; of a prefill, nodes = 1: the last position of the prompt.
+        features: (batch, nodes, hidden) each, the hidden states that the drafter reads; of a prefill, all positions.
+        visual: (batch, length) bool, prefill only: positions of image or video features.
         embeds: (batch, length, hidden), prefill only: the input embeddings of the language model.
     """
 
@@ -98,38 +109,60 @@ class Step:
 
 
 class Target(Protocol):
-    """What the engine and the drafters need of a target. Rows are the sequences in it, in the order of joining."""
+    """Interface of a target: weights, passes, and caches by row.
+
+    Rows are the decoding sequences, in the order of joining. ``TransformersTarget`` implements it for models of
+    transformers; any other class with these members works in a ``Pipeline`` too. Text and media are left to the
+    ``Processor``.
+    """
+
+    features: Sequence[Feature]
+    """Hidden states that a step contains."""
+
+    cost: CostTable | None
+    """Measured seconds of a verify pass, None before they are known."""
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
 
-    features: Sequence[Feature]
-    """Which hidden states a step contains."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating point type of a prompt's inputs."""
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of prompt and output; None where there is no limit."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Tokens that end an answer."""
+
+    def fork(self) -> Target:
+        """The same weights without sequences."""
 
     def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
-        """Absorb prompts, which become the last rows; ``room`` is the number of tokens that may follow each of them, or
-        one number per prompt."""
+        """Compute and cache prompts, which become the last rows; ``room`` is the most new tokens, for all or each."""
 
     def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
-        """``prefill`` in several passes over at most ``chunk`` tokens each, as far as the model allows.
+        """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
 
         Yields:
-            None after each pass but the last, then the step. The rows join with the last pass: others may join, decode
-            and leave in between.
+            None after each pass but the last, then the step. The rows join with the last pass: other rows may join,
+            decode and leave before.
         """
 
     def kind(self, prompt: Prompt) -> Hashable:
-        """Prompts of one kind may decode in one batch."""
+        """Key of a prompt: only prompts with equal keys may decode in one batch."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the others leave."""
+        """Keep these rows, in this order, and drop the others."""
 
     def forward_tree(self, tree: TokenTree) -> Step:
-        """Logits and features at every node; absorbs nothing yet."""
+        """Verify pass: logits and features at every node. The cache keeps its lengths."""
 
     def commit(self, verdict: Verdict) -> None:
-        """Absorb the accepted path of the last tree."""
+        """Add the accepted path of the last tree to the cache."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings, (...) int64 -> (..., hidden)."""
@@ -138,4 +171,4 @@ class Target(Protocol):
         """Logits of last hidden states, (..., hidden) -> (..., vocab)."""
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """The head for some tokens only, (n,) int64: a function (..., hidden) -> (..., n)."""
+        """The head restricted to some tokens, (n,) int64: a function (..., hidden) -> (..., n)."""

@@ -1,17 +1,17 @@
-"""Any decoder-only model of transformers as a target, its code and weights unmodified."""
+"""Decoder-only models of transformers as targets; their code and weights stay unmodified."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
@@ -25,42 +25,37 @@ from mmspec.speculation.verify import Verdict
 from mmspec.targets import attention
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import tail_mask, tree_mask
-from mmspec.targets.support import (
-    cache_argument,
-    from_pretrained,
-    logit_scaling,
-    read_whole,
-    refuse_rope_switch,
-    refuse_unsupported,
-    rope_side,
-)
+from mmspec.targets.processor import Processor
+from mmspec.targets.support import cache_argument, logit_scaling, refuse_rope_switch, refuse_unsupported, rope_side
 from mmspec.targets.target import Feature, Prompt, Step
-from mmspec.targets.user_text import UserText
 
 
 class TransformersTarget:
-    """A decoder-only model of transformers as a target; the model's code and weights stay as they are.
+    """A decoder-only model of transformers as a target.
 
-    Trees enter the decoder as a 4D attention mask over (prefix, tree) with ``position_ids = prefix + depth`` and a
-    ``TreeCache``. Sliding windows go into the mask, so that no layer drops the tree. Layers other than attention are
-    served by plug-ins (``mmspec/targets/layers.py``).
+    A tree is verified with a 4D attention mask over (prefix, tree), ``position_ids = prefix + depth`` and a
+    ``TreeCache``. Sliding windows are part of the mask. Layers other than attention need a plug-in
+    (``mmspec/targets/layers.py``).
 
     Args:
         model: any causal language model; subclasses take multimodal ones.
-        processor: its tokenizer or processor, for text in and out.
 
     Attributes:
-        attention: what the model's passes run with.
-        layers: what serves the model's layers other than attention; None where it has no such.
-        cost: measured time of a pass; where it is known, trees are padded to a width at which the pass is cheapest.
+        auto_class: the class of transformers that loads these models.
+        processor_class: the ``Processor`` of these models.
+        attention: attention implementation of the passes.
+        layers: plug-in for layers other than attention; None for a model without any.
+        cost: measured verify times; if known, trees are padded to the width with the fastest pass.
 
     Raises:
-        UserError: the model has an architecture part that trees cannot pass through exactly.
+        UserError: a part of the architecture cannot verify trees exactly.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: Any = None) -> None:
+    auto_class: ClassVar[Any] = AutoModelForCausalLM
+    processor_class: ClassVar[type[Processor]] = Processor
+
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.processor = processor
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
@@ -74,7 +69,7 @@ class TransformersTarget:
         self._head_checked = False
         self.features: Sequence[Feature] = ("last",)
         self._cache: TreeCache | None = None
-        # (rows,) the position of the next token, and the greatest that a kept token can have
+        # (rows,) position of the next token, and the last position within the context limit
         self._position, self._last_position = RowTensor(), RowTensor()
         self._tail_depth: Tensor | None = None  # (batch, offset) depths of uncommitted nodes of earlier passes
         self._check = Graphed(self._pass)
@@ -85,122 +80,48 @@ class TransformersTarget:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.layers = tree_layers(self.model, self.config)  # prepares the modelling module of this process
+        self.layers = tree_layers(self.model, self.config)  # patches the modelling module of this process
 
     @classmethod
     def supports(cls, config: Any) -> bool:
-        """Whether this class is the adapter for models of this configuration."""
-        own_code = getattr(config, "auto_map", None) or {}  # of the folder; read only where it is trusted
+        """Whether models of this configuration are loaded as this class."""
+        own_code = getattr(config, "auto_map", None) or {}  # of the folder; run only with trust_remote_code
         return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
 
-    @classmethod
-    def read(cls, name: str, config: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        """Model and processor from a local folder or hub id, with the weights' own dtype, on the CPU."""
-        model = read_whole(AutoModelForCausalLM, name, config=config, **options)
-        return model, from_pretrained(AutoTokenizer, name, **options)
+    def fork(self) -> TransformersTarget:
+        """The same weights and measured cost, without sequences."""
+        fork = type(self)(self.model)
+        fork.cost = self.cost
+        return fork
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     @property
-    def tokenizer(self) -> Any:
-        return getattr(self.processor, "tokenizer", self.processor)
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Tokens that end an answer, from the generation config."""
+        """Tokens that end an answer, according to the generation config."""
         eos = self.model.generation_config.eos_token_id
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
-    def encode(self, requests: Sequence[Mapping[str, Any]], **inputs: Any) -> Prompt:
-        """Turn requests into a left-padded batch.
-
-        Args:
-            requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
-            **inputs: options of the adapter (none for text).
-
-        Raises:
-            UserError: images or videos for a text model, unknown options, or an empty prompt.
-        """
-        if inputs:
-            raise UserError(f"unknown option for a text model: got {', '.join(inputs)}")
-        if any(request.get("images") or request.get("videos") for request in requests):
-            raise UserError(f"{type(self.model).__name__} reads text only: images or videos were given")
-        rows = [self._token_ids(request["prompt"]) for request in requests]
-        longest = max(map(len, rows))
-        pads = [longest - len(row) for row in rows]
-        device = self.model.device
-        ids = torch.tensor([[0] * pad + row for pad, row in zip(pads, rows, strict=True)], device=device)
-        mask = torch.tensor([[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)], device=device)
-        return Prompt(ids, mask if any(pads) else None)
-
-    def _token_ids(self, prompt: Any) -> list[int]:
-        tokenizer = self.tokenizer
-        template = getattr(tokenizer, "chat_template", None)
-        if not prompt:
-            raise UserError("the prompt must not be empty")
-        if not isinstance(prompt, str) and not template:
-            raise UserError("chat messages need a chat template: the tokenizer has none")
-        text = self._user_text.mark(prompt)
-        if template:
-            messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        if self._user_text.is_marked(text):
-            ids = self._user_text.encode(text, add_special_tokens=not template)
-        else:
-            ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
-        if not ids:
-            raise UserError("the prompt must not be empty")
-        return ids
-
-    @cached_property
-    def _user_text(self) -> UserText:
-        return UserText(
-            self.tokenizer, [getattr(self.processor, name, None) for name in ("image_token", "video_token")]
-        )
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
-
-    @cached_property
-    def _answer_prefix(self) -> str:
-        """Blanks between the chat template's generation prompt and an answer.
-
-        A template that ends a prompt with "ASSISTANT:" and writes earlier answers as "ASSISTANT: answer" lets the model
-        generate the blank. It is the template's: as content of a later turn, the answer must not contain it.
-        """
-        if not getattr(self.processor, "chat_template", None):
-            return ""
-        plain = self.processor is self.tokenizer  # a processor's template takes lists of items
-        asked, answered = (
-            {"role": role, "content": text if plain else [{"type": "text", "text": text}]}
-            for role, text in (("user", "question"), ("assistant", "answer"))
-        )
-        try:
-            prompt = self.processor.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
-            whole = self.processor.apply_chat_template([asked, answered], tokenize=False)
-        except Exception:  # a template is a program of the checkpoint's, and may raise anything
-            return ""
-        between, found, _ = whole.removeprefix(prompt).partition("answer")
-        return between if found and whole.startswith(prompt) and between.isspace() else ""
-
     @property
     def context_limit(self) -> int | None:
-        """Tokens of prompt and output that the model was made for; None where its config does not say."""
+        """Most tokens of prompt and output; None if the config has no limit."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def cache(self) -> TreeCache:
-        """The state of its sequences."""
+        """KV and recurrent states of the sequences."""
         assert self._cache is not None, "prefill comes first"
         return self._cache
 
     @property
     def rows(self) -> int:
-        """Sequences that decode."""
+        """Number of sequences in the cache."""
         return self._cache.rows if self._cache is not None else 0
 
     def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
@@ -216,7 +137,7 @@ class TransformersTarget:
         shortest = length if mask is None else int(mask.sum(1).min())
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
         reserve = length + min(longest, 4096) + 64
-        # A cache whose rows are copied to another one needs no slots for the answer.
+        # Rows that are copied to another cache need no slots for the answer.
         cache = self._new_cache(length + 1 if self.in_place or self.rows else reserve, False)
         positions = prompt.inputs.get("position_ids")
         if positions is None:
@@ -234,7 +155,7 @@ class TransformersTarget:
                 passes.append(self._prompt_part(given, slice(start, min(start + chunk, length)), cache))
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in passes[0]}
             logits = self.head(features["last"][:, -1:])
-        # A decoder without attention is not given any.
+        # A decoder without attention has no position_ids.
         position = self._next_position(prompt, given.get("position_ids") if cache.attending else positions)
         last = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
         self._check_head(features["last"][:, -1:], logits)
@@ -273,7 +194,7 @@ class TransformersTarget:
         return Step(self.head(found["last"]), {name: found[name] for name in names})
 
     def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
-        """A whole tree's logits and features, at the same addresses every time."""
+        """Logits and features of a whole tree; captured as a CUDA graph."""
         found = self._forward_nodes(tokens, depth, reach)
         return self.head(found["last"]), *[found[name] for name in self.features]
 
@@ -299,12 +220,12 @@ class TransformersTarget:
         return _NarrowHead(weight, bias, self._scale_logits)
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
-        """Last hidden states of new nodes after the committed prefix and the uncommitted nodes of earlier passes.
+        """Last hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
 
         Args:
             tokens: (batch, nodes) int64.
-            depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means all are 0.
-            reach: (batch, nodes, earlier + nodes) bool, which uncommitted nodes each node attends to.
+            depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
+            reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
         """
         return self._forward_nodes(tokens, depth, reach)["last"]
 
@@ -312,7 +233,7 @@ class TransformersTarget:
         cache, batch = self.cache, len(tokens)
         position = self._position.data[:batch, None]
         position = position.expand_as(tokens) if depth is None else position + depth
-        # Drafts may lie beyond a row's last token, where a model may have no position.
+        # Draft tokens may exceed the context limit, where a model may have no position embedding.
         position = torch.minimum(position, self._last_position.data[:batch, None])
         inputs = {"input_ids": tokens, "position_ids": position, **cache.arguments(reach)}
         if not cache.in_place:
@@ -331,12 +252,12 @@ class TransformersTarget:
     def _mask(
         self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
     ) -> Tensor | dict[str, Tensor | None] | None:
-        """See ``tree_mask``, whose form depends on the attention that the pass runs with."""
+        """``tree_mask`` in the form of the attention implementation of the passes."""
         with self.attention.applied():
             return tree_mask(self.config, cache, depth, tail_depth, reach, self.model.dtype)
 
     def _decoded(self, inputs: dict[str, Any], cache: TreeCache) -> dict[Feature, Tensor]:
-        """One pass of the decoder: its features, ``"last"`` among them."""
+        """Features of one pass of the decoder, including ``"last"``."""
         with self.attention.applied(), self._reading() as features:
             out = self.decoder(use_cache=True, **{self._cache_argument: cache}, **inputs)
         features["last"] = self._in_dtype(out[0])
@@ -344,22 +265,18 @@ class TransformersTarget:
 
     @contextmanager
     def _reading(self) -> Iterator[dict[Feature, Tensor]]:
-        """Collects the hidden states that enter the layers named by ``features``, within one pass."""
+        """Records the inputs of the layers in ``self.features`` during one pass."""
         features: dict[Feature, Tensor] = {}
-        layers = [layer for layer in self.features if isinstance(layer, int)]
 
-        def note(layer: int, _: Any, args: Any, inputs: dict[str, Any]) -> None:
+        def record(layer: int, _: Any, args: Any, inputs: dict[str, Any]) -> None:
             features[layer] = args[0] if args else inputs["hidden_states"]
 
-        handles = [
-            self._decoder_layers[layer].register_forward_pre_hook(partial(note, layer), with_kwargs=True)
-            for layer in layers
-        ]
-        try:
+        with ExitStack() as hooks:
+            for layer in self.features:
+                if isinstance(layer, int):
+                    part = self._decoder_layers[layer]
+                    hooks.enter_context(part.register_forward_pre_hook(partial(record, layer), with_kwargs=True))
             yield features
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @cached_property
     def _decoder_layers(self) -> nn.ModuleList:
@@ -369,57 +286,49 @@ class TransformersTarget:
             raise UserError(f"features of layers need a decoder with one list of {count} layers: got {len(stacks)}")
         return stacks[0]
 
-    # ------------------------------------------------------------------ prompts
-
     def _whole_prompt(
         self, call: dict[str, Any], cache: TreeCache
     ) -> tuple[Tensor, dict[str, Any], dict[Feature, Tensor]]:
-        """One pass of the model over prompts: last logits, the decoder's inputs, its features."""
+        """Prefill in one pass of the model: last logits, the decoder's inputs, its features."""
         given: dict[str, Any] = {}
-        features: dict[Feature, Tensor] = {}
+        last: dict[Feature, Tensor] = {}
 
-        def note(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
+        def record(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
             if inputs.get(self._cache_argument) is cache:
-                given.update(inputs) if out is None else features.update(last=self._in_dtype(out[0]))
+                given.update(inputs) if out is None else last.update(last=self._in_dtype(out[0]))
 
-        with self.attention.applied(), self._reading() as read:
-            handles = [
-                self.decoder.register_forward_pre_hook(note, with_kwargs=True),
-                self.decoder.register_forward_hook(note, with_kwargs=True),
-                self._output.register_forward_pre_hook(_compact),
-            ]
-            try:
-                out = self.model(**call, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
-            finally:
-                for handle in handles:
-                    handle.remove()
-        return out.logits[:, -1:], given, {**read, **features}
+        with (
+            self.attention.applied(),
+            self._reading() as features,
+            self.decoder.register_forward_pre_hook(record, with_kwargs=True),
+            self.decoder.register_forward_hook(record, with_kwargs=True),
+            self._output.register_forward_pre_hook(_contiguous_input),
+        ):
+            out = self.model(**call, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
+        return out.logits[:, -1:], given, {**features, **last}
 
     def _decoder_inputs(self, call: dict[str, Any], cache: TreeCache) -> dict[str, Any] | None:
-        """The decoder's inputs for a prompt, visual embeddings included; None where they cannot be split."""
+        """The decoder's inputs for a prompt, visual embeddings included; None if they cannot be split into chunks."""
         limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
         if self.layers is not None and tuple(limit) != (0.0, inf):
-            return None  # transformers clamps the step sizes of a prompt that is absorbed whole
+            return None  # transformers clamps the step sizes of a prompt in one pass; tree passes do not
         given = call
         if set(call) - {"input_ids", "attention_mask", "position_ids"}:
 
             def stop(_: Any, args: Any, inputs: dict[str, Any]) -> None:
                 raise _DecoderReachedError(inputs)
 
-            with self.attention.applied():
-                handle = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
-                try:
+            try:
+                with self.attention.applied(), self.decoder.register_forward_pre_hook(stop, with_kwargs=True):
                     self.model(**call, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
-                except _DecoderReachedError as reached:
-                    given = reached.inputs
-                finally:
-                    handle.remove()
+            except _DecoderReachedError as reached:
+                given = reached.inputs
         unknown = {name for name, value in given.items() if value is not None} - _SPLIT
         known = given.get("position_ids") is not None or not cache.attending
         return None if unknown or not known else given
 
     def _prompt_part(self, given: dict[str, Any], part: slice, cache: TreeCache) -> dict[Feature, Tensor]:
-        """Absorb a part of a prompt, as a chain of nodes that are all kept; its features."""
+        """Prefill a chunk of a prompt, after the first as a chain of nodes that are all accepted; its features."""
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
         if cache.attending:
@@ -443,27 +352,25 @@ class TransformersTarget:
         return features
 
     def _join(self, prompts: TreeCache, reserve: int) -> None:
-        """Add the rows of a cache that has absorbed prompts, ``reserve`` slots long at most."""
+        """Add the rows of a prefilled cache, with at most ``reserve`` slots."""
         if self._cache is None or self._cache.in_place != self.in_place or not (self.in_place or self.rows):
             self._position, self._last_position = RowTensor(self.in_place), RowTensor(self.in_place)
             self._cache = self._new_cache(reserve, True) if self.in_place else prompts
         if self._cache is not prompts:
             self._cache.append(prompts, reserve)
 
-    # ------------------------------------------------------------------ uncommitted nodes
-
     def keep_nodes(self, depth: Tensor) -> None:
-        """Let the nodes of the last ``forward_nodes`` stand, uncommitted, for further nodes to attend to."""
+        """Keep the nodes of the last ``forward_nodes`` uncommitted, so that further nodes can attend to them."""
         assert self._cache is not None
         self._tail_depth = depth if self._tail_depth is None else torch.cat([self._tail_depth, depth], dim=1)
         self._cache.offset = self._tail_depth.shape[1]
 
     def forget_nodes(self) -> None:
-        """Forget all nodes since the last commit."""
+        """Drop all uncommitted nodes."""
         self.cache.offset, self._tail_depth = 0, None
 
     def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
-        """Absorb one path of nodes per row, (batch, depth) padded with -1 and as lists; forget all other nodes."""
+        """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes."""
         self._tail_depth = None
         grown = [len(row) for row in rows]
         if self.cache.in_place:
@@ -475,21 +382,21 @@ class TransformersTarget:
         position += grown[0] if len(set(grown)) == 1 else on_device(grown, position.device)
 
     def absorb(self, path: Tensor) -> tuple[Tensor, ...]:
-        """The device's part of ``commit_nodes``, in place."""
+        """Device part of ``commit_nodes`` for static shapes; captured as a CUDA graph."""
         self.cache.keep(path)
         self._position.data[: len(path)] += (path >= 0).sum(1)
         return ()
 
     @property
     def version(self) -> tuple[Hashable, ...]:
-        """Changes whenever a buffer that a captured pass reads has moved."""
+        """Changes when a buffer that captured graphs read has been reallocated."""
         return self.cache.version, self._position.version, self._last_position.version
 
     @property
     def in_place(self) -> bool:
         """Whether passes have static shapes."""
-        served = self.attention.name == attention.NAME or (self.layers is not None and not self.layers.attends)
-        return served and kernels.fixed_shapes(self.device)
+        supported = self.attention.name == attention.NAME or (self.layers is not None and not self.layers.attends)
+        return supported and kernels.fixed_shapes(self.device)
 
     def _new_cache(self, reserve: int, in_place: bool) -> TreeCache:
         if self.layers is not None:
@@ -497,21 +404,21 @@ class TransformersTarget:
         return TreeCache(self.config.num_hidden_layers, reserve=reserve, in_place=in_place)
 
     def _in_dtype(self, hidden: Tensor) -> Tensor:
-        """Last hidden states in the precision of the weights: Mamba-2 keeps them in float32."""
+        """Last hidden states in the dtype of the weights: Mamba-2 returns float32."""
         return hidden.to(self._embedding.weight.dtype)
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        """``position_ids`` of the prompt, (batch, length); None lets the model compute its own."""
+        """``position_ids`` of the prompt, (batch, length); None if the model must compute them."""
         if mask is None:
             return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
 
     def _next_position(self, prompt: Prompt, positions: Tensor | None) -> Tensor:
-        """(batch,) the position of the first new token, from what the decoder was given for the prompt."""
+        """(batch,) position of the first new token, from the decoder's ``position_ids`` of the prompt."""
         if positions is None:
             raise UserError(f"the decoder must be given position_ids: that of {type(self.model).__name__} is not")
         if positions.ndim == 3:
-            # Qwen-VL: what follows an image stands behind its largest coordinate; a fourth axis, in front, counts.
+            # Qwen-VL: an image is followed by its largest coordinate + 1; a fourth axis, in front, counts tokens.
             return positions[-3:].amax((0, 2)) + 1
         return positions[:, -1].expand(prompt.input_ids.shape[0]) + 1
 
@@ -519,21 +426,21 @@ class TransformersTarget:
         return None
 
     def _check_head(self, hidden: Tensor, logits: Tensor) -> None:
-        """Once per model: the head as applied to trees must give the logits that the model itself gives."""
+        """Checks once that the head, as applied to trees, returns the model's own logits."""
         if self._head_checked:
             return
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
         fits = self._output.weight.shape[-1] == hidden.shape[-1]  # other widths: a projection before the output layer
         if not fits or not torch.allclose(self.head(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
             raise UserError(
-                f"{type(self.model).__name__} changes its logits after the output layer in a way that is not known "
-                "here: expected head(hidden) to equal the model's logits"
+                f"{type(self.model).__name__} transforms its logits after the output layer in an unknown way: expected "
+                "head(hidden) to equal the model's logits"
             )
         self._head_checked = True
 
 
 class _NarrowHead:
-    """The rows of an output layer that belong to some tokens."""
+    """An output layer restricted to some tokens."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Callable[[Tensor], Tensor]) -> None:
         self._weight, self._bias, self._scale = weight, bias, scale
@@ -547,7 +454,7 @@ class _NarrowHead:
 
 _SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
 _SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict"}
-"""Inputs of a decoder that are known to split by positions, or to need no splitting."""
+"""Inputs of a decoder that can be split into chunks of positions, or apply to every chunk."""
 
 
 class _DecoderReachedError(Exception):
@@ -558,24 +465,24 @@ class _DecoderReachedError(Exception):
 
 
 def node_bucket(nodes: int) -> int:
-    """The width of a pass with static shapes: a power of two, beyond 64 a multiple of it."""
+    """Padded number of nodes of a pass with static shapes: a power of two, above 64 a multiple of 64."""
     return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
 
 
-def _compact(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a model gives its head, without the gaps of a slice; see ``_by_rows``."""
+def _contiguous_input(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Forward pre-hook of the output layer: makes its input contiguous; see ``_by_rows``."""
     return inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]
 
 
 def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A linear layer of (..., features), seen as a matrix: for a slice of few nodes torch would make a product in
-    batches, and copy the whole weight for it."""
+    """Apply a linear layer to (..., features) as one matrix: for a slice of few nodes torch would run a batched product
+    and copy the whole weight."""
     y = layer(x.reshape(-1, x.shape[-1]))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, depths and reach of a tree, with padding nodes and rows that attend to themselves alone."""
+    """Tokens, depths and ancestors of a tree, with padding nodes and rows that attend to themselves only."""
     extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
     if not any(extra + idle):
         return tree.tokens, tree.depth, tree.ancestors

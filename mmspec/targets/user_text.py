@@ -1,10 +1,10 @@
-"""User text stays text: a special token that is typed in a prompt is encoded as the characters that it consists of.
+"""Special tokens in user text, encoded as the characters that they consist of.
 
-A chat template and a processor turn everything into one string, in which a typed ``</s>`` looks like the template's
-own. So typed ones are marked before rendering, which also hides them from processors that expand image tokens. Then
-the template's own are renamed to names that nobody can type, the marks removed, and the string is encoded by a copy of
-the tokenizer that knows special tokens by these names only. Whatever surrounds a typed token is encoded with it, as by
-``split_special_tokens``. Prompts without typed special tokens take the ordinary path.
+In the string that a chat template renders, a typed ``</s>`` looks like the template's own. So typed ones are marked
+before rendering, which also hides them from processors that expand image tokens. Then the template's own get secret
+names, the marks are removed, and a copy of the tokenizer whose special tokens have these names encodes the string.
+Typed tokens are encoded together with the text around them, as by ``split_special_tokens``. Prompts without typed
+special tokens are encoded as usual.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UserText:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         wanted = {*tokenizer.all_special_tokens, *media}
-        # One character cannot be marked from inside.
+        # The mark is inserted after the first character.
         self._ids = {t.content: i for i, t in added if (t.special or t.content in wanted) and len(t.content) > 1}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._typed = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -46,7 +46,7 @@ class UserText:
         return getattr(self.tokenizer, name)  # a processor takes this object for its tokenizer
 
     def mark(self, prompt: Any) -> Any:
-        """A prompt, text or chat messages, with its typed special tokens marked; the same object where there are none.
+        """A prompt, text or chat messages, with typed special tokens marked; the same object if there are none.
 
         Raises:
             UserError: the tokenizer cannot encode them as text.
@@ -64,7 +64,7 @@ class UserText:
         return marked
 
     def is_marked(self, text: str) -> bool:
-        """Whether a rendered prompt must be encoded here."""
+        """Whether a rendered prompt must be encoded by ``encode``."""
         return _MARK in text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -97,7 +97,7 @@ class UserText:
         add_special_tokens: bool = True,
         **_: Any,
     ) -> Any:
-        """As the tokenizer, for the processor that calls it."""
+        """The tokenizer's call, for processors."""
         rows = [self.encode(row, add_special_tokens) for row in ([text] if isinstance(text, str) else text)]
         return self.tokenizer.pad(
             {"input_ids": rows}, padding=padding, padding_side=padding_side, return_tensors=return_tensors
@@ -125,7 +125,7 @@ class UserText:
         return {**message, "content": marked}
 
     def _rename(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """A copy of the tokenizer with other names of special tokens, the names, and real ids by the copy's ids."""
+        """A copy of the tokenizer with secret names of special tokens, these names, and real ids by the copy's ids."""
         secret = secrets.token_hex(8)
         names = {content: f"\ue0a2{secret}-{number}\ue0a3" for number, content in enumerate(self._ids)}
         state = json.loads(self.tokenizer.backend_tokenizer.to_str())
@@ -135,6 +135,6 @@ class UserText:
             real[token["content"]] = token["id"]
         state["truncation"] = state["padding"] = None
         backend = Tokenizer.from_str(json.dumps(state))
-        # The copy numbers added tokens anew.
+        # The copy renumbers added tokens.
         ids = {backend.token_to_id(content): number for content, number in real.items()}
         return backend, names, {copied: number for copied, number in ids.items() if copied is not None}

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mmspec.cli.options import OUT_FILE
-from mmspec.errors import UserError
-from mmspec.training.files import atomic
+from mmspec.errors import UserError, explained
+from mmspec.files import atomic
 
 
 @click.command()
@@ -63,13 +63,11 @@ def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: st
 
 def read(log: Path) -> list[dict[str, Any]]:
     """Reads the rows of a training log."""
-    try:
+    with explained(f"{log}: expected the log.jsonl of a training run", OSError, ValueError, TypeError):
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         if all("event" in row and "step" in row for row in rows):
             return rows
         raise ValueError("rows without event and step")
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{log}: expected the log.jsonl of a training run, received {error}") from error
 
 
 def _line(axes: Axes, rows: list[dict[str, Any]], event: str, against: str, name: str, **style: Any) -> None:
@@ -84,14 +82,11 @@ def write_figure(figure: Figure, out: Path) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
     kind = out.suffix.lstrip(".") or "svg"
-    try:
-        # Without a date and with fixed ids the same log gives the same file.
-        with rc_context({"svg.hashsalt": "mmspec"}), atomic(out) as part:
-            figure.savefig(part, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {out}: {error}") from error
+    # Without a date and with fixed ids the same log gives the same file.
+    stable = rc_context({"svg.hashsalt": "mmspec"})
+    with explained(f"cannot write {out}", OSError, ValueError), stable, atomic(out) as part:
+        figure.savefig(part, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
 if __name__ == "__main__":

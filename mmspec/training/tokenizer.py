@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmspec.training.files import atomic
+from mmspec.files import atomic
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first tokens of every vocabulary."""
@@ -81,7 +81,6 @@ def folder_tokenizer(folder: Path, train: Callable[[], PreTrainedTokenizerFast])
     path = folder / "tokenizer"
     if not path.exists():
         trained = train()
-        folder.mkdir(parents=True, exist_ok=True)
         with atomic(path) as part:
             trained.save_pretrained(part)
     return PreTrainedTokenizerFast.from_pretrained(path)

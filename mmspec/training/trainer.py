@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from mmspec import files
 from mmspec.errors import UserError
-from mmspec.training import files
 from mmspec.training.curve import draw
 from mmspec.training.loss import RunningMeans
 from mmspec.training.optimisers import lr_factor
@@ -29,6 +29,9 @@ CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl"
 DRAFTER, MODEL = "drafter", "model"
 LOG_ROWS = 400
 """Rows of training metrics in the log of a complete run."""
+
+_STATE = ("network", "optimisers", "order", "step", "seconds", "settings")
+"""Entries of a checkpoint."""
 
 
 class Trainer:
@@ -43,7 +46,8 @@ class Trainer:
         notify: called with each row of the log, to which the run's `progress` is added.
 
     Raises:
-        UserError: the folder holds a run with other settings, or `accelerator` shards the network.
+        UserError: the folder holds a run of another version or with other settings, or `accelerator` shards the
+            network.
     """
 
     def __init__(
@@ -164,13 +168,17 @@ class Trainer:
     def _prepare_folder(self) -> None:
         """Writes the settings, removes the log of an earlier run without a checkpoint, and makes a first report."""
         if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
             files.write_text(self.folder / SETTINGS, json.dumps(self.settings, indent=2) + "\n")
             (self.folder / LOG).unlink(missing_ok=True)
         self.report()
 
     def _resume(self) -> None:
         state = torch.load(self.folder / CHECKPOINT, weights_only=True, map_location="cpu")
+        if missing := [name for name in _STATE if name not in state]:
+            raise UserError(
+                f"{self.folder} holds a run of another version: expected a checkpoint with {', '.join(_STATE)}, "
+                f"received one without {', '.join(missing)}; choose another --out for a new run"
+            )
         files.check_settings(self.folder, state["settings"], self.settings)
         self.task.network.load_state_dict(state["network"])
         self.task.optimisers.load_state_dict(state["optimisers"])

@@ -11,6 +11,7 @@ import torch
 from mmspec.distil.data import Conversation
 from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
+from mmspec.pipeline import Pipeline
 from ssm.distil.objective import forward_kl
 from ssm.drafters.mamba import Mamba
 from ssm.drafters.network import MambaConfig, MambaNetwork
@@ -21,9 +22,9 @@ def train_mamba(options: Mapping[str, Any]) -> None:
     train_drafter(options, _setup)
 
 
-def _setup(options: Mapping[str, Any], target: Any, conversations: list[Conversation]) -> DrafterSetup:
+def _setup(options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
     torch.manual_seed(options["seed"])
     chosen = {field.name: options[field.name] for field in fields(MambaConfig) if field.name in options}
-    network = MambaNetwork(MambaConfig(target.config.vocab_size, **chosen)).to(target.device, torch.float32)
-    draft_ids = draft_vocabulary(options["draft_vocabulary"], target, conversations)
+    network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
+    draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
     return DrafterSetup(network, forward_kl, Mamba, draft_ids, tree_settings(options))

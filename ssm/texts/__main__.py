@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mmspec.cli.options import OUT_FILE
-from mmspec.training.files import atomic
+from mmspec.files import atomic
 from ssm.texts.examples import KINDS, SPLITS, example
 
 
@@ -20,7 +20,6 @@ from ssm.texts.examples import KINDS, SPLITS, example
 @click.option("--out", type=OUT_FILE, required=True, help="File to write.")
 def main(count: int, first: int, split: str, kind: str | None, out: Path) -> None:
     """Write generated examples as conversations, an input of `mmspec train make-data --prompts`."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     with atomic(out) as part, part.open("w", encoding="utf-8") as file:
         for index in range(first, first + count):
             one = example(index, split, kind)

@@ -14,6 +14,7 @@ from demos.streaming import StreamedAnswer, race, stream_answer
 from mmspec import Pipeline, UserError
 from mmspec.drafters.recycle import Recycle
 from mmspec.speculation.budget import CostTable
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -22,10 +23,11 @@ REQUEST = {"prompt": "abcabcabd"}
 KEYWORDS = {"max_new_tokens": 40, "temperature": 0.0, "seed": 0}
 
 
-def target():
-    made = TransformersTarget(byte_model(), byte_tokenizer())
+def parts():
+    """A target and its processor."""
+    made = TransformersTarget(byte_model())
     made.cost = COST
-    return made
+    return made, Processor(byte_tokenizer())
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def models(monkeypatch):
         if model == "nobody/nothing":
             raise UserError("cannot load model 'nobody/nothing'")
         opened.append(model)
-        return Pipeline(target(), None, model)
+        return Pipeline(*parts(), None, model)
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
     monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
@@ -64,7 +66,7 @@ def test_least_recently_used_model_is_evicted(models):
 
 
 def test_requests_do_not_share_learned_drafts():
-    loaded = LoadedModel(target(), "bytes")
+    loaded = LoadedModel(*parts(), "bytes")
     pipe = loaded.pipeline("recycle")
     assert loaded.pipeline("recycle") is pipe
     first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
@@ -104,7 +106,7 @@ def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(
     with ThreadPoolExecutor(2) as pool:
         visits = [pool.submit(visit, "abcabcabd"), pool.submit(visit, "one, two, one, two", 2)]
         whole, part = (one.result(timeout=300) for one in visits)
-    alone = [Pipeline(target()).generate(prompt, **KEYWORDS) for prompt in ("abcabcabd", "one, two, one, two")]
+    alone = [Pipeline(*parts()).generate(prompt, **KEYWORDS) for prompt in ("abcabcabd", "one, two, one, two")]
     assert whole.token_ids == alone[0].token_ids
     assert whole.finish_reason == "length"
     assert 0 < len(part.token_ids) < 40
@@ -156,10 +158,10 @@ def test_closing_a_request_closes_its_generator(models):
 
 
 def test_race_tokens_equal_separate_runs():
-    loaded = LoadedModel(target(), "bytes")
+    loaded = LoadedModel(*parts(), "bytes")
     reports = list(race(loaded, "ngram", REQUEST, KEYWORDS))
     end = reports[-1]
-    alone = Pipeline(target(), None).generate(**REQUEST, **KEYWORDS)
+    alone = Pipeline(*parts()).generate(**REQUEST, **KEYWORDS)
     assert end.finished
     assert end.equal
     assert end.difference is None
@@ -173,13 +175,13 @@ def test_race_tokens_equal_separate_runs():
 
 
 def test_interleaved_races_do_not_interfere():
-    loaded = [LoadedModel(target(), "one"), LoadedModel(target(), "other")]
+    loaded = [LoadedModel(*parts(), "one"), LoadedModel(*parts(), "other")]
     prompts = ["abcabcabd", "one, two, one, two"]
     races = [race(one, "recycle", {"prompt": p}, KEYWORDS) for one, p in zip(loaded, prompts, strict=True)]
     ends = [[state for state in states if state][-1] for states in zip(*zip_longest(*races), strict=True)]
     for prompt, end in zip(prompts, ends, strict=True):
         assert end.equal
-        assert end.plain.token_ids == Pipeline(target()).generate(prompt, **KEYWORDS).token_ids
+        assert end.plain.token_ids == Pipeline(*parts()).generate(prompt, **KEYWORDS).token_ids
 
 
 def test_race_steps_the_method_that_used_less_time(monkeypatch):
@@ -197,7 +199,7 @@ def test_race_steps_the_method_that_used_less_time(monkeypatch):
     monkeypatch.setattr("demos.streaming.stream_answer", stream_answer)
     monkeypatch.setattr("demos.streaming._compare", lambda *_: None)
     monkeypatch.setattr(Pipeline, "generate", lambda *_, **__: None)
-    list(race(LoadedModel(target(), "bytes"), "ngram", REQUEST, KEYWORDS))
+    list(race(LoadedModel(*parts(), "bytes"), "ngram", REQUEST, KEYWORDS))
     clocks = {"none": 0.0, "ngram": 0.0}
     for name in steps:
         if max(clocks.values()) < 10:  # afterwards the other one runs alone

@@ -8,8 +8,9 @@ import torch
 from mmspec import compare as module
 from mmspec.compare import compare, first_difference, next_token_scores
 from mmspec.engine.stats import Stats
-from mmspec.pipeline import Generation
+from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.sampler import SamplingParams
+from mmspec.targets.processor import Processor
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
@@ -18,11 +19,15 @@ PROMPT = [5, 17, 40, 9]
 TOKENS = [3, 33, 61, 7, 12]
 
 
-class Encoded(TransformersTarget):
-    """A target without tokenizer, whose every request is ``PROMPT``."""
+class Encoded(Processor):
+    """Encodes every request as ``PROMPT``."""
 
-    def encode(self, requests: object, **inputs: object) -> Prompt:
+    def encode(self, requests: object, **options: object) -> Prompt:
         return Prompt(torch.tensor([PROMPT]))
+
+
+def pipeline() -> Pipeline:
+    return Pipeline(TransformersTarget(shared_model("llama")), Encoded())
 
 
 @pytest.mark.parametrize("length", [0, 1, len(TOKENS)])
@@ -33,23 +38,23 @@ def test_scores_are_those_of_a_plain_pass(length: int, penalty: float) -> None:
     params = SamplingParams(repetition_penalty=penalty)
     with torch.no_grad():
         expected = params.processors()(ids, model(ids).logits[:, -1])[0]
-    scores = next_token_scores(Encoded(model), Prompt(torch.tensor([PROMPT])), TOKENS[:length], params)
+    scores = next_token_scores(TransformersTarget(model), Prompt(torch.tensor([PROMPT])), TOKENS[:length], params)
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_margin_at_the_first_difference() -> None:
-    target = Encoded(shared_model("llama"))
-    scores = next_token_scores(target, target.encode([]), TOKENS[:2], SamplingParams())
+    pipe = pipeline()
+    scores = next_token_scores(pipe.target, pipe.encode([]), TOKENS[:2], SamplingParams())
     best, second = scores.topk(2).indices.tolist()
-    found = first_difference(target, {}, {}, [*TOKENS[:2], best, 1], [*TOKENS[:2], second])
+    found = first_difference(pipe, {}, {}, [*TOKENS[:2], best, 1], [*TOKENS[:2], second])
     assert (found.position, found.speculative, found.plain) == (2, best, second)
     assert found.margin == pytest.approx(float(scores[best] - scores[second]))
-    swapped = first_difference(target, {}, {}, [*TOKENS[:2], second], [*TOKENS[:2], best])
+    swapped = first_difference(pipe, {}, {}, [*TOKENS[:2], second], [*TOKENS[:2], best])
     assert swapped.margin == pytest.approx(found.margin)
 
 
 def test_an_answer_that_ends_early() -> None:
-    found = first_difference(Encoded(shared_model("llama")), {}, {}, TOKENS, TOKENS[:3])
+    found = first_difference(pipeline(), {}, {}, TOKENS, TOKENS[:3])
     assert (found.position, found.speculative, found.plain, found.margin) == (3, TOKENS[3], None, None)
 
 
@@ -59,7 +64,7 @@ def test_ratios_are_of_seconds_per_token(seed: int | None, equal: bool | None, m
     now = [0.0]
 
     class Scripted:
-        def __init__(self, target: object, drafter: object) -> None:
+        def __init__(self, target: object, processor: object, drafter: object) -> None:
             self.count, self.seconds = (12, 6.0) if drafter else (4, 3.0)
 
         def generate(self, **_: object) -> Generation:
@@ -68,9 +73,9 @@ def test_ratios_are_of_seconds_per_token(seed: int | None, equal: bool | None, m
             return Generation("", list(range(self.count)), "length", stats)
 
     monkeypatch.setattr(module, "clock", lambda: now[0])
+    pipe, drafter = pipeline(), object()
     monkeypatch.setattr(module, "Pipeline", Scripted)
-    target, drafter = Encoded(shared_model("llama")), object()
-    found = compare(target, lambda: drafter, {}, {"temperature": 1.0, "seed": seed})  # type: ignore[arg-type, return-value]
+    found = compare(pipe, lambda: drafter, {}, {"temperature": 1.0, "seed": seed})  # type: ignore[arg-type, return-value]
     assert (found.equal, found.speculative.seconds, found.plain.seconds) == (equal, 6.0, 3.0)
     assert found.end_to_end_ratio == pytest.approx((3 / 4) / (6 / 12))
     assert found.decode_ratio == pytest.approx((11 / 5) / (3 / 2))

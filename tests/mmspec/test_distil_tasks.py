@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
     accepted = {"a": [2, 0, 1], "b": [0], "c": []}
 
     class Scripted:
-        def __init__(self, target: object, drafter: Drafter) -> None: ...
+        def __init__(self, *_: object) -> None: ...
 
         def generate(self, prompt: list, max_new_tokens: int, nodes: int) -> Generation:
             (name,) = (message["content"] for message in prompt)
@@ -43,8 +45,9 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tasks, "Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
+    pipe = SimpleNamespace(target=None, io=SimpleNamespace(reads_media=False))
     setup = DrafterSetup(torch.nn.Linear(1, 1), None, Drafter)  # type: ignore[arg-type]
-    task = DrafterTask(object(), setup, {TEXT: held_out}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
+    task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}

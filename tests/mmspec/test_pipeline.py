@@ -11,6 +11,7 @@ from eval.decoding.oracle import Oracle
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import Script, byte_model, byte_tokenizer
 
@@ -23,7 +24,7 @@ def ids_of(text):
 
 
 def pipeline(drafter=None):
-    return Pipeline(TransformersTarget(byte_model(), byte_tokenizer()), drafter)
+    return Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), drafter)
 
 
 def scripted(text=TEXT, prompt=PROMPT):
@@ -212,13 +213,14 @@ def test_the_context_is_filled_and_not_overrun():
 @pytest.mark.parametrize("drafter", ["none", "ngram", "oracle"])
 @pytest.mark.parametrize("position", ["rotary", "learned"])
 def test_a_long_prompt_leaves_its_neighbours_their_room(drafter, position):
-    target = TransformersTarget(byte_model() if position == "rotary" else learned_positions(), byte_tokenizer())
+    target = TransformersTarget(byte_model() if position == "rotary" else learned_positions())
+    processor = Processor(byte_tokenizer())
     prompts = ["abc", "y" * 97, "one, two"]
     keywords = {"max_new_tokens": 61, "nodes": 8, "logits_processor": [NoEnd()]}
-    alone = [Pipeline(target).generate(prompt, **keywords).token_ids for prompt in prompts]
+    alone = [Pipeline(target, processor).generate(prompt, **keywords).token_ids for prompt in prompts]
     assert [len(tokens) for tokens in alone] == [61, 31, 61]
     made = Oracle(alone, vocab=90) if drafter == "oracle" else DRAFTERS[drafter]()
-    together = Pipeline(target, made).generate_batch([{"prompt": prompt} for prompt in prompts], **keywords)
+    together = Pipeline(target, processor, made).generate_batch([{"prompt": prompt} for prompt in prompts], **keywords)
     assert [row.token_ids for row in together] == alone
     assert [row.finish_reason for row in together] == ["length"] * 3
 
@@ -245,11 +247,11 @@ def test_chat_messages(tmp_path):
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}A:{% endif %}"
     )
-    target = TransformersTarget(byte_model(), tokenizer)
-    said = target.encode([{"prompt": "hi"}]).input_ids[0].tolist()
+    processor = Processor(tokenizer)
+    said = processor.encode([{"prompt": "hi"}]).input_ids[0].tolist()
     assert said == ids_of("user: hi\nA:")
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    assert target.encode([{"prompt": messages}]).input_ids[0].tolist() == ids_of("system: be brief\nuser: hi\nA:")
+    assert processor.encode([{"prompt": messages}]).input_ids[0].tolist() == ids_of("system: be brief\nuser: hi\nA:")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_chat_messages(tmp_path):
         ({"temperature": -1}, "temperature must be 0 or >= 0.0001: got -1"),
         ({"top_p": 2}, r"top_p must be in \(0, 1\]: got 2"),
         ({"stop": ""}, "stop must be text or a list of texts, none of them empty: got ''"),
-        ({"images": ["a.png"]}, "LlamaForCausalLM reads text only: images or videos were given"),
+        ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for a text model: got frames"),
         ({"tempreature": 3}, "unknown option for a text model: got tempreature"),
     ],
@@ -346,11 +348,11 @@ ROLES = (
 def test_the_blank_that_a_chat_template_puts_before_an_answer_is_not_part_of_it(template, prefix, text):
     tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = template
-    target = TransformersTarget(byte_model(), tokenizer)
-    length = target.encode([{"prompt": PROMPT}]).input_ids.shape[1]
+    target, processor = TransformersTarget(byte_model()), Processor(tokenizer)
+    length = processor.encode([{"prompt": PROMPT}]).input_ids.shape[1]
     keywords = {"logits_processor": [Script(ids_of(text), length)], "max_new_tokens": 99, "nodes": 10}
-    answer = Pipeline(target).generate(PROMPT, **keywords)
+    answer = Pipeline(target, processor).generate(PROMPT, **keywords)
     assert answer.text == ("" if prefix.startswith(text) else text.removeprefix(prefix))
-    pieces = [piece.text for piece in Pipeline(target).stream(PROMPT, **keywords)]
+    pieces = [piece.text for piece in Pipeline(target, processor).stream(PROMPT, **keywords)]
     assert "".join(pieces) == answer.text
     assert answer.token_ids[: len(ids_of(text))] == ids_of(text)

@@ -219,6 +219,15 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     assert trainer(tmp_path, settings={"batch": 4, "data": ("a",)}).step == 1
 
 
+def test_a_run_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    trainer(tmp_path).save()
+    state = torch.load(tmp_path / CHECKPOINT)
+    torch.save({name: state[name] for name in ("network", "optimisers", "step")} | {"stage": 1}, tmp_path / CHECKPOINT)
+    expected = "a checkpoint with network, optimisers, order, .*, received one without order, seconds, settings; choose"
+    with pytest.raises(UserError, match=rf"^{tmp_path} holds a run of another version: expected {expected}"):
+        trainer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

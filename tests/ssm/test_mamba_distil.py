@@ -177,9 +177,9 @@ def test_make_data_generates_the_answers_of_a_text_target(model: str, answered: 
 
 
 def test_evaluation_prompts_of_a_text_target_are_text(model: str, answered: Path) -> None:
-    target, found = mmspec.load(model, drafter=None).target, read(answered).conversations
+    pipe, found = mmspec.load(model, drafter=None), read(answered).conversations
     task = DrafterTask(
-        target, DrafterSetup(network(), forward_kl, Mamba), {TEXT: found}, found[:2], Extractor(target), prompts=2
+        pipe, DrafterSetup(network(), forward_kl, Mamba), {TEXT: found}, found[:2], Extractor(pipe), prompts=2
     )
     assert task._prompts == [[{"role": "user", "content": found[k].messages[0]["content"][0]["text"]}] for k in (0, 1)]
 

@@ -22,9 +22,12 @@ from mmspec.distil.feature_cache import FeatureCache
 from mmspec.distil.features import Extractor, Features
 from mmspec.distil.sequences import Encoder
 from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model
 from vision.embedded import samples
+from vision.processor import VisionProcessor
 from vision.targets import VisionTarget
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!\n/"
@@ -98,16 +101,20 @@ class WithClips(Qwen2VLProcessor):
         return {**encoded, **{name: torch.cat(parts) for name, parts in seen.items() if parts}}
 
 
+def vision_pipeline(name: str, processor: object) -> Pipeline:
+    return Pipeline(VisionTarget(shared_model(name)), VisionProcessor(processor))
+
+
 @cache
-def qwen() -> VisionTarget:
+def qwen() -> Pipeline:
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=600)
     processor = WithClips(images, letters(), chat_template=QWEN)
     processor.video_processor = object()
-    return VisionTarget(shared_model("qwen2_vl"), processor)
+    return vision_pipeline("qwen2_vl", processor)
 
 
 @cache
-def llava_next() -> VisionTarget:
+def llava_next() -> Pipeline:
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 16},
         crop_size={"height": 16, "width": 16},
@@ -121,19 +128,19 @@ def llava_next() -> VisionTarget:
         num_additional_image_tokens=1,
         chat_template=VICUNA,
     )
-    return VisionTarget(shared_model("llava_next"), processor)
+    return vision_pipeline("llava_next", processor)
 
 
 @cache
-def tiny_llava() -> VisionTarget:
-    return mmspec.load("tiny-llava", drafter=None, device="cpu").target
+def tiny_llava() -> Pipeline:
+    return mmspec.load("tiny-llava", drafter=None, device="cpu")
 
 
 @cache
-def text_only() -> TransformersTarget:
+def text_only() -> Pipeline:
     tokenizer = copy.deepcopy(byte_tokenizer())  # others use it without a template
     tokenizer.chat_template = TEXT
-    return TransformersTarget(byte_model(), tokenizer)
+    return Pipeline(TransformersTarget(byte_model()), Processor(tokenizer))
 
 
 TARGETS = {"tiny-llava": tiny_llava, "qwen2_vl": qwen, "llava_next": llava_next}
@@ -176,35 +183,35 @@ CONVERSATIONS = {
 }
 
 
-def generated(target, text):
+def generated(pipe, text):
     """Generated tokens of an answer: those of its text."""
-    space = " " if "ASSISTANT:" in target.processor.chat_template else ""
-    ids = target.tokenizer(space + text, add_special_tokens=False)["input_ids"]
-    return [*ids, target.tokenizer.eos_token_id]
+    space = " " if "ASSISTANT:" in pipe.processor.chat_template else ""
+    ids = pipe.io.tokenizer(space + text, add_special_tokens=False)["input_ids"]
+    return [*ids, pipe.io.tokenizer.eos_token_id]
 
 
-def inference_path(target, conversation, index):
+def inference_path(pipe, conversation, index):
     """Token ids of `encode` for the messages before one."""
     messages = []
     for message in conversation.messages[:index]:
         content = message["content"] if message["role"] == "user" else [said(message["content"])]
         messages.append({**message, "content": [dict(item) for item in content]})
-    return target.encode([{"prompt": messages}])
+    return pipe.encode([{"prompt": messages}])
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("topic", CONVERSATIONS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_sequences_equal_the_inference_path(name, topic, recorded):
-    target, conversation = TARGETS[name](), CONVERSATIONS[topic]
-    answers = [generated(target, m["content"]) for m in conversation.messages if m["role"] == "assistant"]
+    pipe, conversation = TARGETS[name](), CONVERSATIONS[topic]
+    answers = [generated(pipe, m["content"]) for m in conversation.messages if m["role"] == "assistant"]
     if recorded:
         conversation = replace(conversation, answers=tuple(map(tuple, answers)))
-    encoded = Encoder(target)(conversation)
+    encoded = Encoder(pipe)(conversation)
     tokens = encoded.tokens.tolist()
     eos_between = name != "llava_next"
     for number, answer in enumerate(answers):
-        start = tokens_before = inference_path(target, conversation, 2 * number + 1).input_ids[0].tolist()
+        start = tokens_before = inference_path(pipe, conversation, 2 * number + 1).input_ids[0].tolist()
         last = number == len(answers) - 1
         expected = answer if eos_between or last else answer[:-1]
         assert tokens[: len(start)] == tokens_before
@@ -218,10 +225,10 @@ def test_sequences_equal_the_inference_path(name, topic, recorded):
 
 def test_recorded_tokens_are_kept():
     """Recorded tokens that differ from the tokenizer's are kept; all other tokens are unchanged."""
-    target = tiny_llava()
+    pipe = tiny_llava()
     plain = CONVERSATIONS["three turns"]
-    split = [*(target.tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in "Blue"), 2]
-    encoder = Encoder(target)
+    split = [*(pipe.io.tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in "Blue"), 2]
+    encoder = Encoder(pipe)
     want = encoder(plain)
     got = encoder(replace(plain, answers=(None, tuple(split), None)))
     assert got.tokens[got.turn == 1].tolist() == split
@@ -230,10 +237,10 @@ def test_recorded_tokens_are_kept():
 
 
 def test_a_truncated_answer_has_no_end_token():
-    target = tiny_llava()
+    pipe = tiny_llava()
     plain = CONVERSATIONS["three turns"]
-    cut = [tuple(generated(target, m["content"])[:-1]) for m in plain.messages if m["role"] == "assistant"]
-    want, got = (Encoder(target)(c) for c in (plain, replace(plain, answers=tuple(cut))))
+    cut = [tuple(generated(pipe, m["content"])[:-1]) for m in plain.messages if m["role"] == "assistant"]
+    want, got = (Encoder(pipe)(c) for c in (plain, replace(plain, answers=tuple(cut))))
     # The template still writes the end before the next question, where the target did not say it.
     assert got.tokens.tolist() == want.tokens.tolist()[:-1]
     eos = got.tokens == 2
@@ -243,8 +250,7 @@ def test_a_truncated_answer_has_no_end_token():
 
 
 def test_tokens_across_a_boundary_are_split():
-    target = VisionTarget(shared_model("llava_next"), llava_next().processor)
-    target.processor = LlavaNextProcessor(
+    processor = LlavaNextProcessor(
         llava_next().processor.image_processor,
         letters([(":", " ")]),
         patch_size=4,
@@ -252,67 +258,68 @@ def test_tokens_across_a_boundary_are_split():
         num_additional_image_tokens=1,
         chat_template=VICUNA,
     )
-    encoded = Encoder(target)(CONVERSATIONS["words"])
-    text = target.tokenizer.decode(encoded.tokens)
+    pipe = vision_pipeline("llava_next", processor)
+    encoded = Encoder(pipe)(CONVERSATIONS["words"])
+    text = pipe.io.tokenizer.decode(encoded.tokens)
     assert text == "USER: Mix red and blue. ASSISTANT: That is purple. USER: Thanks. ASSISTANT: Bye.</s>"
-    assert target.tokenizer.decode(encoded.tokens[encoded.turn == 0]) == " That is purple."
-    colon = target.tokenizer.convert_tokens_to_ids(":")
+    assert pipe.io.tokenizer.decode(encoded.tokens[encoded.turn == 0]) == " That is purple."
+    colon = pipe.io.tokenizer.convert_tokens_to_ids(":")
     assert encoded.tokens[(encoded.turn == 0).nonzero()[0] - 1].tolist() == [colon]
 
 
 def test_text_targets():
-    target, conversation = text_only(), CONVERSATIONS["words"]
-    encoded = Encoder(target)(conversation)
+    pipe, conversation = text_only(), CONVERSATIONS["words"]
+    encoded = Encoder(pipe)(conversation)
     messages = [{"role": m["role"], "content": text_of(m["content"])} for m in conversation.messages]
     for number in (0, 1):
-        start = target.encode([{"prompt": messages[: 2 * number + 1]}]).input_ids[0].tolist()
+        start = pipe.encode([{"prompt": messages[: 2 * number + 1]}]).input_ids[0].tolist()
         assert encoded.tokens[: len(start)].tolist() == start
         answer = encoded.tokens[encoded.turn == number]
-        assert target.tokenizer.decode(answer) == messages[2 * number + 1]["content"] + "</s>"
-    features = Extractor(target)([conversation])
-    hidden = target.model(encoded.tokens[None], output_hidden_states=True).hidden_states[-1]
+        assert pipe.io.tokenizer.decode(answer) == messages[2 * number + 1]["content"] + "</s>"
+    features = Extractor(pipe)([conversation])
+    hidden = pipe.model(encoded.tokens[None], output_hidden_states=True).hidden_states[-1]
     torch.testing.assert_close(features.hidden, hidden.detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(features.embeds, target.embed(encoded.tokens[None]).detach())
+    torch.testing.assert_close(features.embeds, pipe.target.embed(encoded.tokens[None]).detach())
     with pytest.raises(UserError, match="reads text only"):
-        Extractor(target)([CONVERSATIONS["one turn"]])
+        Extractor(pipe)([CONVERSATIONS["one turn"]])
 
 
 def test_processors_that_add_other_tokens_are_refused():
-    target = VisionTarget(shared_model("qwen2_vl"), WithClips(qwen().processor.image_processor, letters()))
-    target.processor.chat_template = QWEN
-    target.processor.video_processor = object()
-    target.processor.timestamps = True
-    assert Encoder(target)(CONVERSATIONS["one turn"]) is not None
+    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().processor.image_processor, letters()))
+    pipe.processor.chat_template = QWEN
+    pipe.processor.video_processor = object()
+    pipe.processor.timestamps = True
+    assert Encoder(pipe)(CONVERSATIONS["one turn"]) is not None
     with pytest.raises(UserError, match="Qwen2VLForConditionalGeneration: expected a processor that only repeats"):
-        Encoder(target)(CONVERSATIONS["video"])
+        Encoder(pipe)(CONVERSATIONS["video"])
 
 
 def test_templates_that_rewrite_messages_are_refused():
-    target = VisionTarget(shared_model("qwen2_vl"), WithClips(qwen().processor.image_processor, letters()))
-    target.processor.chat_template = "{{ messages|length }}" + QWEN
+    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().processor.image_processor, letters()))
+    pipe.processor.chat_template = "{{ messages|length }}" + QWEN
     with pytest.raises(UserError, match="must render a message the same"):
-        Encoder(target)(CONVERSATIONS["words"])
-    target.processor.chat_template = None
+        Encoder(pipe)(CONVERSATIONS["words"])
+    pipe.processor.chat_template = None
     with pytest.raises(UserError, match="need a chat template"):
-        Encoder(target)
+        Encoder(pipe)
 
 
-def plain_pass(target, conversation, tokens):
+def plain_pass(pipe, conversation, tokens):
     """Hidden states of one conversation by a forward pass of the plain model."""
-    prompt = inference_path(target, conversation, len(conversation.messages) - 1)
+    prompt = inference_path(pipe, conversation, len(conversation.messages) - 1)
     inputs = dict(prompt.inputs)
     if "mm_token_type_ids" in inputs:
         behind = len(tokens) - prompt.input_ids.shape[1]
         inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, behind))
     with torch.no_grad():
-        out = target.model(input_ids=tokens[None], output_hidden_states=True, **inputs)
+        out = pipe.model(input_ids=tokens[None], output_hidden_states=True, **inputs)
     return out.hidden_states[-1][0]
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_features_equal_plain_passes_in_any_batch(name):
-    target, conversations = TARGETS[name](), list(CONVERSATIONS.values())
-    extractor = Extractor(target)
+    pipe, conversations = TARGETS[name](), list(CONVERSATIONS.values())
+    extractor = Extractor(pipe)
     together, alone = extractor(conversations), [extractor([one]) for one in conversations]
     assert sorted(together.keep.sum(1).tolist())[0] < together.keep.shape[1]
     for row, (conversation, own) in enumerate(zip(conversations, alone, strict=True)):
@@ -321,7 +328,7 @@ def test_features_equal_plain_passes_in_any_batch(name):
         assert together.tokens[row, :length].tolist() == encoded.tokens.tolist() == own.tokens[0].tolist()
         assert together.answer[row, :length].tolist() == (encoded.turn >= 0).tolist()
         assert together.visual[row, :length].tolist() == encoded.visual.tolist()
-        hidden = plain_pass(target, conversation, encoded.tokens)
+        hidden = plain_pass(pipe, conversation, encoded.tokens)
         for features, index in ((together, row), (own, 0)):
             torch.testing.assert_close(features.hidden[index, :length], hidden, atol=2e-4, rtol=2e-4)
         torch.testing.assert_close(together.embeds[row, :length], own.embeds[0], atol=1e-5, rtol=1e-5)
@@ -330,14 +337,14 @@ def test_features_equal_plain_passes_in_any_batch(name):
 
 
 def test_embeddings_are_the_projected_image_features():
-    target, conversation = tiny_llava(), CONVERSATIONS["several images"]
-    features = Extractor(target)([conversation])
-    inputs = inference_path(target, conversation, 1).inputs
+    pipe, conversation = tiny_llava(), CONVERSATIONS["several images"]
+    features = Extractor(pipe)([conversation])
+    inputs = inference_path(pipe, conversation, 1).inputs
     with torch.no_grad():
-        shown = torch.cat(list(target.model.get_image_features(**inputs).pooler_output))
+        shown = torch.cat(list(pipe.model.get_image_features(**inputs).pooler_output))
     torch.testing.assert_close(features.embeds[features.visual], shown, atol=1e-5, rtol=1e-5)
     text = ~features.visual
-    torch.testing.assert_close(features.embeds[text], target.embed(features.tokens[text]).detach())
+    torch.testing.assert_close(features.embeds[text], pipe.target.embed(features.tokens[text]).detach())
 
 
 def test_features_can_be_used_in_autograd():
@@ -352,19 +359,19 @@ def test_features_can_be_used_in_autograd():
 
 
 def test_long_conversations_lose_turns_then_text_but_no_image_tokens():
-    target, conversation = tiny_llava(), CONVERSATIONS["later images"]
-    full = Encoder(target)(conversation)
+    pipe, conversation = tiny_llava(), CONVERSATIONS["later images"]
+    full = Encoder(pipe)(conversation)
     ends = [int((full.turn == turn).nonzero()[-1]) + 1 for turn in range(3)]
-    assert len(Encoder(target, ends[2])(conversation).tokens) == ends[2]
+    assert len(Encoder(pipe, ends[2])(conversation).tokens) == ends[2]
     for limit in (ends[2] - 1, ends[1] + 20, ends[1]):
-        shorter = Encoder(target, limit)(conversation)
+        shorter = Encoder(pipe, limit)(conversation)
         assert shorter.tokens.tolist() == full.tokens[: ends[1]].tolist()
         assert len(shorter.inputs["pixel_values"]) == 1
     one = CONVERSATIONS["one turn"]
-    whole = Encoder(target)(one)
+    whole = Encoder(pipe)(one)
     start = int((whole.turn == 0).nonzero()[0])
-    assert Encoder(target, start + 2)(one).tokens.tolist() == whole.tokens[: start + 2].tolist()
-    extractor = Extractor(target, start + 1)
+    assert Encoder(pipe, start + 2)(one).tokens.tolist() == whole.tokens[: start + 2].tolist()
+    extractor = Extractor(pipe, start + 1)
     assert [row is None for row in extractor.rows([one, CONVERSATIONS["words"]])] == [True, False]
     assert extractor.skipped == {"too long": 1}
     nothing = extractor([one])
@@ -385,8 +392,8 @@ def on_disk(folder):
 
 
 def test_cache_returns_the_same_features(tmp_path):
-    target, talks = tiny_llava(), on_disk(tmp_path)
-    cache = FeatureCache(tmp_path / "cache", Extractor(target), talks, shard=3)
+    pipe, talks = tiny_llava(), on_disk(tmp_path)
+    cache = FeatureCache(tmp_path / "cache", Extractor(pipe), talks, shard=3)
     steps = []
     cache.fill(batch=2, progress=lambda done, total: steps.append((done, total)))
     assert steps == [(2, 7), (3, 7), (5, 7), (6, 7), (7, 7)]
@@ -395,7 +402,7 @@ def test_cache_returns_the_same_features(tmp_path):
         "index.json",
     ]
     for picked in ([talks[5], talks[0], talks[3]], [talks[6]], [talks[0]]):
-        want, got = Extractor(target)(picked), cache(picked)
+        want, got = Extractor(pipe)(picked), cache(picked)
         for field in fields(Features):
             torch.testing.assert_close(getattr(got, field.name), getattr(want, field.name), atol=2e-5, rtol=2e-5)
     with pytest.raises(UserError, match="features of conversation c"):
@@ -403,10 +410,10 @@ def test_cache_returns_the_same_features(tmp_path):
 
 
 def test_a_killed_cache_is_resumed(tmp_path):
-    target, talks = tiny_llava(), on_disk(tmp_path)
+    pipe, talks = tiny_llava(), on_disk(tmp_path)
 
     def begin(**settings):
-        return FeatureCache(tmp_path / "cache", Extractor(target, **settings), talks, shard=2)
+        return FeatureCache(tmp_path / "cache", Extractor(pipe, **settings), talks, shard=2)
 
     class KilledError(Exception):
         pass
@@ -424,39 +431,39 @@ def test_a_killed_cache_is_resumed(tmp_path):
     begin().fill()
     assert begin().missing == []
     assert (tmp_path / "cache/000000.safetensors").stat().st_mtime_ns == before
-    want, got = Extractor(target)(talks), begin()(talks)
+    want, got = Extractor(pipe)(talks), begin()(talks)
     torch.testing.assert_close(got.hidden, want.hidden, atol=2e-5, rtol=2e-5)
 
 
 def test_cache_of_other_inputs_is_refused(tmp_path):
-    target, talks = tiny_llava(), on_disk(tmp_path)
-    cache = FeatureCache(tmp_path / "cache", Extractor(target), talks[:2])
+    pipe, talks = tiny_llava(), on_disk(tmp_path)
+    cache = FeatureCache(tmp_path / "cache", Extractor(pipe), talks[:2])
     cache.fill()
     for other, message in (
         (lambda: FeatureCache(cache.folder, Extractor(llava_next()), talks[:2]), "another verifier"),
-        (lambda: FeatureCache(cache.folder, Extractor(target), talks[:3]), "another conversations"),
-        (lambda: FeatureCache(cache.folder, Extractor(target, 99), talks[:2]), "another settings"),
+        (lambda: FeatureCache(cache.folder, Extractor(pipe), talks[:3]), "another conversations"),
+        (lambda: FeatureCache(cache.folder, Extractor(pipe, 99), talks[:2]), "another settings"),
     ):
         with pytest.raises(UserError, match=message):
             other()
     path = cache.folder / "000000.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="expected a whole shard"):
-        FeatureCache(cache.folder, Extractor(target), talks[:2])(talks[:1])
+        FeatureCache(cache.folder, Extractor(pipe), talks[:2])(talks[:1])
     (cache.folder / "index.json").write_text("{")
     with pytest.raises(UserError, match="index of a feature cache"):
-        FeatureCache(cache.folder, Extractor(target), talks[:2])
+        FeatureCache(cache.folder, Extractor(pipe), talks[:2])
 
 
 def test_cache_in_half_precision_with_a_conversation_too_long(tmp_path):
-    target, talks = tiny_llava(), on_disk(tmp_path)
-    limit = min(len(Encoder(target)(one).tokens) for one in talks if one.media) - 6
-    cache = FeatureCache(tmp_path / "cache", Extractor(target, limit), talks, dtype=torch.bfloat16)
+    pipe, talks = tiny_llava(), on_disk(tmp_path)
+    limit = min(len(Encoder(pipe)(one).tokens) for one in talks if one.media) - 6
+    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, limit), talks, dtype=torch.bfloat16)
     cache.fill()
-    kept = [one for one in talks if Extractor(target, limit).rows([one])[0] is not None]
+    kept = [one for one in talks if Extractor(pipe, limit).rows([one])[0] is not None]
     assert cache.skipped == {"too long": len(talks) - len(kept)}
     assert 0 < len(kept) < len(talks)
     got = cache(talks)
     assert got.hidden.dtype == torch.float32
-    torch.testing.assert_close(got.hidden, Extractor(target, limit)(kept).hidden, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(got.hidden, Extractor(pipe, limit)(kept).hidden, atol=2e-2, rtol=1e-2)
     assert json.loads((cache.folder / "index.json").read_text())["verifier"]["hidden_size"] == 192

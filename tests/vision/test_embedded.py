@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import mmspec
 from mmspec import UserError
@@ -27,7 +28,7 @@ def test_captions_equal_generate_and_are_correct(pipe):
     named = shown = 0
     for scene in SCENES:
         answer = pipe.generate(**request(scene), max_new_tokens=200)
-        prompt = pipe.target.encode([request(scene)])
+        prompt = pipe.encode([request(scene)])
         plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=200, do_sample=False)
         assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
         assert answer.finish_reason == "stop"
@@ -62,7 +63,7 @@ def test_batches_of_clips_equal_generate(pipe, frames):
     requests = [{"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]}, request(SCENES[0])]
     answers = pipe.generate_batch(requests, frames=frames, max_new_tokens=90)
     for one, answer in zip(requests, answers, strict=True):
-        prompt = pipe.target.encode([one], frames=frames)
+        prompt = pipe.encode([one], frames=frames)
         plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=90, do_sample=False)
         assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
         assert answer.stats.mean_acceptance_length > 1.5
@@ -83,13 +84,24 @@ def test_size_of_embedded_files():
 
 def test_tokenizer_settings_are_not_changed():
     pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
-    tokenizer = pipe.target.tokenizer
+    tokenizer = pipe.io.tokenizer
     expected = [pipe.generate(prompt, max_new_tokens=8).token_ids for prompt in ("Hello", "A red star, and a circle?")]
     tokenizer.pad_token, tokenizer.padding_side = None, "right"
     for _ in range(2):
         rows = pipe.generate_batch([{"prompt": "Hello"}, {"prompt": "A red star, and a circle?"}], max_new_tokens=8)
         assert [row.token_ids for row in rows] == expected
         assert (tokenizer.pad_token, tokenizer.pad_token_id, tokenizer.padding_side) == (None, None, "right")
+
+
+@pytest.mark.parametrize(("keywords", "images"), [({}, 8), ({"frames": 3}, 3)])
+def test_options_hold_for_videos_in_chat_messages(pipe, keywords, images):
+    clip, question = samples() / "clip.mp4", {"type": "text", "text": "Describe the video."}
+    messages = [{"role": "user", "content": [{"type": "video", "path": clip}, question]}]
+    prompt = pipe.encode([{"prompt": messages}], **keywords)
+    assert len(prompt.inputs["pixel_values"]) == images
+    beside = pipe.encode([{"prompt": question["text"], "videos": clip}], **keywords)
+    assert torch.equal(prompt.input_ids, beside.input_ids)
+    assert torch.equal(prompt.inputs["pixel_values"], beside.inputs["pixel_values"])
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_every_batch_has_its_own_seed():
     """Seeds differ between batches, turns and seeds of the run."""
 
     class Recorded:
-        target = None
+        io = SimpleNamespace(reads_media=False)
 
         def __init__(self):
             self.seeds = []

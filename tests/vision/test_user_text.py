@@ -10,8 +10,7 @@ from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 import mmspec
 from tests.mmspec.targets.test_user_text import chatml
 from tests.standin import save_llava
-from tests.tiny import shared_model
-from vision.targets import VisionTarget
+from vision.processor import VisionProcessor
 
 _IMAGE = np.arange(3 * 56 * 56, dtype=np.uint8).reshape(56, 56, 3)
 
@@ -35,29 +34,29 @@ def llava(tmp_path_factory):
 def _qwen():
     tokenizer = chatml()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
-    return VisionTarget(shared_model("qwen2_vl"), _QwenProcessor(Qwen2VLImageProcessorPil(), tokenizer))
+    return VisionProcessor(_QwenProcessor(Qwen2VLImageProcessorPil(), tokenizer))
 
 
 @pytest.fixture(params=["llava", "qwen"])
-def target(request, llava):
-    return llava.target if request.param == "llava" else _qwen()
+def processor(request, llava):
+    return llava.io if request.param == "llava" else _qwen()
 
 
-def _specials(target):
-    return [t.content for t in target.tokenizer.added_tokens_decoder.values() if t.special]
+def _specials(processor):
+    return [t.content for t in processor.tokenizer.added_tokens_decoder.values() if t.special]
 
 
-def _encode(target, *prompts):
+def _encode(processor, *prompts):
     requests = [{"prompt": p, "images": [_IMAGE]} if isinstance(p, str) else p for p in prompts]
-    return target.encode(requests)
+    return processor.encode(requests)
 
 
-def test_typed_special_tokens_are_encoded_as_text(target):
-    plain = _encode(target, "What is Q this?")
-    control = torch.tensor([target.tokenizer.convert_tokens_to_ids(name) for name in _specials(target)])
-    for special in _specials(target):
-        prompt = _encode(target, f"What is {special} this?")
-        assert f"What is {special} this?" in target.tokenizer.decode(prompt.input_ids[0])
+def test_typed_special_tokens_are_encoded_as_text(processor):
+    plain = _encode(processor, "What is Q this?")
+    control = torch.tensor([processor.tokenizer.convert_tokens_to_ids(name) for name in _specials(processor)])
+    for special in _specials(processor):
+        prompt = _encode(processor, f"What is {special} this?")
+        assert f"What is {special} this?" in processor.tokenizer.decode(prompt.input_ids[0])
         kept = [ids[torch.isin(ids, control)] for ids in (plain.input_ids[0], prompt.input_ids[0])]
         assert torch.equal(*kept)
         for name, value in plain.inputs.items():
@@ -65,29 +64,29 @@ def test_typed_special_tokens_are_encoded_as_text(target):
                 assert torch.equal(value, prompt.inputs[name])
 
 
-def test_typed_tokens_do_not_affect_other_rows(target):
-    special = _specials(target)[-1]
-    alone = _encode(target, "What is this?").input_ids[0]
-    both = _encode(target, "What is this?", f"A longer one: what is {special}{special}?")
+def test_typed_tokens_do_not_affect_other_rows(processor):
+    special = _specials(processor)[-1]
+    alone = _encode(processor, "What is this?").input_ids[0]
+    both = _encode(processor, "What is this?", f"A longer one: what is {special}{special}?")
     assert torch.equal(both.input_ids[0, -len(alone) :], alone)
     assert both.attention_mask is not None
     assert int(both.attention_mask[0].sum()) == len(alone)
 
 
-def test_chat_messages_with_typed_tokens(target):
-    special = _specials(target)[-1]
+def test_chat_messages_with_typed_tokens(processor):
+    special = _specials(processor)[-1]
     messages = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": f"a {special} b"}]},
         {"role": "assistant", "content": f"no {special}"},
         {"role": "user", "content": "why?"},
     ]
-    ids = _encode(target, {"prompt": messages, "images": [_IMAGE]}).input_ids[0]
-    shown = target.tokenizer.decode(ids)
+    ids = _encode(processor, {"prompt": messages, "images": [_IMAGE]}).input_ids[0]
+    shown = processor.tokenizer.decode(ids)
     assert f"a {special} b" in shown
     assert f"no {special}" in shown
     plain = json.loads(json.dumps(messages).replace(special, "Q"))
-    expected = _encode(target, {"prompt": plain, "images": [_IMAGE]}).input_ids[0]
-    control = torch.tensor([target.tokenizer.convert_tokens_to_ids(name) for name in _specials(target)])
+    expected = _encode(processor, {"prompt": plain, "images": [_IMAGE]}).input_ids[0]
+    control = torch.tensor([processor.tokenizer.convert_tokens_to_ids(name) for name in _specials(processor)])
     assert torch.equal(ids[torch.isin(ids, control)], expected[torch.isin(expected, control)])
 
 

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import byte_tokenizer, shared_model
-from vision.targets import VisionTarget
+from tests.tiny import byte_tokenizer
+from vision.processor import VisionProcessor
 from vision.video import Video
 
 LEVELS = [10, 40, 70, 100, 130, 160, 190, 220]
@@ -65,8 +65,7 @@ def brightness(pixels, inputs, videos):
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next_video", "llava_onevision"])
 def test_every_sampled_frame_reaches_the_model(family):
     processor = sampling_processor(family)
-    target = VisionTarget(shared_model(family), processor)
-    inputs = target.encode([{"prompt": "What?", "videos": [clip()]}]).inputs
+    inputs = VisionProcessor(processor).encode([{"prompt": "What?", "videos": [clip()]}]).inputs
     videos = processor.video_processor
     mean, std = torch.tensor(videos.image_mean), torch.tensor(videos.image_std)
     expected = ((torch.tensor(LEVELS)[:, None] / 255 - mean) / std).mean(1)
@@ -86,7 +85,7 @@ def test_processor_does_not_sample_again():
             return self.tokenizer(arguments["text"], padding=True, return_tensors="pt")
 
     processor = Recorder()
-    VisionTarget(shared_model("qwen3_vl"), processor).encode([{"prompt": "What?", "videos": [clip()]}])
+    VisionProcessor(processor).encode([{"prompt": "What?", "videos": [clip()]}])
     assert processor.arguments["videos_kwargs"]["do_sample_frames"] is False
     (frames,) = processor.arguments["videos"]
     assert frames.shape == (8, 48, 64, 3)

@@ -11,7 +11,6 @@ from typing import Any
 from mmspec.distil import data
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from vision.targets import VisionTarget
 
 _POOL = 8  # batches sorted together, so that the answers of a batch have similar lengths
 
@@ -98,7 +97,7 @@ class AnswerGenerator:
         self.pipe, self.batch, self.seed, self.keywords = pipe, batch, seed, keywords
         self.answers = self.tokens = 0
         self.failures: list[str] = []
-        self._text_only = not isinstance(pipe.target, VisionTarget)
+        self._text_only = not pipe.io.reads_media
 
     def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
         """Yields the conversations that each batch has completed."""

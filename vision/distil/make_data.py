@@ -16,7 +16,7 @@ import click
 from mmspec.cli.options import OUT_FOLDER, Number
 from mmspec.distil import data
 from mmspec.errors import UserError
-from mmspec.training.files import write_text
+from mmspec.files import write_text
 
 if TYPE_CHECKING:
     from vision.distil.answering import PendingConversation

@@ -14,6 +14,7 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
 from vision.distil.objective import HiddenStateObjective
 from vision.drafters.msd import MSD
 from vision.drafters.network import MSDConfig, MSDNetwork
@@ -32,14 +33,16 @@ def train_msd(options: Mapping[str, Any], kind: type[MSD] = MSD) -> None:
     train_drafter(options, partial(_setup, kind))
 
 
-def _setup(kind: type[MSD], options: Mapping[str, Any], target: Any, conversations: list[Conversation]) -> DrafterSetup:
+def _setup(
+    kind: type[MSD], options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conversation]
+) -> DrafterSetup:
     torch.manual_seed(options["seed"])
-    start = None
+    start, target = None, pipe.target
     if options["start"] is not None:
         start = MSD.from_checkpoint(options["start"])
         start.attach(target)  # refuses drafters of other targets
     network = MSDNetwork(_network_config(options, target, start)).to(target.device, torch.float32)
-    draft_ids = draft_vocabulary(options["draft_vocabulary"], target, conversations)
+    draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
     if start is not None:
         _load_shared_weights(start, network, options["start"])
         draft_ids = start.draft_ids if draft_ids is None else draft_ids

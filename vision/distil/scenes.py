@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmspec.training.files import atomic
+from mmspec.files import atomic
 from vision.distil.answering import PendingConversation
 from vision.scenes.conversations import SceneConversation, one_image, questions_only, several_images, video, words_only
 from vision.scenes.drawing import draw
@@ -33,7 +33,6 @@ def scene_conversations(indices: Iterable[int], out: Path) -> Iterator[PendingCo
         indices: of training scenes. An index gives the same conversation in every run.
         out: folder of the data set. A clip is saved as several images, for models that take no videos.
     """
-    (out / "images").mkdir(parents=True, exist_ok=True)
     for index in indices:
         kind = random.Random(f"kind {index}").choices(list(KINDS), [share for _, share in KINDS.values()])[0]
         example = KINDS[kind][0](seeded("train", index))

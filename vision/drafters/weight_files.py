@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmspec.drafters.checkpoint import read_json
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -43,11 +45,8 @@ def tensor_names(file: Path) -> list[str]:
     """The names alone, without reading the tensors; raises as ``load_weights``."""
     if file.suffix != ".safetensors":
         return list(load_weights(file))
-    try:
-        with safe_open(file, "pt") as stored:
-            return list(stored.keys())
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: expected a safetensors file, received {error}") from error
+    with _opened(file) as stored:
+        return list(stored.keys())
 
 
 def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Tensor]:
@@ -61,16 +60,19 @@ def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Ten
     """
     if file.suffix != ".safetensors":
         return _unpickle(file)
-    try:
-        with safe_open(file, "pt") as stored:
-            return {
-                name: torch.empty(stored.get_slice(name).get_shape(), device="meta")
-                if name in shapes_only
-                else stored.get_tensor(name)
-                for name in stored.keys()  # noqa: SIM118, it is no mapping
-            }
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: expected a safetensors file, received {error}") from error
+    with _opened(file) as stored:
+        return {
+            name: torch.empty(stored.get_slice(name).get_shape(), device="meta")
+            if name in shapes_only
+            else stored.get_tensor(name)
+            for name in stored.keys()  # noqa: SIM118, it is no mapping
+        }
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    with explained(f"{file}: expected a safetensors file", OSError, SafetensorError), safe_open(file, "pt") as stored:
+        yield stored
 
 
 def _unpickle(file: Path) -> dict[str, Tensor]:

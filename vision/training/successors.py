@@ -14,7 +14,7 @@ from rich.progress import track
 import mmspec
 from mmspec.cli.options import OUT_FOLDER
 from mmspec.drafters.recycle import Recycle
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from vision.scenes.clips import sample_clip
 from vision.scenes.drawing import draw
 from vision.scenes.scene import sample_scene, seeded
@@ -49,17 +49,13 @@ def recycle(model: str, out: Path, prompts: Path | None, scenes: int, max_new_to
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    try:
+    with explained(f"{path}: expected JSON lines", OSError, ValueError):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines, start=1):
             request = json.loads(line)
             if not isinstance(request, dict) or "prompt" not in request:
                 raise UserError(f"{path}:{number}: expected an object with a prompt, received {line[:60]}")
             yield request
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: expected JSON lines, received {error}") from error
 
 
 def _scene_requests(count: int) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 
 _IDS = ("id", "question_id", "questionId", "task_id", "prompt_id", "image_id", "img_id")
 _ENDINGS = ("", ".jpg", ".png", ".jpeg", ".webp", ".mp4", ".webm", ".mkv", ".avi")
@@ -99,10 +99,8 @@ def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[Data
         raise UserError(f"{name}: expected {single} or .jsonl files in {folder}/, there are none")
     number = 0
     for file in files:
-        try:
+        with explained(f"{file}: expected a JSONL file in UTF-8", OSError, UnicodeDecodeError):
             lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: expected a JSONL file in UTF-8, received {error}") from error
         for line_number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

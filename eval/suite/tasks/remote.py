@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.suite.tasks.local import DatasetRow
-from mmspec.errors import UserError, first_line
+from mmspec.errors import UserError, explained
 from mmspec.extras import install
 
 
@@ -44,7 +44,8 @@ def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetR
             f"{name}: expected --data FOLDER with local files, or the package datasets and a network, received neither "
             f"({install('eval')})"
         ) from None
-    try:
+    # Network, server and dataset problems raise many kinds of errors.
+    with explained(f"{name}: expected to read {hub.path} through datasets, or --data FOLDER", Exception):
         # Streaming avoids downloading a whole benchmark to read a part.
         for number, values in enumerate(_load_table(datasets, hub, hub.config, streaming=limit is not None)):
             if hub.images is not None and number == 0:
@@ -53,12 +54,6 @@ def hub_rows(name: str, hub: HubDataset, limit: int | None) -> Iterator[DatasetR
             if hub.images is not None:
                 values = {**values, "image": image_table[image_index[values[hub.images[1]]]]["image"]}
             yield DatasetRow(dict(values), f"{hub.path}, row {number}", number)
-    except UserError:
-        raise
-    except Exception as error:  # network, server and dataset problems raise many kinds of errors
-        raise UserError(
-            f"{name}: expected to read {hub.path} through datasets, or --data FOLDER ({first_line(error)})"
-        ) from error
 
 
 def _load_table(datasets: Any, hub: HubDataset, config: str | None, streaming: bool = False) -> Any:

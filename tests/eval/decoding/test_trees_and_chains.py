@@ -72,7 +72,7 @@ def test_a_chain_has_one_child_per_node(folder, name):
     seen: dict[str, list[TokenTree]] = {}
     for kind, drafter in (("tree", drafters(pipe)[name]), ("chain", as_chain(drafters(pipe)[name], 5, pipe.target))):
         recorder = RecordingDrafter(drafter)
-        Pipeline(pipe.target, recorder).generate("Picture", max_new_tokens=40, nodes=5)
+        Pipeline(pipe.target, pipe.io, recorder).generate("Picture", max_new_tokens=40, nodes=5)
         seen[kind] = recorder.trees
     assert any((tree.parents[:, 1:] == 0).sum() > 1 for tree in seen["tree"])
     for tree in seen["chain"]:

@@ -8,6 +8,7 @@ from eval.decoding.tiny_models import text_inputs
 from eval.decoding.unrolled import UnrolledTarget, unroll
 from mmspec import TokenTree, verify_greedy
 from mmspec.pipeline import Pipeline
+from mmspec.targets.processor import Processor
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, shared_model
@@ -77,9 +78,9 @@ def test_output_equals_generate(batch):
     reference = model.generate(**inputs, max_new_tokens=20, do_sample=False)[:, 9:].tolist()
     requests = [" ".join(map(str, inputs["input_ids"][row, row:].tolist())) for row in range(batch)]
     target = UnrolledTarget(TransformersTarget(model))
-    target._token_ids = lambda prompt: [int(token) for token in prompt.split()]
-    target.processor = type("Reader", (), {"decode": staticmethod(lambda ids, **options: "")})
-    pipe = Pipeline(target, Oracle(reference, vocab=90, spoil=0.1))
+    processor = Processor(type("Reader", (), {"decode": staticmethod(lambda ids, **options: "")}))
+    processor._token_ids = lambda prompt: [int(token) for token in prompt.split()]
+    pipe = Pipeline(target, processor, Oracle(reference, vocab=90, spoil=0.1))
     answers = pipe.generate_batch([{"prompt": request} for request in requests], max_new_tokens=20, nodes=12)
     assert [answer.token_ids for answer in answers] == reference
     assert max(answer.stats.mean_acceptance_length for answer in answers) > 1.5

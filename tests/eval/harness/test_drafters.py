@@ -61,12 +61,12 @@ def test_a_fork_learns_separately_and_shares_weights(pipe, tmp_path):
     asked = {"prompt": "Describe the image.", "max_new_tokens": 8, "nodes": 5}
     table = Recycle()
     copied = fork(table, pipe.target)
-    Pipeline(pipe.target, copied).generate(**asked)
+    Pipeline(pipe.target, pipe.io, copied).generate(**asked)
     assert table.entries == 0 < copied.entries
     for drafter in (MSD(msd_network(pipe.model), torch.arange(90)), Small(str(save_text_model(tmp_path)))):
-        expected = Pipeline(pipe.target, drafter).generate(**asked)
+        expected = Pipeline(pipe.target, pipe.io, drafter).generate(**asked)
         copied = fork(drafter, pipe.target)
-        again = Pipeline(pipe.target, copied).generate(**asked)
+        again = Pipeline(pipe.target, pipe.io, copied).generate(**asked)
         assert again.token_ids == expected.token_ids
         assert again.stats.accept_lengths == expected.stats.accept_lengths
         part = "network" if isinstance(drafter, MSD) else "model"
@@ -92,7 +92,7 @@ def test_profiling_counts_trees_and_forward_passes(pipe):
     drafter = MSD(msd_network(pipe.model), depth=3, total_tokens=6)
     counting, timing = ProfiledDrafter(drafter, count_forwards=True), ProfiledDrafter(drafter)
     for observer in (counting, timing):
-        stats = Pipeline(pipe.target, observer).generate("A star", max_new_tokens=9, nodes=6).stats
+        stats = Pipeline(pipe.target, pipe.io, observer).generate("A star", max_new_tokens=9, nodes=6).stats
         drafted = [k for k in range(stats.num_spec_steps) if sum(stats.accept_lengths[:k]) < 7]
         assert observer.proposals == len(drafted)
         assert 0 < observer.seconds < stats.draft_seconds

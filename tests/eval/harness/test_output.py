@@ -11,7 +11,7 @@ from rich.console import Console
 
 from eval.harness.options import SIZES, TEMPERATURES
 from eval.harness.output import BenchmarkCommand, benchmark, make_table, percent, write_result
-from mmspec.errors import UserError, first_line
+from mmspec.errors import UserError
 
 
 def cells(table):
@@ -63,11 +63,6 @@ def test_usage_errors_exit_with_status_2(options, message):
     result = CliRunner().invoke(command, options)
     assert result.exit_code == 2
     assert message in result.output
-
-
-def test_first_line():
-    assert first_line(ValueError("\none\ntwo")) == "one"
-    assert first_line(ValueError()) == "ValueError"
 
 
 def test_results_are_written_atomically(tmp_path, monkeypatch):

@@ -11,10 +11,9 @@ import mmspec
 from eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
 from eval.kernels.gpu_parts import run_parts
 from eval.scale_up.axes import Weights
+from mmspec.pipeline import Pipeline
 from mmspec.speculation.budget import CostTable
 from mmspec.targets.target import Prompt
-from mmspec.targets.transformers_target import TransformersTarget
-from vision.targets import VisionTarget
 
 pytest.importorskip("triton")
 from tests.pretended import pretended, pretended_cuda
@@ -52,10 +51,10 @@ def without_contents(monkeypatch):
         (hybrid, batch): gpu_models.gpu_requests(hybrid, batch) for hybrid in (False, True) for batch in PLAN.batches
     }
     prompts = {
-        (MODELS[hybrid], batch): small[MODELS[hybrid]].target.encode(rows) for (hybrid, batch), rows in requests.items()
+        (MODELS[hybrid], batch): small[MODELS[hybrid]].encode(rows) for (hybrid, batch), rows in requests.items()
     }
 
-    def encode(target, requests, **options):
+    def encode(pipe, requests, **options):
         prompt = prompts[requests[0]["prompt"], len(requests)]
         return Prompt(pretended(prompt.input_ids), None, {k: pretended(v) for k, v in prompt.inputs.items()})
 
@@ -63,8 +62,7 @@ def without_contents(monkeypatch):
     patch(gpu_models.mmspec, "load", lambda name, **_: small[name])
     patch(gpu_models, "make_drafter", lambda spec, folder: drafters[folders[folder], spec])
     patch(gpu_models, "gpu_requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
-    for target in (TransformersTarget, VisionTarget):
-        patch(target, "encode", encode)
+    patch(Pipeline, "encode", encode)
     patch(gpu_models, "cost_table", lambda *_, **__: CostTable((1, 64), (1e-3, 1.1e-3)))
     for module in (gpu_kernels, gpu_models):
         patch(module, "median_seconds", _once)

@@ -59,7 +59,7 @@ class RecordingDrafter:
 def decode(pipe, model, drafter, request, tokens=24):
     """Tokens and trees of an answer of ``model``."""
     recorder = RecordingDrafter(drafter)
-    own = Pipeline(type(pipe.target)(model, pipe.processor), recorder)
+    own = Pipeline(type(pipe.target)(model), pipe.io, recorder)
     return own.generate(**request, max_new_tokens=tokens, nodes=12).token_ids, recorder.trees
 
 
@@ -67,7 +67,7 @@ def decode(pipe, model, drafter, request, tokens=24):
 def test_a_llava_keeps_its_function(small, big, request_, shape):
     model = big[shape]
     assert shape_of(model.config.text_config) == shape
-    prompt = small.target.encode([request_])
+    prompt = small.encode([request_])
     inputs = {"input_ids": prompt.input_ids, **prompt.inputs}
     with torch.inference_mode():
         was, now = small.model(**inputs), model(**inputs)
@@ -164,7 +164,7 @@ def test_added_layers_and_heads_compute_something(small, big, request_):
     handles = [
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in layers
     ]
-    small.target.__class__(model, small.processor).prefill(small.target.encode([request_]), 1)
+    small.target.__class__(model).prefill(small.encode([request_]), 1)
     for handle in handles:
         handle.remove()
     assert len(seen) == WIDE.layers
@@ -175,24 +175,22 @@ def test_added_layers_and_heads_compute_something(small, big, request_):
 def test_a_clip_fills_the_cache(small, frames):
     """As many KV slots as claimed; 16 frames fill at least the 576 of an image of LLaVA-1.5."""
     (clip,) = held_out_requests(0, 1, frames)
-    target = type(small.target)(small.model, small.processor)
-    claimed = prompt_tokens(target, clip)
-    target.prefill(target.encode([clip]), 1)
+    target, claimed = small.target.fork(), prompt_tokens(small, clip)
+    target.prefill(small.encode([clip]), 1)
     assert target.cache.lengths == [claimed]
     assert claimed > frames * 36
 
 
 def test_masked_tokens_are_no_claimed_slots(small, request_, monkeypatch):
-    target = type(small.target)(small.model, small.processor)
-    prompt, encode = target.encode([request_]), target.encode
+    target, prompt = small.target.fork(), small.encode([request_])
     masked = Prompt(
         torch.nn.functional.pad(prompt.input_ids, (9, 0)),
         torch.nn.functional.pad(torch.ones_like(prompt.input_ids), (9, 0)),
         prompt.inputs,
     )
-    monkeypatch.setattr(target, "encode", lambda requests: masked)
+    monkeypatch.setattr(small, "encode", lambda requests: masked)
     target.prefill(masked, 1)
-    assert target.cache.lengths == [prompt_tokens(target, request_)] == [encode([request_]).input_ids.shape[1]]
+    assert target.cache.lengths == [prompt_tokens(small, request_)] == [prompt.input_ids.shape[1]]
 
 
 def test_silent_and_noisy_features_of_axes():

@@ -142,5 +142,5 @@ def test_several_images_and_options(samples):
     [({"split": "testing"}, "testing"), ({"config": "Half"}, "Half"), ({"path": "/x/y"}, "/x/y")],
 )
 def test_missing_splits_configs_and_repositories_are_reported(samples, changes, message):
-    with pytest.raises(UserError, match=rf"pope: expected to read .* through datasets, or --data FOLDER \(.*{message}"):
+    with pytest.raises(UserError, match=rf"pope: expected to read .* through datasets, or --data FOLDER: .*{message}"):
         samples("pope", 1, **changes)

@@ -133,7 +133,7 @@ def test_an_unreachable_hub_is_reported(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(
-        UserError, match=r"pope: expected to read .*POPE through datasets, or --data FOLDER \(no route to host\)"
+        UserError, match=r"pope: expected to read .*POPE through datasets, or --data FOLDER: no route to host"
     ):
         TASKS["pope"].samples(None, 3)
 

@@ -8,6 +8,7 @@ import pytest
 
 from mmspec import Pipeline
 from mmspec.drafters.recycle import Recycle
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model
 
@@ -16,7 +17,7 @@ ASKED = {"prompt": "one,two,one,two", "max_new_tokens": 12, "nodes": 6}
 
 def pipelines():
     models = byte_model(), shared_model("gemma2"), shared_model("bamba")
-    return [Pipeline(TransformersTarget(model, byte_tokenizer()), Recycle()) for model in models]
+    return [Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), Recycle()) for model in models]
 
 
 def answers(pipes):

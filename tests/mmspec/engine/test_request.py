@@ -7,6 +7,7 @@ from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.checks import shown
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.request import parse
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -28,7 +29,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline(TransformersTarget(byte_model(), byte_tokenizer()), Ngram())
+    return Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), Ngram())
 
 
 def mistake(function, *arguments, **keywords):

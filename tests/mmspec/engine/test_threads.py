@@ -19,6 +19,7 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.engine import leases
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -27,12 +28,15 @@ KEYWORDS = {"max_new_tokens": 12, "nodes": 6}
 UNFINISHED = "^a target or drafter serves one pipeline at a time: another pipeline has a stream that is not finished"
 
 
+PROCESSOR = Processor(byte_tokenizer())
+
+
 def target():
-    return TransformersTarget(byte_model(), byte_tokenizer())
+    return TransformersTarget(byte_model())
 
 
-def pipeline(drafter=None):
-    return Pipeline(target(), drafter)
+def pipeline(drafter=None, **keywords):
+    return Pipeline(target(), PROCESSOR, drafter, **keywords)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def shared_pipelines(kind):
         return [pipeline(drafter)] * 3
     if kind == "target":
         one = target()
-        return [Pipeline(one, drafter), Pipeline(one, Ngram()), Pipeline(one)]
+        return [Pipeline(one, PROCESSOR, made) for made in (drafter, Ngram(), None)]
     if kind == "drafter":
         return [pipeline(drafter), pipeline(Union([drafter, Ngram()])), pipeline(drafter)]
     return [pipeline(drafter), pipeline(Ngram()), pipeline()]  # one model, everything else apart
@@ -103,7 +107,7 @@ def test_threads_of_the_hook(alone):
 
 def test_8_threads_with_24_requests_each():
     """Greedy and seeded sampling, streams and whole answers, stop strings; slots for a few of them only."""
-    pipe = Pipeline(target(), Recycle(), slots=5)
+    pipe = pipeline(Recycle(), slots=5)
     rng = random.Random(1)
     asked = [
         (
@@ -149,7 +153,7 @@ def test_threads_decode_together():
     one = target()
     passes, forward = [], one.forward_tree
     one.forward_tree = lambda tree: passes.append(tree.batch) or forward(tree)
-    pipe, ready = Pipeline(one, None), threading.Barrier(4)
+    pipe, ready = Pipeline(one, PROCESSOR), threading.Barrier(4)
 
     def ask(prompt):
         ready.wait()

@@ -6,6 +6,7 @@ import torch
 from mmspec import Pipeline
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -13,7 +14,7 @@ PROMPT = "abcabcabcabd"
 
 
 def pipeline(drafter):
-    return Pipeline(TransformersTarget(byte_model(), byte_tokenizer()), drafter)
+    return Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), drafter)
 
 
 @pytest.mark.parametrize("make", [Ngram, Recycle])

@@ -27,6 +27,7 @@ from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.speculation.budget import CostTable
 from mmspec.targets.loading import make_drafter
+from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
@@ -244,7 +245,7 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
 def test_a_head_that_does_more_than_is_known_is_refused(dtype):
     torch.manual_seed(0)
     model = random_model(cut(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
-    with pytest.raises(UserError, match="BertLMHeadModel changes its logits after the output layer"):
+    with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
         TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
 
 
@@ -337,7 +338,7 @@ def test_every_end_token_ends_an_answer(place, drafter):
     """One token, or a list in which the one that the model says stands anywhere, as ``generate`` takes them."""
     model = copy.deepcopy(byte_model())
     model.generation_config.eos_token_id = None
-    pipe = mmspec.Pipeline(TransformersTarget(model, byte_tokenizer()), make_drafter(drafter))
+    pipe = mmspec.Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), make_drafter(drafter))
     assert pipe.target.eos_token_ids == []
     said = pipe.generate("abc", max_new_tokens=12, nodes=4).token_ids
     last = next(token for token in said[4:] if token not in said[:4])

@@ -7,10 +7,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from mmspec import UserError
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.processor import Processor
 from mmspec.targets.user_text import UserText
 from tests.standin import tokenizer as byte_level
-from tests.tiny import shared_model
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
@@ -82,7 +81,7 @@ def tokenizer(request):
 
 
 def _ids(tokenizer, prompt):
-    return TransformersTarget(shared_model("llama"), tokenizer)._token_ids(prompt)
+    return Processor(tokenizer)._token_ids(prompt)
 
 
 def _rendered(tokenizer, prompt):

@@ -14,7 +14,8 @@ from mmspec.errors import UserError
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, and renames it to `path` if the block succeeds."""
+    """Yields a temporary path to write to, and renames it to `path` if the block succeeds. Creates parent folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
         yield part

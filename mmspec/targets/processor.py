@@ -1,0 +1,149 @@
+"""Processors: requests to token ids and tokens back to text, apart from the target that decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import torch
+from transformers import AutoTokenizer
+
+from mmspec.errors import UserError
+from mmspec.targets.support import from_pretrained
+from mmspec.targets.target import Prompt
+from mmspec.targets.user_text import UserText
+
+
+class Processor:
+    """Chat template and tokenizer of a text model: encodes requests, decodes answers.
+
+    Args:
+        plain: a tokenizer or processor of transformers; None if prompts and answers are token ids only.
+
+    Attributes:
+        auto_class: the class of transformers that loads ``plain``.
+        reads_media: whether requests may contain images and videos; if so there is a method ``place_media``, as of
+            ``vision.processor.VisionProcessor``.
+    """
+
+    auto_class: ClassVar[Any] = AutoTokenizer
+    reads_media: ClassVar[bool] = False
+
+    def __init__(self, plain: Any = None) -> None:
+        self.plain = plain
+
+    @classmethod
+    def read(cls, name: str, **options: Any) -> Self:
+        """The processor in a local folder or hub repository."""
+        return cls(from_pretrained(cls.auto_class, name, **options))
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.plain, "tokenizer", self.plain)
+
+    def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """Encode requests as a left-padded batch, on the CPU.
+
+        Args:
+            requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
+            **options: of the media (none for text).
+
+        Raises:
+            UserError: images or videos for a text model, unknown options, or an empty prompt.
+        """
+        if options:
+            raise UserError(f"unknown option for a text model: got {', '.join(options)}")
+        if any(request.get("images") or request.get("videos") for request in requests):
+            raise UserError("the model reads text only: images or videos were given")
+        rows = [self._token_ids(request["prompt"]) for request in requests]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        return Prompt(ids, None if bool(mask.all()) else mask)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        tokenizer = self.tokenizer
+        template = getattr(tokenizer, "chat_template", None)
+        if not prompt:
+            raise UserError("the prompt must not be empty")
+        if not isinstance(prompt, str) and not template:
+            raise UserError("chat messages need a chat template: the tokenizer has none")
+        text = self._user_text.mark(prompt)
+        if template:
+            messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if self._user_text.is_marked(text):
+            ids = self._user_text.encode(text, add_special_tokens=not template)
+        else:
+            ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
+        if not ids:
+            raise UserError("the prompt must not be empty")
+        return ids
+
+    @cached_property
+    def _user_text(self) -> UserText:
+        return UserText(self.tokenizer, [getattr(self.plain, name, None) for name in ("image_token", "video_token")])
+
+    @cached_property
+    def _answer_prefix(self) -> str:
+        """Blanks between the chat template's generation prompt and an answer.
+
+        A template that ends a prompt with "ASSISTANT:" and writes earlier answers as "ASSISTANT: answer" lets the model
+        generate the blank. It is the template's: as content of a later turn, the answer must not contain it.
+        """
+        if not getattr(self.plain, "chat_template", None):
+            return ""
+        is_tokenizer = self.plain is self.tokenizer  # a processor's template takes lists of items
+        asked, answered = (
+            {"role": role, "content": text if is_tokenizer else [{"type": "text", "text": text}]}
+            for role, text in (("user", "question"), ("assistant", "answer"))
+        )
+        try:
+            prompt = self.plain.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
+            whole = self.plain.apply_chat_template([asked, answered], tokenize=False)
+        except Exception:  # a template is a program of the checkpoint's, and may raise anything
+            return ""
+        between, found, _ = whole.removeprefix(prompt).partition("answer")
+        return between if found and whole.startswith(prompt) and between.isspace() else ""
+
+
+class Detokenizer:
+    """Streaming detokenizer of one answer, up to its first stop string.
+
+    Args:
+        decode: token ids to text.
+        stop: stop strings, which are not part of the text.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, stop
+        self._streamed = ""
+
+    def text(self, token_ids: list[int], *, final: bool = True) -> str:
+        """Text of the answer so far; unless ``final``, without an end that later tokens may still change."""
+        text = self._decode(token_ids)
+        text = text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=len(text))]
+        if final:
+            return text
+        held = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        text = text[: len(text) - held]
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text
+
+    def new_text(self, token_ids: list[int], *, final: bool) -> str | None:
+        """Text that the last tokens of the answer add to the text streamed before; None before a character is whole.
+
+        Args:
+            token_ids: all tokens of the answer so far.
+            final: the answer has ended.
+        """
+        text = self.text(token_ids, final=final)
+        if not final and len(text) <= len(self._streamed):
+            return None
+        new, self._streamed = text[len(self._streamed) :], text
+        return new

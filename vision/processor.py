@@ -1,0 +1,184 @@
+"""Processors of vision-language models: chat messages, images and videos to token ids and pixel values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import AutoProcessor
+
+from mmspec.errors import UserError
+from mmspec.targets.processor import Processor
+from mmspec.targets.target import Prompt
+from vision.images import load_image
+from vision.video import FPS, FRAMES, Backend, Video, load_video
+
+_PLAIN_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
+
+
+class VisionProcessor(Processor):
+    """Chat template, images, videos and tokenizer of a LLaVA-type or Qwen-VL model.
+
+    Pixel values come from the model's own processor. Where it takes no videos (LLaVA-1.5, LLaVA-NeXT), a video is
+    encoded as its frames, one image each.
+    """
+
+    auto_class = AutoProcessor
+    reads_media = True
+
+    def encode(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        frames: int | None = None,
+        fps: float | None = None,
+        video_backend: Backend = "pyav",
+        **unknown: Any,
+    ) -> Prompt:
+        """Encode requests as a left-padded batch, on the CPU.
+
+        Args:
+            requests: ``{"prompt": text or chat messages, "images": one or several, "videos": one or several}`` each;
+                in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in order.
+            frames: frames per video; None takes 8, or what ``fps`` gives.
+            fps: sample at this rate instead, ``frames`` being the most that are taken.
+            video_backend: ``"pyav"`` or ``"decord"``.
+
+        Raises:
+            UserError: a file that cannot be read, an empty prompt, more or fewer images than the messages name, or an
+                unknown option.
+        """
+        if unknown:
+            raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
+        FRAMES.check("frames", frames)  # also where no video is read
+        FPS.check("fps", fps)
+        options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
+        texts, images, videos = [], [], []
+        for request in requests:
+            pictures = [load_image(source) for source in _listed(request.get("images"))]
+            clips = [_load_video(source, **options) for source in _listed(request.get("videos"))]
+            messages = request["prompt"]
+            if not messages:
+                raise UserError("the prompt must not be empty")
+            if isinstance(messages, str):
+                media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
+                messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]
+            placed, shown, played = self.place_media(self._user_text.mark(messages), pictures, clips, **options)
+            texts.append(self._render(placed))
+            images.append(shown)
+            videos += played
+        return self._process(texts, images, videos)
+
+    def place_media(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        pictures: Sequence[Any] = (),
+        clips: Sequence[Video] = (),
+        **video: Any,
+    ) -> tuple[list[dict[str, Any]], list[Any], list[Video]]:
+        """Separate chat messages from their images and videos.
+
+        Args:
+            messages: image and video items contain their source, or refer to the next of ``pictures`` and ``clips``.
+            pictures, clips: loaded images and videos.
+            **video: options of ``load_video``, for items with a source.
+
+        Returns:
+            The messages with placeholders, the images in their order, and the videos, if the processor takes any.
+            Otherwise the frames of videos are among the images.
+
+        Raises:
+            UserError: a file cannot be read, or the numbers of items and media differ.
+        """
+        queues: dict[str, list[Any]] = {"image": list(pictures), "video": list(clips)}
+        read = {"image": load_image, "video": partial(_load_video, **video)}
+        found: dict[str, list[Any]] = {"image": [], "video": []}
+        placed = []
+        for message in messages:
+            content, items = message["content"], []
+            for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                kind = item["type"]
+                if kind not in queues:
+                    items.append(item)
+                    continue
+                media = [_take(item, kind, queues[kind], read[kind])]
+                if kind == "video" and not self._takes_videos:
+                    kind, media = "image", media[0].frames
+                found[kind] += media
+                items += [{"type": kind} for _ in media]
+            placed.append({**message, "content": items})
+        if any(queues.values()):
+            raise UserError(
+                f"every image and video needs a place in the messages: {len(queues['image'])} images and "
+                f"{len(queues['video'])} videos have none"
+            )
+        return placed, found["image"], found["video"]
+
+    @property
+    def _takes_videos(self) -> bool:
+        return getattr(self.plain, "video_processor", None) is not None
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        if getattr(self.plain, "chat_template", None):
+            return self.plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if len(messages) > 1:
+            raise UserError("several messages need a chat template: the model's processor has none")
+        token = {"image": self.plain.image_token, "video": getattr(self.plain, "video_token", "")}
+        media = "".join(token[item["type"]] for item in messages[0]["content"] if item["type"] != "text")
+        text = " ".join(item["text"] for item in messages[0]["content"] if item["type"] == "text")
+        return _PLAIN_TEMPLATE.format(media=media, text=text)
+
+    def _process(self, texts: list[str], images: list[list[Any]], videos: list[Video]) -> Prompt:
+        flat = [image for row in images for image in row]
+        arguments: dict[str, Any] = {"text": texts, "images": flat or None}
+        if videos:
+            arguments["videos"] = [np.stack([np.asarray(frame) for frame in clip.frames]) for clip in videos]
+            arguments["videos_kwargs"] = {"do_sample_frames": False}
+        processor = self.plain
+        if any(map(self._user_text.is_marked, texts)):
+            processor = copy(processor)
+            processor.tokenizer = self._user_text
+        with _pad_token(self.tokenizer):
+            encoded = dict(processor(**arguments, padding=True, padding_side="left", return_tensors="pt"))
+        ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
+        inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
+        return Prompt(ids, None if bool(mask.all()) else mask, inputs)
+
+
+@contextmanager
+def _pad_token(tokenizer: Any) -> Iterator[None]:
+    """Temporarily give a tokenizer without a pad token its end-of-sequence token; the mask hides padding anyway."""
+    lent = tokenizer.pad_token_id is None
+    if lent:
+        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        yield
+    finally:
+        if lent:
+            tokenizer.pad_token = None
+
+
+def _listed(sources: Any) -> Iterable[Any]:
+    """Sources as a list; a single one becomes a list of one."""
+    if sources is None:
+        return []
+    return sources if isinstance(sources, list | tuple) else [sources]
+
+
+def _load_video(source: Any, **options: Any) -> Video:
+    return source if isinstance(source, Video) else load_video(source, **options)
+
+
+def _take(item: Mapping[str, Any], kind: str, queue: list[Any], read: Any) -> Any:
+    """The image or video of a message's item: its own source, or the next one in the queue."""
+    source = next((item[key] for key in (kind, "path", "url") if key in item), None)
+    if source is not None:
+        return read(source)
+    if not queue:
+        raise UserError(f"every {kind} item of the messages needs a {kind}: fewer were given")
+    return queue.pop(0)
