@@ -19,6 +19,7 @@ from mmspec.drafters.drafter import Drafter, features
 from mmspec.engine.leases import Lease
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.engine.timing import mark, seconds
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from mmspec.speculation.budget import Budget
@@ -242,19 +243,20 @@ class Engine:
 
     def _decode(self) -> None:
         """Draft, verify, commit."""
-        start, rows, drafter = clock(), self.running, self.drafter
+        start, rows, drafter, device = clock(), self.running, self.drafter, self._token.device
         budget = self._begin()
-        began = clock()
+        began = mark(device)
         budget.remaining = max(row.room for row in rows) - 1
         drafting = drafter is not None and budget.drafts()
         tree = TokenTree.root(self._token)
         if drafter is not None and drafting:
             tree = budget.prune(drafter.propose(self._token, budget))
-        drafted = clock()
+        drafted = mark(device)
         step = self.target.forward_tree(tree)
         verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
-        accepted = verdict.host
-        verified = clock()
+        verified = mark(device)
+        accepted = verdict.host  # synchronises
+        drafting_seconds, verify_seconds = seconds(began, drafted), seconds(drafted, verified)
         self.target.commit(verdict)
         for row, drafts, (path, tokens) in zip(rows, tree.drafted, accepted, strict=True):
             emitted = row.keep(path, tokens)
@@ -264,12 +266,12 @@ class Engine:
             drafter.observe(tree, verdict, step)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
-        budget.observe(tree.nodes, paths, drafted - began if drafting else 0.0, verified - drafted)
-        ended = clock()
+        budget.observe(tree.nodes, paths, drafting_seconds if drafting else 0.0, verify_seconds)
+        wall = clock() - start
         for row in rows:
-            row.stats.draft_seconds += drafted - start
-            row.stats.verify_seconds += verified - drafted
-            row.stats.commit_seconds += ended - verified
+            row.stats.draft_seconds += drafting_seconds
+            row.stats.verify_seconds += verify_seconds
+            row.stats.commit_seconds += wall - drafting_seconds - verify_seconds
 
     def _begin(self) -> Budget:
         """The step's budget; the drafter learns of the sequences that have joined."""
