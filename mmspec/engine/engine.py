@@ -289,6 +289,8 @@ class Engine:
     def _admit(self) -> bool:
         """Absorb waiting prompts: as many as there are slots for, but no more than ``chunk`` tokens while others
         decode. Whether any have joined."""
+        if not self._waiting and self._arriving is None:
+            return False
         busy, tokens, joined = bool(self.running), 0, False
         while not busy or tokens < self.chunk:
             arrival = self._arriving or self._next(self.chunk - tokens if busy else _AT_ONCE * self.chunk)
