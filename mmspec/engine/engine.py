@@ -113,6 +113,11 @@ class _Arrival:
     seconds: float = 0.0  # spent on absorbing them
     passes: abc.Iterator[Step | None] | None = None
 
+    @property
+    def size(self) -> int:
+        """Tokens of the prompts, padding included."""
+        return self.prompt.input_ids.numel()
+
 
 class Engine:
     """Decodes the sequences that are added to it, together.
@@ -244,8 +249,9 @@ class Engine:
     def _decode(self) -> None:
         """Draft, verify, commit."""
         start, rows, drafter, device = clock(), self.running, self.drafter, self._token.device
+        begun = mark(device)
         budget = self._begin()
-        began = mark(device)
+        joined = mark(device)
         budget.remaining = max(row.room for row in rows) - 1
         drafting = drafter is not None and budget.drafts()
         tree = TokenTree.root(self._token)
@@ -256,7 +262,7 @@ class Engine:
         verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
         verified = mark(device)
         accepted = verdict.host  # synchronises
-        drafting_seconds, verify_seconds = seconds(began, drafted), seconds(drafted, verified)
+        draft_seconds, verify_seconds = seconds(begun, drafted), seconds(drafted, verified)
         self.target.commit(verdict)
         for row, drafts, (path, tokens) in zip(rows, tree.drafted, accepted, strict=True):
             emitted = row.keep(path, tokens)
@@ -266,12 +272,12 @@ class Engine:
             drafter.observe(tree, verdict, step)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
-        budget.observe(tree.nodes, paths, drafting_seconds if drafting else 0.0, verify_seconds)
+        budget.observe(tree.nodes, paths, seconds(joined, drafted) if drafting else 0.0, verify_seconds)
         wall = clock() - start
         for row in rows:
-            row.stats.draft_seconds += drafting_seconds
+            row.stats.draft_seconds += draft_seconds
             row.stats.verify_seconds += verify_seconds
-            row.stats.commit_seconds += wall - drafting_seconds - verify_seconds
+            row.stats.commit_seconds += wall - draft_seconds - verify_seconds
 
     def _begin(self) -> Budget:
         """The step's budget; the drafter learns of the sequences that have joined."""
@@ -294,8 +300,8 @@ class Engine:
         busy, tokens, joined = bool(self.running), 0, False
         while not busy or tokens < self.chunk:
             arrival = self._arriving or self._next(self.chunk - tokens if busy else _AT_ONCE * self.chunk)
-            if arrival is None:
-                break
+            if arrival is None or (busy and tokens and tokens + arrival.size > self.chunk):
+                break  # a step of those that decode is delayed by one chunk at most
             if all(sequence.done for sequence in arrival.sequences):
                 self._arriving = None
                 continue
@@ -310,7 +316,7 @@ class Engine:
                     sequence.error = error
                 self._arriving = None
                 continue
-            tokens += min(arrival.prompt.input_ids.numel(), self.chunk)
+            tokens += min(arrival.size, self.chunk)
             arrival.seconds += clock() - started
             if step is not None:
                 self._arriving, joined = None, True
