@@ -19,6 +19,7 @@ from mmspec.drafters.drafter import Drafter, features
 from mmspec.engine.leases import Lease
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.engine.timing import mark, seconds
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from mmspec.speculation.budget import Budget
@@ -114,6 +115,11 @@ class _Arrival:
     kind: Hashable
     seconds: float = 0.0  # spent on absorbing them
     passes: abc.Iterator[Step | None] | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens of the prompts, padding included."""
+        return self.prompt.input_ids.numel()
 
 
 class Engine:
@@ -250,19 +256,21 @@ class Engine:
 
     def _decode(self) -> None:
         """Draft, verify, commit."""
-        start, rows, drafter = clock(), self.running, self.drafter
+        start, rows, drafter, device = clock(), self.running, self.drafter, self._token.device
+        begun = mark(device)
         budget = self._begin()
-        began = clock()
+        joined = mark(device)
         budget.remaining = max(row.room for row in rows) - 1
         drafting = drafter is not None and budget.drafts()
         tree = TokenTree.root(self._token)
         if drafter is not None and drafting:
             tree = budget.prune(drafter.propose(self._token, budget))
-        drafted = clock()
+        drafted = mark(device)
         step = self.target.forward_tree(tree)
         verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
-        accepted = verdict.host
-        verified = clock()
+        verified = mark(device)
+        accepted = verdict.host  # synchronises
+        draft_seconds, verify_seconds = seconds(begun, drafted), seconds(drafted, verified)
         for number, row in enumerate(rows):
             if row.trees is not None:
                 row.trees.append(judge(tree, number, verdict, step))
@@ -275,12 +283,12 @@ class Engine:
             drafter.observe(tree, verdict, step)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
-        budget.observe(tree.nodes, paths, drafted - began if drafting else 0.0, verified - drafted)
-        ended = clock()
+        budget.observe(tree.nodes, paths, seconds(joined, drafted) if drafting else 0.0, verify_seconds)
+        wall = clock() - start
         for row in rows:
-            row.stats.draft_seconds += drafted - start
-            row.stats.verify_seconds += verified - drafted
-            row.stats.commit_seconds += ended - verified
+            row.stats.draft_seconds += draft_seconds
+            row.stats.verify_seconds += verify_seconds
+            row.stats.commit_seconds += wall - draft_seconds - verify_seconds
 
     def _begin(self) -> Budget:
         """The step's budget; the drafter learns of the sequences that have joined."""
@@ -298,11 +306,13 @@ class Engine:
     def _admit(self) -> bool:
         """Absorb waiting prompts: as many as there are slots for, but no more than ``chunk`` tokens while others
         decode. Whether any have joined."""
+        if not self._waiting and self._arriving is None:
+            return False
         busy, tokens, joined = bool(self.running), 0, False
         while not busy or tokens < self.chunk:
             arrival = self._arriving or self._next(self.chunk - tokens if busy else _AT_ONCE * self.chunk)
-            if arrival is None:
-                break
+            if arrival is None or (busy and tokens and tokens + arrival.size > self.chunk):
+                break  # a step of those that decode is delayed by one chunk at most
             if all(sequence.done for sequence in arrival.sequences):
                 self._arriving = None
                 continue
@@ -317,7 +327,7 @@ class Engine:
                     sequence.error = error
                 self._arriving = None
                 continue
-            tokens += min(arrival.prompt.input_ids.numel(), self.chunk)
+            tokens += min(arrival.size, self.chunk)
             arrival.seconds += clock() - started
             if step is not None:
                 self._arriving, joined = None, True

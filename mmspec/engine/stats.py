@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """What one row cost and gave. Times are in seconds of wall clock and shared by the rows of a batch.
+    """Figures of one sequence. Times are in seconds and shared by the rows of a batch.
+
+    ``draft_seconds`` and ``verify_seconds`` are times of the device: on CUDA, between events. ``commit_seconds`` is the
+    rest of the steps' wall-clock time.
 
     A step is one verify pass of the target after the prefill; the bonus token counts as emitted, not as a draft.
     ``num_spec_tokens`` is the most drafts that any step could have accepted (the depth of the deepest tree), as vLLM

@@ -12,6 +12,7 @@ from mmspec import TokenTree
 from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler, SamplingParams
 from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable
@@ -327,3 +328,33 @@ def test_samples_are_distributed_as_plain_ones(name):
     # The mean of chi-square is its degrees of freedom, its variance twice that: four deviations.
     assert chi_square < cells + 4 * (2 * cells) ** 0.5
     assert cells > 20
+
+
+class Absorbing(TableTarget):
+    """Counts the tokens of prompts that were absorbed since the last look."""
+
+    absorbed = 0
+
+    def prefill_chunks(self, prompt, room, chunk):
+        left = prompt.input_ids.numel()
+        for step in super().prefill_chunks(prompt, room, chunk):
+            self.absorbed += min(left, chunk or left)
+            left -= min(left, chunk or left)
+            yield step
+
+
+@pytest.mark.parametrize("lengths", [[3, 30, 5, 7, 40, 1], [9, 9, 9, 9], [17], [2, 15, 2, 15]])
+def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
+    table = table_model(VOCAB)
+    target = Absorbing(table)
+    engine = Engine(target, None, lambda batch, nodes: Budget(0), chunk=16)
+    (first,) = engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(60))
+    engine.step()
+    prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]
+    joined = [row for prompt in prompts for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(5))]
+    while not first.done:
+        target.absorbed, before = 0, len(first.token_ids)
+        engine.step()
+        assert target.absorbed <= 16
+        assert len(first.token_ids) == before + 1
+    assert [row.token_ids for row in joined] == [said_plainly(table, prompt, 5) for prompt in prompts]

@@ -27,6 +27,7 @@ def now(monkeypatch):
     """The time, a list of one number, as the engine reads it."""
     time = [0.0]
     monkeypatch.setattr(mmspec.engine.engine, "clock", lambda: time[0])
+    monkeypatch.setattr(mmspec.engine.engine, "mark", lambda device: time[0])
     return time
 
 
