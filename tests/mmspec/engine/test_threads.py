@@ -228,7 +228,7 @@ def test_a_cancelled_task_frees_its_slot():
     asyncio.run(ask())
     pipe.generate(PROMPTS[0], **KEYWORDS)
     assert pipe.target.rows == 0
-    assert not leases._HOLDERS
+    assert {id(pipe.target), id(pipe.drafter)}.isdisjoint(leases._HOLDERS)
 
 
 def test_an_error_of_one_request_leaves_the_others_alone(alone):
@@ -300,7 +300,7 @@ def test_what_ends_a_stream_frees_the_pipeline(end, alone):
             assert list(stream)[-1].finish_reason is not None
         del stream
     assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
-    assert not leases._HOLDERS
+    assert {id(pipe.target), id(pipe.drafter)}.isdisjoint(leases._HOLDERS)
     assert pipe.target.rows == 0
 
 
