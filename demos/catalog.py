@@ -46,7 +46,7 @@ def make_catalog(models: Sequence[str] = (), drafters: Sequence[str] = (), *, op
     Args:
         open: whether visitors may name others. Embedded models and registered drafters are then listed in any case.
     """
-    embedded, registered = plugins.names("models"), plugins.names("drafters")
+    embedded, registered = plugins.embedded(), plugins.names("drafters")
     all_models = [*models, *(embedded if open or not models else [])]
     all_drafters = [*drafters, *(registered if open or not drafters else [])]
     default = models[0] if models else DEFAULT_MODELS["image"]

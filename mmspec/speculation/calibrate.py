@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from mmspec.files import write_text
+from mmspec.quantisation.packing import weights_kind
 from mmspec.speculation.budget import CostTable
 from mmspec.speculation.tree import TokenTree
 from mmspec.targets.target import Prompt, Target
@@ -114,6 +115,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
         **shape,
         "attention": target.attention.name,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": weights_kind(model),
         "device": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,13 +83,29 @@ def tree_attention(
             softcap=cap,
         )
         return read, None
-    grouped = attention_mask is not None and key.shape[1] < query.shape[1] and query.device.type == "cpu"
+    masked = attention_mask is not None or query.shape[2] == 1
+    grouped = masked and key.shape[1] < query.shape[1] and query.device.type == "cpu"
     if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    read = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attention_mask, scale=scaling, enable_gqa=True
-    )
-    return read.transpose(1, 2).contiguous(), None
+    return _grouped_attention(query, key, value, attention_mask, scaling), None
+
+
+def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention whose query heads of one key head are rows of one product: for a single bfloat16 node on a CPU
+    several times as fast as torch's own grouping. Arguments and result as of ``tree_attention``."""
+    (batch, heads, nodes, _), kv_heads = query.shape, key.shape[1]
+    rows = query.reshape(batch, kv_heads, heads // kv_heads * nodes, -1)
+    mask = None if mask is None else _group_mask(mask, heads // kv_heads, query.dtype)
+    read = torch.nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
+    return read.view(batch, heads, nodes, -1).transpose(1, 2).contiguous()
+
+
+@lru_cache(maxsize=4)
+def _group_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A mask repeated for the heads of a group, additive; made once per pass, not per layer."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.repeat(1, 1, groups, 1)
 
 
 AttentionInterface.register(NAME, tree_attention)

@@ -18,6 +18,8 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError, explained
+from mmspec.quantisation.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
+from mmspec.targets import gguf
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import from_pretrained, lay_out_for_few_rows, read_whole
@@ -34,7 +36,7 @@ def load_target(
     """Load a model of transformers as a target, and its processor.
 
     Args:
-        name: local folder or hub id.
+        name: local folder, GGUF file or hub id.
         device, dtype: as for ``mmspec.load``.
         **options: of ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code in a folder runs only
             with ``trust_remote_code=True``.
@@ -46,12 +48,12 @@ def load_target(
     if "torch_dtype" in options:
         raise UserError(f"torch_dtype is called dtype here: got torch_dtype={shown(options['torch_dtype'])}")
     kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if kind != "auto" and kind not in _DTYPES.values():
-        raise UserError(f"dtype must be auto, {', '.join(_DTYPES)}: got {dtype!r}")
+    if kind not in ("auto", *QUANTISED, *_DTYPES.values()):
+        raise UserError(f"dtype must be auto, {', '.join((*_DTYPES, *QUANTISED))}: got {dtype!r}")
     expected = (
         f"an embedded model ({', '.join(plugins.names('models')) or 'none'}), a local folder or a reachable hub id"
     )
-    if not name or (not os.path.isdir(name) and is_path(name)):
+    if not name or (not os.path.exists(name) and is_path(name)):
         raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
     if os.path.exists(name):
         expected = "the folder of a supported model"
@@ -60,17 +62,29 @@ def load_target(
         cache_if_offline("model", name) as found,
     ):
         options |= found
+        name = gguf.resolved(name)
         config = from_pretrained(AutoConfig, name, **options)
         adapter = plugins.target_class(config)
         model: Any = read_whole(adapter.auto_class, name, config=config, **options)
         processor = adapter.processor_class.read(name, **options)
-    if kind != "auto":
-        model = model.to(kind)
-    elif where.type == "cpu" and model.num_parameters() < _LARGE:
-        model = model.float()
-    model = model.to(where).eval()
-    lay_out_for_few_rows(model)
-    return adapter(model), processor
+    if kind == "auto" and where.type == "cpu" and model.num_parameters() < _LARGE:
+        kind = torch.float32
+    return adapter(_prepared(model.eval(), kind, where)), processor
+
+
+def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
+    """A model in the dtype ``kind`` on a device, its weights laid out for products with few rows."""
+    on_cpu = device.type == "cpu"
+    model = model.to(device=device)
+    if kind in QUANTISED:
+        (pack_model if on_cpu else quantise_on_cuda)(model, kind)
+        return model
+    model = model if kind == "auto" else model.to(dtype=kind)
+    if on_cpu and model.dtype == torch.bfloat16 and packs_bfloat16():
+        pack_model(model, "bfloat16")
+    else:
+        lay_out_for_few_rows(model)
+    return model
 
 
 def pick_device(device: str) -> torch.device:

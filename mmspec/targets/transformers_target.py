@@ -19,6 +19,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
+from mmspec.quantisation.linear import PackedLinear
 from mmspec.speculation.budget import CostTable
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
@@ -211,13 +212,15 @@ class TransformersTarget:
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         layer = self._output
-        ids = token_ids.to(layer.weight.device)
+        ids = token_ids.to(self.device)
         # The first tokens of the vocabulary need no copy of their rows.
         first = torch.equal(ids, torch.arange(len(ids), device=ids.device))
         rows = slice(len(ids)) if first else ids
+        if isinstance(layer, PackedLinear):
+            return _NarrowHead(layer.rows(rows), self._scale_logits)
         weight = layer.weight.detach()[rows]
         bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
-        return _NarrowHead(weight, bias, self._scale_logits)
+        return _NarrowHead(partial(F.linear, weight=weight, bias=bias), self._scale_logits)
 
     def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
         """Last hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
@@ -269,7 +272,7 @@ class TransformersTarget:
         features: dict[Feature, Tensor] = {}
 
         def record(layer: int, _: Any, args: Any, inputs: dict[str, Any]) -> None:
-            features[layer] = args[0] if args else inputs["hidden_states"]
+            features[layer] = self._in_dtype(args[0] if args else inputs["hidden_states"])
 
         with ExitStack() as hooks:
             for layer in self.features:
@@ -442,11 +445,11 @@ class TransformersTarget:
 class _NarrowHead:
     """An output layer restricted to some tokens."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Callable[[Tensor], Tensor]) -> None:
-        self._weight, self._bias, self._scale = weight, bias, scale
+    def __init__(self, layer: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor]) -> None:
+        self._layer, self._scale = layer, scale
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._scale(_by_rows(lambda rows: F.linear(rows, self._weight, self._bias), hidden))
+        return self._scale(_by_rows(self._layer, hidden))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NarrowHead:
         return self  # copies of a drafter share weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.growth import Reach
+from mmspec.quantisation.linear import PackedLinear
 from vision.drafters.latents import take
 from vision.drafters.network import Rotation
 
@@ -24,7 +26,9 @@ class TokenLinear:
     """A linear layer over [embedding of a drafted token ; x]. For a small draft vocabulary, what the layer makes of the
     embeddings is looked up."""
 
-    def __init__(self, layer: nn.Linear, embed: Callable[[Tensor], Tensor], draft_ids: Tensor | None) -> None:
+    def __init__(
+        self, layer: nn.Linear | PackedLinear, embed: Callable[[Tensor], Tensor], draft_ids: Tensor | None
+    ) -> None:
         self._layer, self._embed, self._draft_ids = layer, embed, draft_ids
         self._table: Tensor | None = None
         width = layer.weight.shape[1] // 2
@@ -33,7 +37,11 @@ class TokenLinear:
             weight = layer.weight[:, width:]
             # Laid out in memory as the layer's own.
             by_row = layer.weight.stride(1) == 1
-            self._weight = weight.contiguous() if by_row else weight.t().contiguous().t()
+            weight = weight.contiguous() if by_row else weight.t().contiguous().t()
+            if isinstance(layer, PackedLinear):
+                self._product: Callable[[Tensor], Tensor] = type(layer)(weight)
+            else:
+                self._product = partial(F.linear, weight=weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
         # A drafter that is forked shares what nothing learns.
@@ -42,7 +50,7 @@ class TokenLinear:
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
         """(...) int64, numbers of the draft vocabulary, and (..., hidden) -> (..., out)."""
         if self._table is not None:
-            return F.linear(x, self._weight) + F.embedding(tokens, self._table)
+            return self._product(x) + F.embedding(tokens, self._table)
         tokens = tokens if self._draft_ids is None else self._draft_ids[tokens]
         return self._layer(torch.cat([self._embed(tokens), x], dim=-1))
 

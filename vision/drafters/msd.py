@@ -27,10 +27,10 @@ from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
+from mmspec.quantisation.packing import pack_drafter
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
-from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.target import Feature, Prompt, Step, Target
 from vision.drafters import published
 from vision.drafters.latents import packing, take
@@ -134,10 +134,9 @@ class MSD(CapturedDrafter):
             raise UserError(
                 f"{self.name} must have the target's hidden size {probe.shape[-1]}: the drafter has {width}"
             )
-        self.network.to(probe)
+        pack_drafter(self.network, probe)
         if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
             self.draft_ids = torch.arange(self.published["vocab_size"])
-        lay_out_for_few_rows(self.network)
         self._target = target
         self.reset()
         self._scores = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)

@@ -1,0 +1,78 @@
+"""Times of verify passes by the form of a model's weights, interleaved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from time import perf_counter as clock
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from mmspec.speculation.tree import TokenTree
+from mmspec.targets import gguf
+from mmspec.targets.loading import load_target
+from mmspec.targets.processor import Processor
+from mmspec.targets.support import read_whole
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
+
+UNPACKED = "bfloat16, F.linear"
+
+
+def load_as(folder: str, form: str) -> tuple[TransformersTarget, Processor]:
+    """A target with weights as ``form``, a dtype of ``mmspec.load`` or ``UNPACKED``, and its processor."""
+    if form != UNPACKED:
+        return load_target(folder, "cpu", form)
+    folder = gguf.resolved(folder)
+    model: Any = read_whole(AutoModelForCausalLM, folder)
+    return TransformersTarget(model.bfloat16().eval()), Processor.read(folder)
+
+
+def start(target: TransformersTarget, prefix: int, room: int) -> None:
+    """Absorb a prompt of so many tokens; each size of a pass is then timed as it is."""
+    target.cost = None
+    target.prefill(Prompt(torch.arange(prefix)[None] + 1000), room=room)
+
+
+def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:
+    """A pass over a chain of so many nodes, with the host reading the choices; it returns its seconds."""
+    tree = TokenTree(torch.arange(nodes)[None] + 500, torch.arange(nodes)[None] - 1)
+
+    def run() -> float:
+        start = clock()
+        target.forward_tree(tree).logits.max(-1).indices.tolist()
+        return clock() - start
+
+    return run
+
+
+def read_bytes(count: int) -> Callable[[], float]:
+    """Reads so many bytes of memory, by a sum; it returns the seconds."""
+    data = torch.ones(count // 4)
+
+    def run() -> float:
+        start = clock()
+        data.sum().item()
+        return clock() - start
+
+    return run
+
+
+def interleaved(calls: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
+    """What each call returned in every round but a first one; the order is rotated from round to round."""
+    found: dict[Any, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(rounds + 1):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = calls[name]()
+            if turn:
+                found[name].append(seconds)
+    return found
+
+
+def ratio(found: Mapping[Any, Sequence[float]], name: Any, other: Any) -> float:
+    """Median over the rounds of the ratio of two calls' times."""
+    return median(a / b for a, b in zip(found[name], found[other], strict=True))

@@ -1,0 +1,113 @@
+"""Passes of a real language model by the form of its weights: ``python -m eval.real``.
+
+Every form (packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ... nodes after one
+prompt, interleaved, on one and on two threads. Beside them, where ``--llama-python`` names an interpreter that has the
+package xllamacpp, llama.cpp decodes the same GGUF file plainly with as many threads; and the bytes of the bfloat16
+weights are read from memory. Columns of ratios are medians over the rounds of ratios within a round.
+
+First, each form decodes a prompt with a look-up drafter and plainly: the tokens must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import torch
+
+import mmspec
+from eval.decoding.llama_peer import LlamaPeer
+from eval.decoding.passes import UNPACKED, interleaved, load_as, ratio, read_bytes, start, verify_pass
+from eval.harness.options import SIZES
+from eval.harness.output import BenchmarkCommand, Column, make_table, print_result, wide_console
+from mmspec import plugins
+from mmspec.cli.options import OUT_FILE
+from mmspec.drafters.ngram import Ngram
+from mmspec.targets.gguf import file_in
+from mmspec.targets.processor import Processor
+from mmspec.targets.transformers_target import TransformersTarget
+
+FORMS = ("bfloat16", "int8", "int4", UNPACKED)
+_LLAMA, _READ = "llama.cpp", "read"
+_PROMPT = "List five animals and their colours. Then list them again."
+
+
+@click.command(cls=BenchmarkCommand)
+@click.option("--model", default="smollm2", show_default=True, help="A name that is registered, or a GGUF file.")
+@click.option("--threads", type=SIZES, default="1,2", show_default=True)
+@click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True)
+@click.option("--prefix", default=42, show_default=True, help="Tokens of the prompt.")
+@click.option("--rounds", default=15, show_default=True)
+@click.option("--llama-python", type=click.Path(exists=True, path_type=Path), help="Interpreter that has xllamacpp.")
+@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
+def main(model: str, threads: tuple[int, ...], out: Path | None, llama_python: Path | None, **options: Any) -> None:
+    """Measure verify passes: a table per number of threads, then one JSON line."""
+    folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
+    targets = {}
+    for form in FORMS:
+        targets[form], processor = load_as(folder, form)
+        check(form, targets[form], processor)
+        start(targets[form], options["prefix"], room=max(options["nodes"]))
+    tables, file = {}, file_in(folder)
+    for count in threads:
+        torch.set_num_threads(count)
+        peer = LlamaPeer(llama_python, file, count) if llama_python and file else None
+        try:
+            tables[count] = measure(targets, options["nodes"], options["rounds"], peer)
+        finally:
+            if peer is not None:
+                peer.close()
+        wide_console().print(make_table(_COLUMNS, tables[count], title=f"milliseconds per pass, threads: {count}"))
+    print_result({"model": model, "prefix": options["prefix"], "rounds": options["rounds"], "threads": tables}, out)
+
+
+def check(form: str, target: TransformersTarget, processor: Processor) -> None:
+    """Fail where speculative and plain decoding of one form of the weights differ."""
+    answers = [
+        mmspec.Pipeline(target, processor, drafter).generate(_PROMPT, max_new_tokens=48).token_ids
+        for drafter in (Ngram(), None)
+    ]
+    if answers[0] != answers[1]:
+        raise mmspec.UserError(f"{form}: speculative and plain decoding must give equal tokens: they differ")
+
+
+def measure(
+    targets: dict[str, TransformersTarget], nodes: tuple[int, ...], rounds: int, peer: LlamaPeer | None
+) -> list[dict[str, Any]]:
+    """Rows of the table, one per form and number of nodes."""
+    calls: dict[Any, Callable[[], float]] = {
+        (form, count): verify_pass(target, count) for form, target in targets.items() for count in nodes
+    }
+    calls[_READ] = read_bytes(2 * sum(p.numel() for p in targets[UNPACKED].model.parameters()))
+    if peer is not None:
+        calls[_LLAMA] = peer
+    found = interleaved(calls, rounds)
+    rows: list[dict[str, Any]] = []
+    for name, seconds in found.items():
+        form, count = name if isinstance(name, tuple) else (name, 1)
+        row = {"form": form, "nodes": count, "milliseconds": 1000 * median(seconds), "least": 1000 * min(seconds)}
+        if isinstance(name, tuple):
+            row["speedup"] = ratio(found, (UNPACKED, count), name)
+            if count == 1:
+                row["read"] = ratio(found, name, _READ)
+                row["llama"] = ratio(found, name, _LLAMA) if peer is not None else None
+        rows.append(row)
+    return rows
+
+
+_COLUMNS: list[Column] = [
+    ("weights", "{form}"),
+    ("nodes", "{nodes}"),
+    ("median", "{milliseconds:.1f}"),
+    ("least", "{least:.1f}"),
+    ("faster than F.linear", "{speedup:.2f}x"),
+    ("of llama.cpp's token", "{llama:.2f}x"),
+    ("of reading bfloat16", "{read:.2f}x"),
+]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Decoder layers of the Llama family with fewer and larger operations, for passes over few tokens on a CPU.
+
+Queries, keys and values are one product, gate and up another. The residual stream and attention are float32, so that
+little is converted; attention, cache included, is then faster on a CPU than in bfloat16, and hardly depends on the
+order in which it sums. Rotary embeddings are one complex product: the rows of queries and keys are reordered so that
+the two features of a rotated pair are neighbours, which changes no dot product of a query and a key.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mmspec.quantisation.linear import PackedLinear
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class MergedLayer(nn.Module):
+    """A pre-norm decoder layer: attention with rotary positions, then a gated MLP.
+
+    Args:
+        layer: a layer of transformers with the parts of ``LlamaDecoderLayer``; it loses its projections.
+        last: the decoder's last layer; the norm and the head after it take bfloat16.
+    """
+
+    def __init__(self, layer: Any, last: bool = False) -> None:
+        super().__init__()
+        self.last = last
+        attention, mlp = layer.self_attn, layer.mlp
+        self.config, self.head_dim = attention.config, attention.head_dim
+        self.self_attn, self.act_fn = attention, mlp.act_fn
+        query, key, value = (getattr(attention, name) for name in _PROJECTIONS)
+        self.heads, self.kv_heads = (part.out_features // self.head_dim for part in (query, key))
+        self.qkv = _merged([_paired(query, self.head_dim), _paired(key, self.head_dim), _affine(value)])
+        self.gate_up = _merged([_affine(mlp.gate_proj), _affine(mlp.up_proj)])
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.norms = nn.ModuleList([_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)])
+        for name in (*_PROJECTIONS, "o_proj"):
+            delattr(attention, name)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        assert position_embeddings is not None
+        x, turned = hidden_states.float(), self.heads + self.kv_heads
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.head_dim))
+        pairs = torch.view_as_complex(qkv[..., :turned, :].unflatten(-1, (-1, 2)))
+        qk = torch.view_as_real(pairs * _rotation(*position_embeddings)).flatten(-2)
+        query, key, value = qk[..., : self.heads, :], qk[..., self.heads :, :], qkv[..., turned:, :]
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.self_attn.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager(self.self_attn))
+        read, _ = attend(
+            self.self_attn, query, key, value, attention_mask, dropout=0.0, scaling=self.self_attn.scaling, **kwargs
+        )
+        x = x + self.out(read.flatten(2))
+        gate, up = self._gate_up(self.norms[1](x)).chunk(2, dim=-1)
+        x = x + self.down(self.act_fn(gate) * up)
+        return x.bfloat16() if self.last and isinstance(self.down, PackedLinear) else x
+
+    def _gate_up(self, x: Tensor) -> Tensor:
+        """In the precision of the products, as nothing but the next one reads it."""
+        return self.gate_up(x.bfloat16() if isinstance(self.gate_up, PackedLinear) else x)
+
+
+class _Norm(nn.Module):
+    """RMSNorm in float32, in few operations."""
+
+    weight: Tensor
+    epsilon: Tensor
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.register_buffer("weight", norm.weight.detach().float(), persistent=False)
+        epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
+        self.register_buffer("epsilon", torch.tensor([epsilon]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_() * self.weight
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        return self  # stays in float32
+
+
+def merge_layers(decoder: nn.Module) -> None:
+    """Replace a decoder's layers by ``MergedLayer`` where that computes the same; others stay as they are."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    layers = getattr(decoder, "layers", None)
+    if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
+        return
+    if len({type(layer) for layer in layers}) == 1 and _computes_the_same(layers[0], rotary):
+        for index in range(len(layers)):
+            layers[index] = MergedLayer(layers[index], last=index == len(layers) - 1)
+
+
+def _has_parts(layer: Any) -> bool:
+    """Whether a layer has the parts of a Llama's and no others."""
+    names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
+    if names(layer) != _PARTS or names(layer.mlp) - _MLP or names(layer.self_attn) != {*_PROJECTIONS, "o_proj"}:
+        return False
+    linear = [*layer.self_attn.children(), layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+    own = [*layer.parameters(recurse=False), *layer.self_attn.parameters(recurse=False)]
+    return all(type(part) is nn.Linear for part in linear) and not own
+
+
+@torch.inference_mode()
+def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
+    """Whether ``MergedLayer`` gives what a layer gives, on random hidden states at spread positions."""
+    plain = copy.deepcopy(layer).float()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
+    try:
+        given = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
+        expected = plain(x, **given)
+        found = MergedLayer(plain)(x, **given)
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
+        return False
+    rotated_once = given["position_embeddings"][0].ndim == 3  # else by axis of an image
+    return rotated_once and isinstance(expected, Tensor) and torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def _affine(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+
+
+def _paired(layer: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias whose features j and j + head_dim / 2 of each head have become neighbours."""
+    weight, bias = _affine(layer)
+    order = torch.arange(layer.out_features).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
+    return weight[order], None if bias is None else bias[order]
+
+
+def _merged(parts: list[tuple[Tensor, Tensor | None]]) -> nn.Linear:
+    """One linear layer with the outputs of several."""
+    weight = torch.cat([weight for weight, _ in parts])
+    biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
+    layer = nn.Linear(weight.shape[1], len(weight), any(bias is not None for _, bias in parts), device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return layer
+
+
+def _eager(attention: nn.Module) -> Any:
+    """The eager attention of a layer's modelling file."""
+    return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+
+
+@lru_cache(maxsize=4)
+def _rotation(cos: Tensor, sin: Tensor) -> Tensor:
+    """(batch, tokens, 1, head_dim / 2) complex64, from (batch, tokens, head_dim) each; once per pass, not per layer."""
+    half = cos.shape[-1] // 2
+    return torch.complex(cos[..., :half].float(), sin[..., :half].float())[:, :, None]

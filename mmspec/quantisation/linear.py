@@ -1,0 +1,269 @@
+"""Linear layers whose weights are in the layout of a CPU kernel of torch: bfloat16, int8 or int4.
+
+Row i of a product has the same bits for any number of rows from two on; a single row is padded to two where a kernel
+rounds it in another way. So a tree's node and the same token in plain decoding get the same products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.errors import UserError
+
+GROUP = 32  # weights that share an int4 scale
+_SINGLE_DIFFERS: dict[tuple[Any, ...], bool] = {}
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with its weight in a kernel's layout; for inference on a CPU.
+
+    ``weight`` and ``state_dict`` give the weight unpacked, as bfloat16, computed at each use.
+
+    Args:
+        weight: (out_features, in_features), any floating dtype.
+        bias: (out_features,) or None.
+    """
+
+    takes = torch.bfloat16  # the kernel's inputs and outputs; results are not rounded to less than they were given
+    _least_rows = 2  # fewer are padded, if the kernel is then faster or rounds in another way
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("bias", None if bias is None else bias.detach().bfloat16())
+        self._pack(weight.detach().contiguous())
+
+    @classmethod
+    def fits(cls, out_features: int, in_features: int) -> bool:
+        """Whether the kernel takes weights of this shape."""
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).to(self.takes)
+        count = len(rows)
+        if count < self._least_rows and (count > 1 or self._single_differs()):
+            rows = F.pad(rows, (0, 0, 0, self._least_rows - count))
+        y = self._product(rows.contiguous())[:count]
+        return y.view(*x.shape[:-1], self.out_features).to(torch.promote_types(x.dtype, self.takes))
+
+    def _single_differs(self) -> bool:
+        """Whether the kernel rounds a single row in another way than one of several; tried once per shape."""
+        key = type(self), self.in_features, self.out_features, torch.get_num_threads()
+        if key not in _SINGLE_DIFFERS:
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.randn(8, self.in_features, generator=generator).to(self.takes)
+            alone = torch.cat([self._product(row) for row in rows.split(1)])
+            _SINGLE_DIFFERS[key] = not torch.equal(alone, self._product(rows))
+        return _SINGLE_DIFFERS[key]
+
+    def rows(self, index: Tensor | slice) -> Self:
+        """The layer with these rows of the weight, each with the bits that it has here."""
+        part = object.__new__(type(self))
+        nn.Module.__init__(part)
+        part.in_features = self.in_features
+        part.register_buffer("bias", None if self.bias is None else self.bias[index])
+        part._select(self, index)
+        return part
+
+    def unpacked(self) -> nn.Linear:
+        """A usual layer with the same weight."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=torch.bfloat16)
+        with torch.no_grad():
+            layer.weight.copy_(self.weight)
+            if self.bias is not None:
+                layer.bias.copy_(self.bias)
+        return layer
+
+    @property
+    def weight(self) -> Tensor:
+        return self._unpacked()
+
+    def _pack(self, weight: Tensor) -> None:
+        raise NotImplementedError
+
+    def _unpacked(self) -> Tensor:
+        raise NotImplementedError
+
+    def _select(self, whole: Any, index: Tensor | slice) -> None:
+        raise NotImplementedError
+
+    def _product(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        moved = fn(torch.empty(0, dtype=torch.bfloat16))
+        if moved.device.type != "cpu" or moved.dtype != torch.bfloat16:
+            raise UserError(
+                f"packed weights stay on the CPU, their inputs bfloat16: got {moved.dtype} on {moved.device}; load the "
+                "model with that device and dtype"
+            )
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise UserError("packed weights cannot be replaced: load the new weights into an unpacked model")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Bfloat16Linear(PackedLinear):
+    """bfloat16 weights in oneDNN's layout."""
+
+    _least_rows = 4  # measured to be a sixth faster than one row
+
+    def _single_differs(self) -> bool:
+        return True
+
+    def _pack(self, weight: Tensor) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16().contiguous(), None)
+
+    def _unpacked(self) -> Tensor:
+        return self._weight.to_dense()
+
+    def _select(self, whole: Bfloat16Linear, index: Tensor | slice) -> None:
+        weight = whole.weight[index]
+        self.out_features = len(weight)
+        self._pack(weight)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self.bias, "none", [], "")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weight": self.weight}  # the layout is this machine's
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pack(self._weight)
+
+
+class HalfLinear(PackedLinear):
+    """float16 weights in FBGEMM's layout, inputs and outputs in float32: fast for few rows, no rounding of logits."""
+
+    takes = torch.float32
+
+    @classmethod
+    def fits(cls, out_features: int, in_features: int) -> bool:
+        return "fbgemm" in torch.backends.quantized.supported_engines
+
+    def _pack(self, weight: Tensor) -> None:
+        bias = None if self.bias is None else self.bias.float()
+        self._weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+
+    def _unpacked(self) -> Tensor:
+        return torch.ops.quantized.linear_unpack_fp16(self._weight)[0].bfloat16()
+
+    def _select(self, whole: HalfLinear, index: Tensor | slice) -> None:
+        weight = torch.ops.quantized.linear_unpack_fp16(whole._weight)[0][index]
+        self.out_features = len(weight)
+        self._pack(weight)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(rows, self._weight)
+
+
+class Int8Linear(PackedLinear):
+    """int8 weights with one scale per row; inputs and sums are not quantised."""
+
+    _codes: Tensor
+    _scale: Tensor
+
+    def _pack(self, weight: Tensor) -> None:
+        weight = weight.float()
+        scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        self.register_buffer("_codes", (weight / scale).round().to(torch.int8), persistent=False)
+        self.register_buffer("_scale", scale[:, 0].bfloat16(), persistent=False)
+
+    def _unpacked(self) -> Tensor:
+        return (self._codes * self._scale.float()[:, None]).bfloat16()
+
+    def _select(self, whole: Int8Linear, index: Tensor | slice) -> None:
+        self.register_buffer("_codes", whole._codes[index].contiguous(), persistent=False)
+        self.register_buffer("_scale", whole._scale[index].contiguous(), persistent=False)
+        self.out_features = len(self._codes)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        y = torch._weight_int8pack_mm(rows, self._codes, self._scale)
+        return y if self.bias is None else y + self.bias
+
+
+class Int4Linear(PackedLinear):
+    """int4 weights, ``scale * (code - 8) + zero``, in groups of 32 along a row.
+
+    Codes of a weight that was quantised so before (Q4_0 and Q4_1 of GGUF) are recovered exactly; the kernel takes
+    scales and zeros in bfloat16.
+    """
+
+    _codes: Tensor
+    _scales: Tensor
+
+    @classmethod
+    def fits(cls, out_features: int, in_features: int) -> bool:
+        return in_features % GROUP == 0 and out_features % 16 == 0
+
+    def _pack(self, weight: Tensor) -> None:
+        self._store(*quantise_int4(weight))
+
+    def _store(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        self.out_features = len(codes)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        self.register_buffer("_codes", packed, persistent=False)
+        scales = torch.stack([scale.t(), zero.t()], dim=-1).bfloat16().contiguous()  # (groups, out_features, 2)
+        self.register_buffer("_scales", scales, persistent=False)
+
+    def _unpacked(self) -> Tensor:
+        scale, zero = (self._scales[..., i].t()[..., None].float() for i in (0, 1))
+        return ((self._unpacked_codes().unflatten(1, (-1, GROUP)) - 8.0) * scale + zero).flatten(1).bfloat16()
+
+    def _unpacked_codes(self) -> Tensor:
+        """(out_features, in_features) uint8; products of the identity, as each kernel has a layout of its own."""
+        unit = torch.ones(self._scales.shape[:2], dtype=torch.bfloat16)
+        scales = torch.stack([unit, 8 * unit], dim=-1)
+        eye = torch.eye(self.in_features, dtype=torch.bfloat16)
+        return torch._weight_int4pack_mm_for_cpu(eye, self._codes, GROUP, scales).t().to(torch.uint8)
+
+    def _select(self, whole: Int4Linear, index: Tensor | slice) -> None:
+        codes, (scale, zero) = whole._unpacked_codes()[index], whole._scales.float().unbind(-1)
+        self._store(codes, scale.t()[index], zero.t()[index])
+
+    def _product(self, rows: Tensor) -> Tensor:
+        y = torch._weight_int4pack_mm_for_cpu(rows, self._codes, GROUP, self._scales)
+        return y if self.bias is None else y + self.bias
+
+
+def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups of 32 weights along a row as ``scale * (code - 8) + zero``.
+
+    Of two grids per group the one with the smaller error: from the least to the greatest weight (as Q4_1 of GGUF), or
+    the multiples of an eighth of the weight of greatest magnitude (as Q4_0).
+
+    Args:
+        weight: (rows, columns), columns a multiple of 32.
+
+    Returns:
+        codes (rows, columns) uint8 below 16; scale and zero (rows, columns / 32) float32.
+    """
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    widest = torch.where(high > -low, high, low)
+    grids = [((high - low) / 15, low), (-widest / 8, widest)]  # step and the value of code 0
+    codes, errors = [], []
+    for step, first in grids:
+        safe = torch.where(step == 0, 1.0, step)
+        code = ((groups - first) / safe).round().clamp(0, 15)
+        codes.append(code.to(torch.uint8))
+        errors.append((code * step + first - groups).square().sum(-1, keepdim=True))
+    better = errors[1] < errors[0]
+    code, step, first = (
+        torch.where(better, b, a) for a, b in zip((codes[0], *grids[0]), (codes[1], *grids[1]), strict=True)
+    )
+    return code.flatten(1), step[..., 0], (first + 8 * step)[..., 0]

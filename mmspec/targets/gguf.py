@@ -1,0 +1,124 @@
+"""GGUF files, converted once into a folder of the user's cache that loads like any other model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mmspec.errors import UserError
+from mmspec.extras import missing
+from mmspec.speculation.calibrate import cache_folder
+
+_FORMAT = 1  # of the converted folder
+_LOCK = threading.Lock()
+
+
+def file_in(name: str | Path) -> Path | None:
+    """The GGUF file that a name stands for: the file itself, or the only one of a folder without ``config.json``.
+
+    Raises:
+        UserError: the folder has several.
+    """
+    path = Path(name)
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(
+            f"cannot load model {str(name)!r}: expected one GGUF file, found {len(files)}; name one of them"
+        )
+    return files[0] if files else None
+
+
+def resolved(name: str) -> str:
+    """The folder to load for a model's name: of a GGUF file, that of the converted one.
+
+    Raises:
+        UserError: several files in the folder, a package is missing, or the file cannot be converted.
+    """
+    file = file_in(name)
+    return name if file is None else str(converted(file))
+
+
+def converted(file: Path) -> Path:
+    """The folder with a GGUF file's model in the hub's layout, its weights dequantised to float32; made at first use.
+
+    It is keyed by the file's path, size and time, and appears whole: several processes may convert at the same time.
+
+    Raises:
+        UserError: the file cannot be read, or the cache not be written.
+    """
+    file = file.resolve()
+    status = file.stat()
+    identity = f"{_FORMAT} {file} {status.st_size} {status.st_mtime_ns}"
+    folder = cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16] / file.stem
+    if folder.is_dir():
+        return folder
+    with _LOCK:
+        if not folder.is_dir():
+            _convert(file, folder)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=folder.parent))
+    except OSError as error:
+        raise UserError(
+            f"cannot convert {file}: expected a cache folder that can be written, received {error}; MMSPEC_CACHE names "
+            "another one"
+        ) from error
+    try:
+        _write(file, part)
+        os.rename(part, folder)
+    except OSError:
+        if not folder.is_dir():  # no other process was faster
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(file: Path, folder: Path) -> None:
+    """Save model and tokenizer as transformers reads them."""
+    with _one_reader(file):
+        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    vars(model.config).pop("quantization_config", None)  # save_pretrained refuses models that were quantised
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _one_reader(file: Path) -> Iterator[None]:
+    """Parse the file once: transformers does so for configuration, tokenizer and weights, seconds each time."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise missing(f"reading {file.name}", "gguf", "real") from error
+    module: Any = gguf
+    reader = gguf.GGUFReader(str(file))
+
+    plain = module.GGUFReader
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
+        return reader if os.path.realpath(path) == str(file) else plain(path, *args, **kwargs)
+
+    module.GGUFReader = opened
+    try:
+        yield
+    finally:
+        module.GGUFReader = plain

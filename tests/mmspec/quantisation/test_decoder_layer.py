@@ -1,0 +1,68 @@
+"""Merged decoder layers compute what a model's own layers compute; other layers stay."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+import mmspec
+from mmspec.drafters.ngram import Ngram
+from mmspec.quantisation.decoder_layer import MergedLayer, merge_layers
+from mmspec.quantisation.packing import pack_model, weights_kind
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
+
+SIZES = dict(vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
+
+
+def model_of(config_class, **changes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_class(**SIZES, **changes)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
+def test_merged_layers_give_the_models_logits(config_class):
+    model = model_of(config_class)
+    merged = copy.deepcopy(model)
+    merge_layers(merged.get_decoder())
+    assert all(type(layer) is MergedLayer for layer in merged.get_decoder().layers)
+    ids = torch.randint(120, (2, 9))
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
+    start, then = merged(ids[:, :5]), merged
+    after = then(ids[:, 5:], past_key_values=start.past_key_values).logits
+    torch.testing.assert_close(after, model(ids).logits[:, 5:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config_class", [Gemma2Config, Qwen3Config])
+def test_layers_with_other_parts_stay(config_class):
+    model = model_of(config_class)
+    kind = type(model.get_decoder().layers[0])
+    merge_layers(model.get_decoder())
+    assert {type(layer) for layer in model.get_decoder().layers} == {kind}
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_class, kind):
+    model = model_of(config_class, tie_word_embeddings=True)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(8)  # logits apart
+    pack_model(model, kind)
+    assert weights_kind(model) == kind
+    target = TransformersTarget(model)
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    plain = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None
+    )
+    found = mmspec.generate(model, drafter=Ngram(), input_ids=ids, max_new_tokens=24, eos_token_id=None)
+    assert found.tolist() == plain.tolist()
+    step = target.prefill(Prompt(ids), room=4)
+    assert torch.equal(step.logits[:, -1].argmax(-1), plain[:, ids.shape[1]])

@@ -1,0 +1,89 @@
+"""Packed linear layers: their weights, their products, and rows that do not depend on the number of rows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmspec
+from mmspec.quantisation.linear import GROUP, quantise_int4
+from mmspec.quantisation.packing import KINDS, pack_drafter, packed
+
+SHAPES = [(192, 576), (576, 1536), (48, 64)]
+
+
+def layer_of(kind: str, rows: int, columns: int, bias: bool = False) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(rows + columns)
+    layer = nn.Linear(columns, rows, bias=bias)
+    return packed(layer, kind), layer.weight.detach()
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_for_any_number_of_rows(kind, rows, columns):
+    layer, _ = layer_of(kind, rows, columns)
+    x = torch.randn(33, columns)
+    whole = layer(x)
+    for count in (1, 2, 3, 4, 5, 7, 8, 16, 17, 32):
+        assert torch.equal(layer(x[:count]), whole[:count])
+        assert torch.equal(layer(x[1 : count + 1])[0], whole[1])
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("kind", "error"), [("bfloat16", 2**-8), ("float16", 2**-11), ("int8", 0.01), ("int4", 0.13)])
+def test_products_are_those_of_the_weight(kind, error, rows, columns):
+    layer, weight = layer_of(kind, rows, columns, bias=True)
+    x = torch.randn(2, 3, columns)
+    assert (layer.weight.float() - weight).abs().max() <= (error + 2**-8) * weight.abs().max()
+    expected = nn.functional.linear(x, layer.weight.float(), layer.bias.float())
+    torch.testing.assert_close(layer(x), expected, atol=0.03, rtol=0.02)
+    assert layer(x).dtype == torch.float32
+    assert layer(x.bfloat16()).dtype == layer.takes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_rows_and_state_are_those_of_the_layer(kind):
+    layer, _ = layer_of(kind, 96, 64, bias=True)
+    x = torch.randn(5, 64)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), layer(x))
+    index = torch.arange(0, 96, 3)[:16]
+    torch.testing.assert_close(layer.rows(index)(x), layer(x)[:, index])
+    torch.testing.assert_close(layer.state_dict()["weight"], layer.weight)
+    with pytest.raises(mmspec.UserError, match="stay on the CPU"):
+        layer.to(torch.float32)
+    with pytest.raises(mmspec.UserError, match="cannot be replaced"):
+        layer.load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_weights_that_were_quantised_to_four_bits_keep_their_codes(symmetric):
+    torch.manual_seed(0)
+    codes = torch.randint(0, 16, (8, 4, GROUP))
+    codes[..., 0], codes[..., 1] = 0, (13 if symmetric else 15)  # Q4_0 uses code 0 in each group, Q4_1 also code 15
+    if symmetric:
+        codes = codes.clamp(max=13)
+    scale = torch.rand(8, 4, 1) * 0.01 + 0.001
+    first = -8 * scale if symmetric else -scale * (3 + 9 * torch.rand(8, 4, 1))
+    weight = (codes * scale + first).flatten(1)
+    found, step, zero = quantise_int4(weight)
+    assert torch.equal(found.long(), codes.flatten(1))
+    again = (found.unflatten(1, (-1, GROUP)) - 8.0) * step[..., None] + zero[..., None]
+    torch.testing.assert_close(again.flatten(1), weight, atol=1e-7, rtol=1e-5)
+
+
+def test_a_layer_whose_shape_a_kernel_does_not_take_is_bfloat16():
+    assert type(packed(nn.Linear(40, 48), "int4")) is KINDS["bfloat16"]
+
+
+def test_a_drafters_network_follows_its_target():
+    network = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    expected = network.bfloat16()[0].weight.detach().clone()
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        pack_drafter(network, torch.zeros(1, dtype=dtype))
+        assert network(torch.zeros(2, 32, dtype=dtype)).dtype == dtype
+        assert torch.equal(network[0].weight.bfloat16(), expected)

