@@ -229,8 +229,8 @@ class StateCache(TreeCache):
     def _device(self) -> torch.device:
         return self._conv.data.device
 
-    def keep(self, path: Tensor) -> None:
-        super().keep(path)
+    def commit_on_device(self, path: Tensor) -> None:
+        super().commit_on_device(path)
         self._absorb(path)
 
     def commit(self, path: Tensor, rows: list[list[int]]) -> None:

@@ -231,7 +231,7 @@ class MSD(CapturedDrafter):
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
         outputs = self.forward(x, self.rotation(batch, width), self.allowed(chain), self.cache)
         if self.static:
-            self.cache.keep(path_of(length, width))
+            self.cache.commit_on_device(path_of(length, width))
         else:
             self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
         self._position.data[:batch] += length
@@ -278,10 +278,10 @@ class MSD(CapturedDrafter):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = layer.update(k, v)
             if cache.in_place:
-                assert cache.ends is not None
+                assert cache.bounds is not None
                 assert allowed is not None
-                ends = cache.ends.first(len(q))
-                read = ops.tree_attention(q, keys, values, ends.begin, ends.end, allowed[:, 0], start=ends.start)
+                bounds = cache.bounds.first(len(q))
+                read = ops.tree_attention(q, keys, values, bounds.lengths, allowed[:, 0], start=bounds.start)
                 return read.transpose(1, 2)
             return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
 

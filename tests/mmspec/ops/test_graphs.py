@@ -247,7 +247,7 @@ def test_numbers_of_the_host_are_found_out(monkeypatch):
     """Where a pass is written to must be read on the device: a number would be that of the pass that was captured."""
 
     def by_the_host(cache, nodes):
-        cache._at = torch.arange(cache.length + cache.offset, cache.length + cache.offset + nodes)
+        cache._write_slots = torch.arange(cache.length + cache.offset, cache.length + cache.offset + nodes)
 
     monkeypatch.setattr(TreeCache, "set_write_slots", by_the_host)
     with pytest.raises(AssertionError):
