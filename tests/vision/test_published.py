@@ -296,7 +296,7 @@ def test_wrong_shapes_are_named_with_both(name):
         ({"layers.1.mlp.up_proj.weight": torch.zeros(1)}, "unknown layers.1.mlp.up_proj.weight"),
         ({"fc.bias": None, "lm_head.weight": torch.zeros(1)}, "missing fc.bias; unknown lm_head.weight"),
         ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, "missing layers.0.self_attn.k_proj.bias, layers.0"),
-        ({"fc.bias": torch.zeros(48, dtype=torch.int8)}, "fc.bias must hold floating point numbers: got torch.int8"),
+        ({"fc.bias": torch.zeros(48, dtype=torch.int8)}, "fc.bias must be a floating point tensor: got torch.int8"),
     ],
 )
 def test_missing_and_unknown_tensors_are_named(changes, message):

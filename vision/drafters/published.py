@@ -150,7 +150,7 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
     here = target.config
     if width != here.hidden_size or not here.vocab_size / 2 < vocab <= here.vocab_size:
         raise UserError(
-            f"the drafter was made for a target of hidden size {width} and {vocab} tokens: "
+            f"the drafter was trained for a target of hidden size {width} and {vocab} tokens: "
             f"got {type(target.model).__name__} with hidden size {here.hidden_size} and {here.vocab_size} tokens"
         )
 
@@ -252,4 +252,4 @@ def _check(
         if tuple(tensor.shape) != shapes[name]:
             raise UserError(f"{source}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
         if not tensor.is_floating_point():
-            raise UserError(f"{source}: {name} must hold floating point numbers: got {tensor.dtype}")
+            raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")
