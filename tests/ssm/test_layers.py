@@ -73,7 +73,7 @@ def test_mixers_that_go_another_way_are_noticed(name, monkeypatch):
     monkeypatch.setattr(modeling_bamba, name, getattr(modeling_bamba, name).without_tree)
     target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
-    with pytest.raises(RuntimeError, match=r"once per pass: expected 6 calls under a tree, received 3$"):
+    with pytest.raises(RuntimeError, match=r"once per verify pass: expected 6 calls, received 3$"):
         target.commit_nodes(torch.tensor([[0]]), [[0]])
 
 

@@ -397,7 +397,7 @@ def test_an_index_leads_nowhere_else(shard, tmp_path):
     index = folder / "model.safetensors.index.json"
     (tmp_path / "model-1.safetensors").write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes())
     index.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
-    with pytest.raises(UserError, match=rf"index\.json: expected to name files beside it, received '{shard}'"):
+    with pytest.raises(UserError, match=rf"index\.json: expected files in the same folder, received '{shard}'"):
         published.read_published(folder)
     index.write_text("{}")
     with pytest.raises(UserError, match="expected a weight_map"):
