@@ -103,7 +103,7 @@ class CapturedDrafter(ABC):
 
     # ------------------------------------------------------------------ steps
 
-    def note(self, inputs: Inputs, verdict: Verdict) -> None:
+    def queue(self, inputs: Inputs, verdict: Verdict) -> None:
         """Queue a step's inputs until the next ``propose``."""
         self._pending.append(((*inputs, verdict.length), [len(path) for path, _ in verdict.host]))
 

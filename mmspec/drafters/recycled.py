@@ -133,7 +133,7 @@ class Recycled(CapturedDrafter):
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """Queue the rankings at every node, and the accepted tokens."""
         ranked = ops.top_log_probs(step.logits, self._drafter.top_k)
-        self.note((tree.tokens, tree.parents, *ranked, verdict.tokens), verdict)
+        self.queue((tree.tokens, tree.parents, *ranked, verdict.tokens), verdict)
 
     def absorb(  # type: ignore[override]
         self, tokens: Tensor, parents: Tensor, ranked: Tensor, log_probs: Tensor, emitted: Tensor, length: Tensor

@@ -105,7 +105,7 @@ class Small(CapturedDrafter):
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """Queue the accepted tokens."""
-        self.note((verdict.tokens,), verdict)
+        self.queue((verdict.tokens,), verdict)
 
     def reserve(self, width: int) -> None:
         self.lm.cache.reserve_nodes(width + _DEPTH * self.top_k)

@@ -145,7 +145,7 @@ class Mamba(CapturedDrafter):
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """Queue the accepted tokens."""
-        self.note((verdict.tokens,), verdict)
+        self.queue((verdict.tokens,), verdict)
 
     def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Advance the state by accepted tokens, (batch, width)."""

@@ -54,7 +54,7 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
 
     _check(module_of())
     with pytest.raises(
-        UserError, match=r"^trees .* need mamba2_chunk_scan\(D, dt_bias, dt_softplus\) in .*: trans.* no"
+        UserError, match=r"^tree verification .* requires mamba2_chunk_scan\(D, dt_bias, dt_softplus\) in .*: not found in transformers"
     ):
         _check(module_of(mamba2_chunk_scan=older))
     with pytest.raises(

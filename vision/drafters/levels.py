@@ -59,11 +59,11 @@ class Levels:
     """Levels of one tree. A beam's predictions come from the cell while the last pass of the layer has slots left,
     else from a new pass. Tokens are draft-vocabulary indices."""
 
-    def __init__(self, drafter: MSD, guess: Tensor, carried: Tensor) -> None:
-        self._drafter, self._guess, self._carried = drafter, guess[:, None], carried[:, None]
+    def __init__(self, drafter: MSD, predicted: Tensor, carried: Tensor) -> None:
+        self._drafter, self._predicted, self._carried = drafter, predicted[:, None], carried[:, None]
         self._slots = drafter.network.config.slots
         self._block: list[tuple[Tensor, Tensor, Tensor]] = []  # of each beam since the last pass: its tokens, the
-        # guesses of the beam before, and which of these each token was drafted from
+        # predicted of the beam before, and which of these each token was drafted from
         self._passes = 0
         self._reach = Reach(self._slots)
         self._allowed = torch.empty(0)
@@ -71,22 +71,22 @@ class Levels:
     def extend(self, beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         """See ``grow_tree``."""
         drafter = self._drafter
-        self._block.append((beam, self._guess, origin))
+        self._block.append((beam, self._predicted, origin))
         if len(self._block) < self._slots:
             carried, cell = take(self._carried, origin), drafter.network.cell
             self._carried = cell.carry(drafter.into(beam, carried), carried)
-            self._guess = cell.guess(self._carried)
+            self._predicted = cell.guess(self._carried)
         else:
-            self._guess, self._carried = self._feed()
-        return drafter.children(self._guess)
+            self._predicted, self._carried = self._feed()
+        return drafter.children(self._predicted)
 
     def _feed(self) -> tuple[Tensor, Tensor]:
         """Run the layer on the chains of tokens drafted since its last pass; predictions after their ends."""
         drafter, slots = self._drafter, self._slots
-        tokens, guesses, origin = _chains(self._block)
+        tokens, predicted, origin = _chains(self._block)
         self._block = []
         reach = self._reach(origin)
-        x, rotation = drafter.fuse(tokens, guesses), self._rotation(reach.shape[1])
+        x, rotation = drafter.fuse(tokens, predicted), self._rotation(reach.shape[1])
         outputs = drafter.forward(x, rotation, self._mask(reach), drafter.cache)
         self._passes += 1
         drafter.cache.offset += reach.shape[1]
@@ -95,7 +95,7 @@ class Levels:
     def _rotation(self, nodes: int) -> Rotation:
         """Rotation of the next pass's chains, which start at the same position within a row."""
         if self._passes == 0:
-            self._rotations = self._drafter.rotation(len(self._guess), self._drafter.depth)
+            self._rotations = self._drafter.rotation(len(self._predicted), self._drafter.depth)
         begin = self._passes * self._slots
         cos, sin = (x[:, begin : begin + self._slots] for x in self._rotations)
         if self._slots == 1:
@@ -126,12 +126,12 @@ def _chains(block: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor,
         the block that each chain descends from, (batch, width).
     """
     if len(block) == 1:
-        tokens, guesses, origin = block[0]
-        return tokens, take(guesses, origin), origin
+        tokens, predicted, origin = block[0]
+        return tokens, take(predicted, origin), origin
     chains, states, place = [], [], None
-    for tokens, guesses, origin in reversed(block):
+    for tokens, predicted, origin in reversed(block):
         chains.append(tokens if place is None else tokens.gather(1, place))
         place = origin if place is None else origin.gather(1, place)
-        states.append(take(guesses, place))
+        states.append(take(predicted, place))
     assert place is not None
     return torch.stack(chains[::-1], dim=2).flatten(1), torch.stack(states[::-1], dim=2).flatten(1, 2), place

@@ -220,7 +220,7 @@ class MSD(CapturedDrafter):
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """Queue the accepted tokens and the target's hidden states at their parents."""
         hidden, path = step.features["last"], verdict.path.clamp(min=0)
-        self.note((verdict.tokens, take(hidden, path)), verdict)
+        self.queue((verdict.tokens, take(hidden, path)), verdict)
 
     def absorb(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Append accepted tokens, (batch, width), with the target's previous hidden states, (batch, width, hidden)."""
@@ -238,9 +238,9 @@ class MSD(CapturedDrafter):
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
-        guess, carried = self.network.begin(self._output.data[: len(token)])
-        first = self.children(guess)
-        levels = Levels(self, guess, carried)
+        predicted, carried = self.network.begin(self._output.data[: len(token)])
+        first = self.children(predicted)
+        levels = Levels(self, predicted, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
         if self.draft_ids is not None:
@@ -289,11 +289,11 @@ class MSD(CapturedDrafter):
 
         return self.network(x, rotation, attend)
 
-    def children(self, guess: Tensor) -> tuple[Tensor, Tensor]:
+    def children(self, predicted: Tensor) -> tuple[Tensor, Tensor]:
         """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from predicted states,
         (..., hidden)."""
         assert self._scores is not None, "attach comes first"
-        return ops.top_log_probs(self._scores(guess), self.top_k)
+        return ops.top_log_probs(self._scores(predicted), self.top_k)
 
     @property
     def target(self) -> Target:
