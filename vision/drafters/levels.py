@@ -63,7 +63,7 @@ class Levels:
         self._drafter, self._predicted, self._carried = drafter, predicted[:, None], carried[:, None]
         self._slots = drafter.network.config.slots
         self._block: list[tuple[Tensor, Tensor, Tensor]] = []  # of each beam since the last pass: its tokens, the
-        # predicted of the beam before, and which of these each token was drafted from
+        # states that predicted it, and the entry of those that each token was drafted from
         self._passes = 0
         self._reach = Reach(self._slots)
         self._allowed = torch.empty(0)
