@@ -221,7 +221,7 @@ def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
     for name, tensor in drafter.network.state_dict().items():
         assert torch.equal(again.network.state_dict()[name], tensor)
     again.attach(target)
-    with pytest.raises(UserError, match=r"made for .*LlamaForCausalLM.*: got .*Qwen3ForCausalLM"):
+    with pytest.raises(UserError, match=r"trained for .*LlamaForCausalLM.*: got .*Qwen3ForCausalLM"):
         again.attach(TransformersTarget(shared_model("qwen3")))
 
 
