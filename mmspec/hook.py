@@ -98,7 +98,7 @@ def _decode(
     try:
         ended = False
         while not ended:
-            engine.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_news)
+            engine.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_output)
             ended = all(row.done for row in rows)  # before the tokens: another thread may be adding some
             for token in rows[0].take() if streamer is not None else ():
                 streamer.put(torch.tensor([token]))

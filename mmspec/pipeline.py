@@ -318,7 +318,7 @@ class _Answer:
     def next(self) -> Piece | None:
         """Wait for the next tokens; None before a character is whole."""
         sequence = self.sequence
-        self.pipe.engine.wait(lambda: sequence.has_news)
+        self.pipe.engine.wait(lambda: sequence.has_output)
         self.check()
         reason = sequence.finish_reason  # before the tokens: another thread may be adding some
         self.ended = reason is not None

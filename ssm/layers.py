@@ -1,9 +1,8 @@
-"""Mamba-2 layers of transformers' models, mixers unmodified, made to verify trees.
+"""Tree verification for transformers' Mamba-2 layers, with unmodified mixers.
 
-The six modelling files share the names of two module-level functions through which every mixer computes: the causal
-convolution and the chunked scan. Both are replaced, in the modelling module, by dispatchers. Told of no tree they call
-transformers' own function (and with it whatever kernels are installed); told of one by a keyword argument of the
-decoder's forward, which reaches them through all layers, they leave the work to the cache, which owns the states.
+The mixers of all six modelling files call two module-level functions: the causal convolution and the chunked scan. Both
+are replaced by dispatchers. In a verify pass, marked by a keyword argument of the decoder's forward, they call the
+``StateCache``; otherwise transformers' own function, with whatever kernels are installed.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ _FUNCTIONS = {
     "causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation")),
     "mamba2_chunk_scan": ("scan", ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")),
 }
-"""Module-level names: which method of ``StateCache`` takes over, and the parameters that it relies on."""
+"""Replaced functions: the ``StateCache`` method, and the parameters that it requires."""
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
 _RECURRENT, _BOTH = "linear_attention", "hybrid"
 
 
 class Mamba2Layers:
-    """The Mamba-2 layers of one model. See ``mmspec.layers.TreeLayers``.
+    """``TreeLayers`` plug-in for the Mamba-2 layers of a model.
 
     Raises:
-        UserError: the installed transformers lacks a function or method that this builds on, or its mixers do not call
-            them.
+        UserError: the installed transformers lacks a required function or method.
     """
 
     kinds = frozenset({_RECURRENT, _BOTH, "full_attention", "moe", "mlp"})
@@ -73,13 +71,13 @@ def _check(module: ModuleType) -> None:
             lacking.append(f"{name}({', '.join(missing)})")
     if lacking:
         raise UserError(
-            f"trees through Mamba-2 layers need {', '.join(lacking)} in {module.__name__}: "
-            f"transformers {transformers.__version__} has no such"
+            f"tree verification of Mamba-2 layers requires {', '.join(lacking)} in {module.__name__}: "
+            f"not found in transformers {transformers.__version__}"
         )
 
 
 def _install(module: ModuleType, name: str, method: str) -> None:
-    """Put a dispatcher in a function's place, if there is none yet."""
+    """Replace a module-level function by a dispatcher, once."""
     original: Callable[..., Any] = getattr(module, name)
     if hasattr(original, "without_tree"):
         return

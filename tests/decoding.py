@@ -9,7 +9,7 @@ def decode(target, drafter, prompt, sampler, stopper, budget, **settings):
     rows = engine.add(prompt, sampler, stopper)
     try:
         while alive := [row for row in rows if not row.done]:
-            engine.wait(lambda alive=alive: any(row.has_news for row in alive))
+            engine.wait(lambda alive=alive: any(row.has_output for row in alive))
             for row in rows:
                 if row.error:
                     raise row.error

@@ -55,6 +55,21 @@ class _Graph:
         """What it would give, is there already."""
 
 
+class _Event:
+    """In place of a CUDA event. Times are asked for once the host has waited for the device since."""
+
+    def __init__(self, device: PretendedCuda) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        assert not self._device.capturing, "an event is recorded while a pass is captured"
+        self._reads = self._device.reads.total()
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self._device.reads.total() > end._reads, "the device may not have come to the event"
+        return 1.0
+
+
 class PretendedCuda(TorchFunctionMode):
     """Runs what Python hands to torch on tensors that are not there.
 
@@ -237,6 +252,7 @@ def pretended_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[P
     patch.setattr(JITFunction, "run", lambda *_, **__: None)
     patch.setattr(graphs, "_captured", device.capture)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "Event", lambda enable_timing: _Event(device))
     patch.setattr(triton_attention, "_device", lambda *_: triton_attention._Device(132, 232448))
     patch.delenv("MMSPEC_KERNELS", raising=False)
     # Builds of torch for CUDA up to 2.9 ask the driver which fused attention fits; plain attention needs no answer.

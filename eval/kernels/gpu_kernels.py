@@ -109,14 +109,13 @@ def time_attention(timer: KernelTimer, shape: Shape, batch: int, prefix: int, no
     query, slots = randn(shape.heads, nodes), prefix + nodes
     key, value = randn(shape.kv_heads, slots), randn(shape.kv_heads, slots)
     tree = binary_tree(batch, nodes, timer.device)
-    begin = torch.zeros(batch, dtype=torch.long, device=timer.device)
-    end, start = begin + prefix, begin[:1] + prefix
+    lengths = torch.full((batch,), prefix, device=timer.device)
     mask = tree.ancestors.contiguous()
     full = torch.cat([mask.new_ones(batch, nodes, prefix), mask], dim=2)[:, None]
     group = shape.heads // shape.kv_heads
 
     def ours() -> Tensor:
-        return ops.tree_attention(query, key, value, begin, end, mask, start=start)
+        return ops.tree_attention(query, key, value, lengths, mask, start=lengths[:1])
 
     def repeated() -> Tensor:
         keys, values = (x.repeat_interleave(group, dim=1) for x in (key, value)) if group > 1 else (key, value)
@@ -234,18 +233,18 @@ def time_compaction(timer: KernelTimer, shape: Shape, batch: int, nodes: int, sl
     storage = torch.randn(size, device=timer.device, dtype=timer.dtype)
     tree = binary_tree(batch, nodes, timer.device)
     path = tree.ancestors[0, -1].nonzero().T.expand(batch, -1).contiguous()
-    ends = torch.full((batch,), slots - nodes - 1, device=timer.device)
-    start = ends[:1].clone()
+    lengths = torch.full((batch,), slots - nodes - 1, device=timer.device)
+    start = lengths[:1].clone()
     before = storage.clone()
-    ops.compact_kv(storage, path, start, ends)
+    ops.compact_kv(storage, path, start, lengths)
     with reference_kernels():
-        ops.compact_kv(before, path, start, ends)
+        ops.compact_kv(before, path, start, lengths)
     assert torch.equal(storage[..., :-1, :], before[..., :-1, :]), "compact_kv differs from its reference"
     del before
     # The root's slot does not move.
     num_bytes = 2 * storage.element_size() * storage[:, :, :, 0].numel() * (path.shape[1] - 1)
     facts = {"operation": "compact_kv", "batch": batch, "nodes": nodes, "layers": shape.layers}
-    return timer.row(lambda: ops.compact_kv(storage, path, start, ends), num_bytes, **facts)
+    return timer.row(lambda: ops.compact_kv(storage, path, start, lengths), num_bytes, **facts)
 
 
 def time_scans(timer: KernelTimer, name: str, batch: int, nodes: int) -> list[dict[str, Any]]:

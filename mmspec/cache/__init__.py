@@ -1,1 +1,1 @@
-"""State of the sequences that decode: keys and values, and tensors with one entry per sequence."""
+"""Decoding state: KV cache with tree verification, and tensors with one row per sequence."""

@@ -1,4 +1,4 @@
-"""Tensors with one entry per sequence, which sequences join and leave between decode steps."""
+"""Tensors with one row per sequence, for continuous batching."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from mmspec.ops.transfer import on_device
 
 
 def batch_bucket(rows: int) -> int:
-    """The batch size at which static shapes run ``rows`` sequences: the next power of two."""
+    """Padded batch size for static shapes: the next power of two."""
     return 1 << (rows - 1).bit_length() if rows else 0
 
 
 def pad_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
-    """``x``, (batch, ...), with idle rows of ``value`` appended up to ``rows``."""
+    """Pad ``x``, (batch, ...), to ``rows`` rows with ``value``."""
     if len(x) == rows:
         return x
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)), value=value)
 
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Row numbers as an index, (rows,) int64."""
+    """Row numbers as an index tensor, (rows,) int64."""
     return on_device(list(rows), device) if rows else torch.empty(0, dtype=torch.long, device=device)
 
 
 class RowTensor:
-    """A tensor with one entry per sequence along its first axis.
+    """Tensor with one row per sequence along its first axis.
 
     Args:
-        in_place: keep the entries at one address (static shapes): ``data`` then has a power of two of rows, idle ones
-            being 0, and moves only when it must grow.
+        in_place: preallocate for static shapes: ``data`` then has a power of two of rows, idle ones 0, and is
+            reallocated only to grow.
 
     Attributes:
-        data: (rows, ...), or (capacity, ...) in place; before the first ``append`` it is empty.
-        rows: sequences.
-        version: a new object whenever ``data`` has moved.
+        data: (rows, ...), or (capacity, ...) in place; empty before the first ``append``.
+        rows: number of sequences.
+        version: replaced whenever ``data`` is reallocated.
     """
 
     def __init__(self, in_place: bool = False) -> None:
@@ -48,7 +48,7 @@ class RowTensor:
         self.version = object()
 
     def append(self, new: Tensor) -> None:
-        """Add the entries of joining sequences, (joining, ...)."""
+        """Append rows for new sequences, (new rows, ...)."""
         rows = self.rows + len(new)
         if not self.in_place:
             self.data = torch.cat([self.data, new]) if self.rows else new.clone()
@@ -64,7 +64,7 @@ class RowTensor:
         self.rows = rows
 
     def write(self, new: Tensor) -> None:
-        """Set all entries, (rows, ...); in place, ``new`` may have those of idle rows at its end."""
+        """Set all rows, (rows, ...); in place, ``new`` may include idle rows."""
         if self.in_place:
             self.data[: len(new)].copy_(new)
         else:

@@ -1,11 +1,11 @@
 """Preallocated KV cache with tree verification: nodes are written after the committed tokens, accepted ones compacted.
 
 All layers share one buffer (layers * 2, rows, kv_heads, slots, head_dim), so that a commit is one gather and one
-scatter for the whole model. A row is one sequence's; its committed tokens are its first slots. Rows have their own
-lengths: a forward pass writes its nodes from the longest row's end on, and shorter rows mask the slots in between.
+scatter for the whole model. Each row holds one sequence, its committed tokens in the first slots. Rows differ in
+length: a forward pass writes its nodes after the longest row, and shorter rows mask the slots in between.
 
-In place (static shapes), row lengths are device tensors, a pass writes by index and returns whole buffers, so that
-every pass of a shape runs the same kernels at the same addresses and can be captured as a CUDA graph.
+In place (static shapes), row lengths are device tensors, writes are indexed and whole buffers are returned: every pass
+of a shape runs the same kernels on the same addresses and can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,46 +23,45 @@ from mmspec.errors import UserError
 from mmspec.ops import compact_kv
 from mmspec.ops.transfer import on_device
 
-_ROUND = 256  # slots; buffers of requests of about one length are of one size
+_SLOT_MULTIPLE = 256  # requests of similar length get buffers of equal size
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Row lengths on the device. The tensors keep their addresses and change in place.
+class SlotBounds:
+    """Row lengths on the device, updated in place.
 
     Attributes:
-        begin, end: (rows,) int64, a row's committed slots are ``begin <= slot < end``; 0 and 0 for an idle row.
-        start: (1,) int64, the slot of a pass's first node: the greatest ``end``.
+        lengths: (rows,) int64, committed slots of each row; 0 for an idle row.
+        start: (1,) int64, the first slot that a pass writes: the greatest length.
     """
 
-    begin: Tensor
-    end: Tensor
+    lengths: Tensor
     start: Tensor
 
-    def first(self, rows: int) -> Ends:
-        """Of the first ``rows`` rows: views."""
-        return Ends(self.begin[:rows], self.end[:rows], self.start)
+    def first(self, rows: int) -> SlotBounds:
+        """Views of the first ``rows`` rows."""
+        return SlotBounds(self.lengths[:rows], self.start)
 
 
 class TreeCache(Cache):
     """KV cache of a batch of sequences under tree verification.
 
-    A prompt is absorbed by a cache of its own, whose rows are then appended to the cache that decodes.
+    Prefill runs in a cache of its own, whose rows are then appended to the decoding cache.
 
     Args:
         num_layers: layers of the model.
-        reserve: slots to allocate at first use; more are added by doubling when needed.
-        attending: the layers that have keys and values; None means all.
+        reserve: slots to allocate at first use; doubled when exceeded.
+        attending: indices of attention layers; None means all.
         in_place: static shapes and addresses, see above.
 
     Attributes:
         attending: as above, in order.
-        rows: sequences.
+        rows: number of sequences.
         lengths: committed tokens of each row.
-        length: the longest row's; forwards write from here on.
+        length: the longest row's length; passes write from this slot on.
         offset: uncommitted nodes of earlier passes that stay in the cache after ``length``.
-        ends: row lengths on the device, if in place and once there is a row; it may have idle rows at its end.
-        version: a new object whenever a buffer has moved.
+        bounds: row lengths on the device, idle rows included; None unless in place and non-empty.
+        version: replaced whenever a buffer is reallocated.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class TreeCache(Cache):
         self.lengths: list[int] = []
         self.reserve = reserve
         self.in_place = in_place
-        self.ends: Ends | None = None
+        self.bounds: SlotBounds | None = None
         self.version = object()
-        self._at: Tensor | None = None  # (nodes,) write slots of the current pass, if in place
+        self._write_slots: Tensor | None = None  # (nodes,) of the current pass, if in place
         self._storage: Tensor | None = None
-        self._attended: Tensor | None = None
+        self._write_slotstended: Tensor | None = None
         place = {layer: place for place, layer in enumerate(self.attending)}
         super().__init__(layers=[_Layer(self, layer, place.get(layer, -1)) for layer in range(num_layers)])
 
@@ -88,30 +87,33 @@ class TreeCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Slots of the buffer."""
+        """Number of allocated slots."""
         return self._storage.shape[3] if self._storage is not None else 0
 
     @property
     def padded(self) -> bool:
-        """Whether rows differ in length, so that passes need a mask over the prefix."""
+        """Whether row lengths differ, so that passes need a mask over the prefix."""
         return bool(self.lengths) and min(self.lengths) != self.length
 
     @property
     def attended(self) -> Tensor:
         """(rows, length) bool, committed slots of each row."""
         assert self._storage is not None, "the prompt comes first"
-        if self._attended is None:
+        if self._write_slotstended is None:
             device = self._storage.device
-            self._attended = (
+            self._write_slotstended = (
                 torch.arange(self.length, device=device) < torch.tensor(self.lengths, device=device)[:, None]
             )
-        return self._attended
+        return self._write_slotstended
 
     def allocate(self, rows: int, slots: int, like: Tensor) -> Tensor:
-        """The shared buffer, with at least ``rows`` rows and ``slots`` slots. ``like``: (..., kv_heads, any,
-        head_dim)."""
+        """The shared buffer, grown to at least ``rows`` rows and ``slots`` slots.
+
+        Args:
+            like: (..., kv_heads, any, head_dim), for shape, dtype and device.
+        """
         old = self._storage
-        # The last slot is never read: padding entries of a ragged commit are written there.
+        # One extra slot serves as a write sink for the padding of ragged commits.
         if old is None or slots >= self.capacity or rows > old.shape[1]:
             if old is None:
                 slots = max(slots + 1, self.reserve)
@@ -119,7 +121,7 @@ class TreeCache(Cache):
                 slots = self.capacity if slots < self.capacity else max(slots + 1, 2 * self.capacity)
                 rows = old.shape[1] if rows <= old.shape[1] else max(rows, 2 * old.shape[1])
             if self.in_place:
-                slots, rows = slots + -slots % _ROUND, batch_bucket(rows)
+                slots, rows = slots + -slots % _SLOT_MULTIPLE, batch_bucket(rows)
             self.version = object()
             grown = like.new_zeros(2 * len(self.attending), rows, like.shape[-3], slots, like.shape[-1])
             if old is not None:
@@ -130,27 +132,28 @@ class TreeCache(Cache):
         return self._storage
 
     def reserve_nodes(self, nodes: int) -> None:
-        """Grow, if need be, before a pass over so many nodes: a captured pass cannot."""
+        """Reserve KV slots for the next pass; a captured pass cannot allocate."""
         if self._storage is not None:
             self.allocate(self.rows, self.length + self.offset + nodes, self._storage)
 
     def set_write_slots(self, nodes: int) -> None:
-        """Set the write slots of the next pass, in place; to be called where that is captured."""
-        assert self.ends is not None, "the prompt comes first"
-        self._at = self.ends.start + torch.arange(self.offset, self.offset + nodes, device=self.ends.start.device)
+        """Set the write slots of the next pass; part of what is captured."""
+        assert self.bounds is not None, "the prompt comes first"
+        start = self.bounds.start
+        self._write_slots = start + torch.arange(self.offset, self.offset + nodes, device=start.device)
 
     def arguments(self, reach: Tensor) -> dict[str, Any]:
-        """Further keyword arguments of the decoder's forward for a pass over nodes, for layers other than attention.
+        """Extra keyword arguments of the decoder's forward in a verify pass, for layers other than attention.
 
         Args:
-            reach: (batch, nodes, earlier + nodes) bool, which uncommitted nodes each new node follows.
+            reach: (batch, nodes, earlier + nodes) bool, ancestors of each node among the uncommitted nodes.
         """
         return {}
 
     # ------------------------------------------------------------------ sequences join and leave
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
-        """Keep the ``tokens`` slots that a prefill of ``batch`` rows wrote, without the padding.
+        """Commit the ``tokens`` slots that a prefill of ``batch`` rows wrote, and remove padding.
 
         Args:
             attention_mask: (batch, tokens), 0 at padding; None when there is none.
@@ -166,29 +169,29 @@ class TreeCache(Cache):
         self._changed()
 
     def append(self, prompt: TreeCache, reserve: int = 0) -> None:
-        """Add the rows of a cache that has absorbed prompts.
+        """Append the rows of a prefill cache.
 
         Args:
-            reserve: slots that the longest of them may need in all.
+            reserve: total slots that the longest of these rows may need.
         """
         rows = self.rows + prompt.rows
         if (new := prompt._storage) is not None:
             if self._storage is not None and (self._storage.device, self._storage.dtype) != (new.device, new.dtype):
-                self._storage = self.ends = None  # the model was moved
+                self._storage = self.bounds = None  # the model moved to another device or dtype
             storage = self.allocate(rows, max(self.length, prompt.length, reserve - 1), new)
             storage[:, self.rows : rows, :, : prompt.length] = new[:, : prompt.rows, :, : prompt.length]
         self.lengths = self.lengths + prompt.lengths
         self._changed()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the others' slots are free."""
+        """Keep these rows, in this order; free the others' slots."""
         if not rows and not self.in_place:
             self._storage = None
         storage = self._storage
         if storage is not None and any(new > old for new, old in enumerate(rows)):
             index = row_index(rows, storage.device)
             storage[:, : len(rows), :, : self.length] = storage[:, index, :, : self.length]
-        elif storage is not None:  # every row moves up, if at all, into one that is not needed any more
+        elif storage is not None:  # rows only move to lower indices, whose content is no longer needed
             for new, old in enumerate(rows):
                 if new != old:
                     storage[:, new, :, : self.lengths[old]] = storage[:, old, :, : self.lengths[old]]
@@ -197,19 +200,18 @@ class TreeCache(Cache):
         self._changed()
 
     def _changed(self) -> None:
-        """Rows have joined or left."""
-        self.length, self._attended, self._at = max(self.lengths, default=0), None, None
+        """Update lengths after rows were added or removed."""
+        self.length, self._write_slotstended, self._write_slots = max(self.lengths, default=0), None, None
         if not self.in_place or (self._storage is None and self.attending):
             return
         size = batch_bucket(self.rows) if self._storage is None else self._storage.shape[1]
-        if self.ends is None or len(self.ends.end) < size:
-            device = self._device()
-            zeros = torch.zeros(2 * size + 1, dtype=torch.long, device=device)
-            self.ends, self.version = Ends(zeros[:size], zeros[size:-1], zeros[-1:]), object()
-        assert self.ends is not None
-        idle = [0] * (len(self.ends.end) - self.rows)
-        self.ends.end.copy_(on_device(self.lengths + idle, self.ends.end.device))
-        self.ends.start.fill_(self.length)
+        if self.bounds is None or len(self.bounds.lengths) < size:
+            zeros = torch.zeros(size + 1, dtype=torch.long, device=self._device())
+            self.bounds, self.version = SlotBounds(zeros[:-1], zeros[-1:]), object()
+        assert self.bounds is not None
+        idle = [0] * (len(self.bounds.lengths) - self.rows)
+        self.bounds.lengths.copy_(on_device(self.lengths + idle, self.bounds.lengths.device))
+        self.bounds.start.fill_(self.length)
 
     def _device(self) -> torch.device:
         assert self._storage is not None
@@ -218,47 +220,47 @@ class TreeCache(Cache):
     # ------------------------------------------------------------------ the accepted path
 
     def commit(self, path: Tensor, rows: list[list[int]]) -> None:
-        """Keep the accepted path of each row; all other nodes after ``length`` are dropped.
+        """Commit the accepted path of each row and drop all other nodes.
 
         Args:
             path: (rows, depth) int64, node indices padded with -1; node i is in slot ``length + i``. In place, it may
-                have idle rows at its end.
-            rows: the same paths as Python lists without padding; an empty one leaves its row as it is.
+                include idle rows.
+            rows: the same paths as Python lists without padding; an empty path leaves its row unchanged.
         """
         if self.in_place:
-            self.keep(path)
+            self.commit_on_device(path)
         elif self.attending:
             self._compact(path, rows)
         self.advance(list(map(len, rows)))
 
-    def keep(self, path: Tensor) -> None:
-        """The device's part of a commit in place; ``advance`` is the host's."""
-        assert self.ends is not None, "the prompt comes first"
-        ends = self.ends.first(len(path))
+    def commit_on_device(self, path: Tensor) -> None:
+        """Device part of an in-place ``commit``; ``advance`` is the host part."""
+        assert self.bounds is not None, "the prompt comes first"
+        bounds = self.bounds.first(len(path))
         if self._storage is not None:
-            compact_kv(self._storage[:, : len(path)], path, ends.start, ends.end)
-        ends.end.add_((path >= 0).sum(1))
-        ends.start.copy_(ends.end.amax(0, keepdim=True))
+            compact_kv(self._storage[:, : len(path)], path, bounds.start, bounds.lengths)
+        bounds.lengths.add_((path >= 0).sum(1))
+        bounds.start.copy_(bounds.lengths.amax(0, keepdim=True))
 
-    def advance(self, kept: Sequence[int]) -> None:
-        """Advance the lengths: so many nodes of each row were kept."""
-        self.lengths = [length + more for length, more in zip(self.lengths, kept, strict=True)]
-        self.length, self._attended = max(self.lengths), None
+    def advance(self, accepted: Sequence[int]) -> None:
+        """Advance row lengths by the number of accepted nodes."""
+        self.lengths = [length + count for length, count in zip(self.lengths, accepted, strict=True)]
+        self.length, self._write_slotstended = max(self.lengths), None
         self.offset = 0
 
     def _compact(self, path: Tensor, rows: list[list[int]]) -> None:
         storage, start, longest = self._storage, self.length, max(map(len, rows))
         assert storage is not None
         if all(n == start for n in self.lengths) and all(r == list(range(len(r))) for r in rows):
-            return  # they are where they belong
+            return  # already in place
         path = path[:, :longest]
         if len(rows) == 1:
             slot = self.lengths[0]
             storage[:, :1, :, slot : slot + longest] = storage[:, :1, :, start + path[0]]
             return
         steps = torch.arange(longest, device=path.device)
-        begin = torch.tensor(self.lengths, device=path.device)[:, None]
-        target = torch.where(path >= 0, begin + steps, self.capacity - 1)
+        lengths = torch.tensor(self.lengths, device=path.device)[:, None]
+        target = torch.where(path >= 0, lengths + steps, self.capacity - 1)
         row = torch.arange(len(rows), device=path.device)[:, None]
         storage[:, row, :, target] = storage[:, row, :, start + path.clamp(min=0)]
 
@@ -270,7 +272,7 @@ class TreeCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's view of the shared buffer, with the interface that transformers' models expect."""
+    """One layer's view of the shared buffer, as a cache layer of transformers."""
 
     is_sliding = False
 
@@ -284,22 +286,22 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, _, count, _ = key_states.shape
-        begin = self.cache.length + self.cache.offset
-        storage = self.cache.allocate(rows, begin + count, key_states)
+        start = self.cache.length + self.cache.offset
+        storage = self.cache.allocate(rows, start + count, key_states)
         expected = (rows, storage.shape[2], count, storage.shape[4])
         if key_states.shape != expected or value_states.shape != expected:
             raise UserError(
-                f"all layers must have keys and values of one shape: expected {expected}, "
+                f"keys and values of all layers must have the same shape: expected {expected}, "
                 f"layer {self.index} has {tuple(key_states.shape)} and {tuple(value_states.shape)}"
             )
         keys, values = storage[2 * self.place, :rows], storage[2 * self.place + 1, :rows]
-        if self.cache._at is not None:
-            keys.index_copy_(2, self.cache._at, key_states)
-            values.index_copy_(2, self.cache._at, value_states)
+        if self.cache._write_slots is not None:
+            keys.index_copy_(2, self.cache._write_slots, key_states)
+            values.index_copy_(2, self.cache._write_slots, value_states)
             return keys, values
-        keys[:, :, begin : begin + count] = key_states
-        values[:, :, begin : begin + count] = value_states
-        return keys[:, :, : begin + count], values[:, :, : begin + count]
+        keys[:, :, start : start + count] = key_states
+        values[:, :, start : start + count] = value_states
+        return keys[:, :, : start + count], values[:, :, : start + count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

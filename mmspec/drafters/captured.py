@@ -1,8 +1,7 @@
-"""Base of drafters that absorb the accepted tokens of a step and then grow a tree.
+"""Base class of drafters that update their state with the accepted tokens and then grow a tree.
 
-With static shapes (``kernels.fixed_shapes``), both are one captured pass: its batch is padded to a power of two with
-idle rows, and nothing in it may read a value on the host. Otherwise the steps since the last tree are absorbed at once,
-and the budget decides about each level of the tree.
+With static shapes (``kernels.fixed_shapes``), both are one captured pass, without host syncs and with the batch padded
+to a power of two. Otherwise pending steps are merged into one pass, and the budget decides about each tree level.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ Inputs = tuple[Tensor, ...]
 
 
 class RowState(Protocol):
-    """State of the sequences: a ``RowTensor``, a ``TreeCache``, a target."""
+    """Per-sequence state: a ``RowTensor``, a ``TreeCache``, a target."""
 
     @property
     def version(self) -> Hashable:
-        """Changes whenever a buffer has moved."""
+        """Changes whenever a buffer is reallocated."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
 
 
 class CapturedDrafter(ABC):
-    """See the module. The inputs of a step are tensors whose meaning the drafter knows, (batch, width, ...) each, and
-    the number of accepted tokens, (batch,) int64; idle rows have 0.
+    """See the module. A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted
+    tokens, (batch,) int64, 0 for idle rows.
 
     Attributes:
-        rows: sequences.
+        rows: number of sequences.
         static: whether shapes are static.
     """
 
@@ -49,41 +48,41 @@ class CapturedDrafter(ABC):
         self.reset()
 
     def reset(self, static: bool = False) -> None:
-        """Drop all rows, and what was captured."""
+        """Drop all rows and captured graphs."""
         self.rows, self.static = 0, static
-        self._pending: list[tuple[Inputs, list[int]]] = []  # inputs of steps to absorb, and accepted tokens by row
+        self._pending: list[tuple[Inputs, list[int]]] = []  # inputs and accepted tokens per row of pending steps
         self._grow, self._absorb = Graphed(self._grown), Graphed(self._absorbed)
 
-    # ------------------------------------------------------------------ what a drafter defines
+    # ------------------------------------------------------------------ defined by subclasses
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[RowState]:
-        """Its state."""
+        """Per-sequence state."""
 
     @property
     @abstractmethod
     def limits(self) -> tuple[int, int]:
-        """Levels of a tree below its root, and drafted nodes, at most."""
+        """Maximum tree depth and number of drafted nodes."""
 
     @abstractmethod
     def absorb(self, *inputs: Tensor) -> None:
-        """Absorb the accepted tokens of a step. Captured."""
+        """Update the state with a step's accepted tokens. Captured."""
 
     @abstractmethod
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        """The next tree of each row after ``token``, (batch,) int64. Captured."""
+        """Grow a tree per row after ``token``, (batch,) int64. Captured."""
 
     def reserve(self, width: int) -> None:  # noqa: B027
-        """Grow buffers, if need be, before a pass that absorbs ``width`` tokens per row and grows a tree."""
+        """Reserve buffers for a pass with ``width`` accepted tokens per row and a new tree."""
 
     def advance(self, accepted: list[int]) -> None:  # noqa: B027
         """Advance the host's row lengths after a captured ``absorb``."""
 
-    # ------------------------------------------------------------------ sequences join and leave
+    # ------------------------------------------------------------------ rows
 
     def join(self, rows: int, static: bool) -> None:
-        """Prepare for sequences that join: their state is to be appended to each of ``parts``."""
+        """Register new rows; the caller then appends their state to ``parts``."""
         if static != self.static:
             self.reset(static)
         self.rows += rows
@@ -104,13 +103,13 @@ class CapturedDrafter(ABC):
 
     # ------------------------------------------------------------------ steps
 
-    def note(self, inputs: Inputs, verdict: Verdict) -> None:
-        """Note a step, which is absorbed when the next tree is asked for."""
+    def queue(self, inputs: Inputs, verdict: Verdict) -> None:
+        """Queue a step's inputs until the next ``propose``."""
         self._pending.append(((*inputs, verdict.length), [len(path) for path, _ in verdict.host]))
 
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        """See ``Drafter``. With static shapes, depth and size do not depend on how much is left to generate."""
+        """See ``Drafter``. Static shapes ignore ``budget.remaining``."""
         if not self.static:
             inputs = self._merged()
             self.reserve(inputs[0].shape[1] if inputs else 0)
@@ -120,8 +119,8 @@ class CapturedDrafter(ABC):
         *earlier, (inputs, accepted) = self._pending or [((), [])]
         self._absorb_all(earlier)
         self._pending = []
-        rows, (levels, most) = len(token), self.limits
-        depth, nodes = min(levels, budget.depth), min(most, budget.nodes)
+        rows, (max_depth, max_nodes) = len(token), self.limits
+        depth, nodes = min(max_depth, budget.depth), min(max_nodes, budget.nodes)
         token, *padded = self._padded((token, *inputs))
         self.reserve(inputs[0].shape[1] if inputs else 0)
         grown = self._grow(token, *padded, version=self._version, nodes=nodes, depth=depth)
@@ -139,7 +138,7 @@ class CapturedDrafter(ABC):
             self.advance(accepted)
 
     def _merged(self) -> Inputs:
-        """All pending steps as one; empty if there are none."""
+        """Inputs of all pending steps merged into one; empty if there are none."""
         steps, self._pending = self._pending, []
         if not steps:
             return ()
@@ -164,7 +163,7 @@ class CapturedDrafter(ABC):
         return tuple(part.version for part in self.parts)
 
     def _grown(self, token: Tensor, *inputs: Tensor, nodes: int, depth: int) -> Inputs:
-        """Absorb a step, if one is given, and grow the next tree: its tokens, parents and log probabilities."""
+        """Captured body of ``propose``: absorb a step, if given, and grow a tree (tokens, parents, log probs)."""
         if inputs:
             self.absorb(*inputs)
         tree = self.grow(token, Budget(nodes, depth))
@@ -177,22 +176,22 @@ class CapturedDrafter(ABC):
 
     @property
     def captured(self) -> tuple[int, int]:
-        """How many kinds of passes are captured: those that grow a tree, and those that do not."""
+        """Number of captured graphs: with tree growth, and without."""
         return self._grow.captured, self._absorb.captured
 
 
 def path_of(length: Tensor, width: int) -> Tensor:
-    """(batch, width) int64: of a chain of nodes, the first ``length``, (batch,); then -1."""
+    """Path of the first ``length`` nodes, (batch,), of a chain: (batch, width) int64, padded with -1."""
     step = torch.arange(width, device=length.device)
     return torch.where(step < length[:, None], step, -1)
 
 
 def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:
-    """Set each row of ``state``, (rows, n), to its last output.
+    """Set each row of ``state``, (rows, n), to its last valid output.
 
     Args:
         outputs: (batch, width, n).
-        length: (batch,) int64, a row's outputs; one without any keeps its state.
+        length: (batch,) int64, valid outputs per row; a row with 0 keeps its state.
     """
     at = (length - 1).clamp(min=0)[:, None, None].expand(-1, -1, outputs.shape[2])
     state.write(torch.where(length[:, None] > 0, outputs.gather(1, at)[:, 0], state.data[: len(length)]))

@@ -1,6 +1,6 @@
 """Drafter checkpoints: a folder with ``config.json`` and ``model.safetensors``.
 
-``config.json`` names the drafter (``mmspec_drafter``, as registered), its settings, and the target it was made for:
+``config.json`` contains the drafter's registered name (``mmspec_drafter``), its settings and its target:
 ``verifier: {name_or_path, architectures, hidden_size, vocab_size}``.
 """
 
@@ -24,13 +24,13 @@ from mmspec.files import atomic, write_text
 S = TypeVar("S", bound=Checked)
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_LARGEST_JSON = 2**24  # bytes
+_MAX_JSON = 2**24  # bytes
 _COMPARED = ("architectures", "hidden_size", "vocab_size")
 
 
 @dataclass(frozen=True)
 class Verifier(Checked):
-    """The target that a drafter was made for: the last part of its folder or name, classes and sizes."""
+    """Target of a drafter: base name of its path, architecture and sizes."""
 
     name_or_path: str
     architectures: list[str]
@@ -40,12 +40,12 @@ class Verifier(Checked):
 
 @dataclass(frozen=True)
 class TreeShape(Checked):
-    """The trees of a drafter that drafts level by level.
+    """Tree limits of a drafter that grows trees level by level.
 
     Attributes:
         top_k: nodes extended per level, and children per node.
-        depth: levels of the tree below its root.
-        total_tokens: drafted nodes at most.
+        depth: maximum tree depth.
+        total_tokens: maximum number of drafted nodes.
     """
 
     top_k: Annotated[int, Within(1, 64)]
@@ -57,10 +57,10 @@ TREE = tuple(each.name for each in fields(TreeShape))
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ``UserError`` if there is none."""
+    """Read a JSON object; raises ``UserError`` for anything else."""
     with explained(f"{file}: expected a JSON object", OSError, ValueError, RecursionError):
-        if file.stat().st_size > _LARGEST_JSON:
-            raise UserError(f"{file}: expected a JSON object of at most {_LARGEST_JSON} bytes, received a larger file")
+        if file.stat().st_size > _MAX_JSON:
+            raise UserError(f"{file}: expected a JSON object of at most {_MAX_JSON} bytes, received a larger file")
         content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise UserError(f"{file}: expected a JSON object, received {type(content).__name__}")
@@ -68,7 +68,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def drafter_name(folder: Path) -> str | None:
-    """The registered name of the drafter in a folder; None where the folder holds none."""
+    """Registered name of the drafter in a folder, or None."""
     try:
         return read_json(folder / _CONFIG).get("mmspec_drafter")
     except UserError:
@@ -76,14 +76,17 @@ def drafter_name(folder: Path) -> str | None:
 
 
 def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tensor]]:
-    """A drafter checkpoint: its settings, the target it was made for (see ``Verifier``), and its tensors.
+    """Read a drafter checkpoint.
 
     Args:
-        kind: of the settings.
+        kind: class of the settings.
+
+    Returns:
+        Settings, target (see ``Verifier``) and tensors.
 
     Raises:
-        UserError: a file is missing or damaged, or a field of ``config.json`` is missing, unknown, of another type or
-            out of range. Nothing of a size that fields give is allocated before.
+        UserError: a file is missing or damaged, or a field of ``config.json`` is missing, unknown, of the wrong type or
+            out of range. Fields are validated before anything is allocated.
     """
     source = str(folder / _CONFIG)
     config = read_json(folder / _CONFIG)
@@ -97,52 +100,51 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
-    """Take the tokens that may be drafted out of a checkpoint's tensors; None where all may be.
+    """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full one.
 
     Args:
-        vocab: tokens of the target.
-        folder: where they were read, for the message.
+        vocab: vocabulary size of the target.
+        folder: the checkpoint, for error messages.
 
     Raises:
-        UserError: they are no different tokens of the target.
+        UserError: not distinct tokens of the target.
     """
     ids = tensors.pop("draft_ids", None)
     if ids is not None:
         fit = ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64)
         if not fit or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()) or len(ids.unique()) < len(ids):
-            raise UserError(f"{folder}: draft_ids must be different tokens below {vocab}, as integers in one row")
+            raise UserError(f"{folder}: draft_ids must be a 1D integer tensor of distinct tokens below {vocab}")
     return None if ids is None else ids.long()
 
 
 def load_exactly(network: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Give a network these tensors, in its own tensors' place; it may lie on the meta device.
+    """Strict ``load_state_dict`` by assignment; the network may be on the meta device.
 
     Args:
-        folder: where they were read, for the message.
+        folder: the checkpoint, for error messages.
 
     Raises:
-        UserError: a tensor is missing, unknown, of another shape or holds integers.
+        UserError: a tensor is missing, unexpected, of the wrong shape or not floating point.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     received = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | received.keys()):
         if expected.get(name) != received.get(name):
             raise UserError(
-                f"{folder}: expected {name} {expected.get(name, 'not to be there')}, "
-                f"received {received.get(name, 'none')}"
+                f"{folder}: expected {name} {expected.get(name, 'to be absent')}, received {received.get(name, 'none')}"
             )
         if not tensors[name].is_floating_point():
-            raise UserError(f"{folder}: {name} must hold floating point numbers: got {tensors[name].dtype}")
+            raise UserError(f"{folder}: {name} must be a floating point tensor: got {tensors[name].dtype}")
     network.load_state_dict(tensors, assign=True)
 
 
 def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:
-    """Write a drafter checkpoint, each file whole or not at all.
+    """Write a drafter checkpoint; files are written atomically.
 
     Args:
-        name: the drafter's registered name.
-        settings: its own settings.
-        target: the target it was made for.
+        name: registered name of the drafter.
+        settings: its settings.
+        target: its target.
     """
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
     with atomic(folder / _WEIGHTS) as part:
@@ -151,7 +153,7 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping
 
 
 def verifier_of(target: Any) -> dict[str, Any]:
-    """How a checkpoint names its target."""
+    """The ``verifier`` entry for a target."""
     return {
         "name_or_path": Path(getattr(target.model.config, "name_or_path", "") or "").name,
         "architectures": [type(target.model).__name__],
@@ -161,16 +163,12 @@ def verifier_of(target: Any) -> dict[str, Any]:
 
 
 def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
-    """Refuse a drafter on another target than its own.
-
-    Raises:
-        UserError: naming both sides.
-    """
+    """Check that a target matches a drafter's ``verifier``; raises ``UserError`` if not."""
     ours = verifier_of(target)
     different = [key for key in _COMPARED if verifier.get(key) != ours[key]]
     if different:
         made = ", ".join(f"{key} {verifier.get(key)}" for key in different)
         here = ", ".join(f"{key} {ours[key]}" for key in different)
         raise UserError(
-            f"the drafter was made for {verifier.get('name_or_path') or 'another target'} ({made}): got {here}"
+            f"the drafter was trained for {verifier.get('name_or_path') or 'another target'} ({made}): got {here}"
         )

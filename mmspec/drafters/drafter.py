@@ -1,4 +1,4 @@
-"""What proposes the trees. A drafter owns its caches; the engine tells it what became of its last tree."""
+"""Drafter protocol. A drafter owns its caches; the engine reports the verdict on each tree."""
 
 from __future__ import annotations
 
@@ -17,42 +17,53 @@ from mmspec.targets.target import Feature, Prompt, Step, Target
 
 
 class Drafter(Protocol):
-    """What the engine needs of a drafter. It may propose anything: the output stays the target's own.
+    """Interface between engine and drafter. Output never depends on what is proposed.
 
-    Its rows are the sequences that decode, in the order of joining, as the target's are. One that drafts the same
-    whatever it saw before sets ``learns`` to False; one that reads the target's hidden states names them in
-    ``features``, e.g. ``("last",)`` or ``(2, 16, 29)``; see ``Feature``.
+    Rows are the decoding sequences, in the target's order. A drafter that does not learn from earlier outputs sets
+    ``learns`` to False; one that uses the target's hidden states lists them in ``features``, e.g. ``("last",)`` or
+    ``(2, 16, 29)``; see ``Feature``.
     """
 
     def attach(self, target: Target) -> None:
-        """Prepare for a target; raises ``UserError`` when this drafter was made for another one. To attach to the
-        same target again changes nothing."""
+        """Prepare for a target; a repeated call with the same target has no effect.
+
+        Raises:
+            UserError: the drafter was trained for another target.
+        """
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        """Sequences have joined: their rows come after those that there are.
+        """Append rows for new sequences.
 
         Args:
-            prompt: theirs.
+            prompt: their prompts.
             step: the target's prefill.
-            history: the tokens of each, the prompt's and the emitted ones (now: the first). The engine appends to these
-                lists as the sequences grow: read them, do not write to them.
+            history: token list of each sequence, prompt and emitted tokens (so far the first). The engine appends to
+                these lists; drafters only read them.
         """
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; the others have left. Called between ``observe`` and ``propose``."""
+        """Keep these rows, in this order, and drop the others. Called between ``observe`` and ``propose``."""
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        """A tree per row that continues ``token``, (batch,) int64, the last emitted ones. ``budget`` says how deep and
-        wide growing pays; the engine prunes the tree to its likeliest nodes by ``TokenTree.log_probs``."""
+        """Draft a tree per row.
+
+        Args:
+            token: (batch,) int64, last emitted tokens, the roots.
+            budget: limits depth and width; the engine then prunes the tree by ``TokenTree.log_probs``.
+        """
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """The target has verified the pruned ``tree``: ``step`` is its pass, ``verdict`` the accepted paths.
+        """Update the drafter after verification.
 
-        The next pass may overwrite the tensors of ``step``."""
+        Args:
+            tree: the pruned tree.
+            verdict: the accepted paths.
+            step: output of the verify pass; the next pass may overwrite its tensors.
+        """
 
 
 def features(drafter: Drafter | None) -> tuple[Feature, ...]:
-    """The hidden states of the target that a drafter reads."""
+    """Hidden states of the target that a drafter uses."""
     return tuple(getattr(drafter, "features", ()))
 
 
@@ -61,12 +72,12 @@ def build_tree(
     rows: Sequence[tuple[list[int], list[int]]],
     path_probs: list[list[float]] | None = None,
 ) -> TokenTree:
-    """A batch from ragged rows on the host.
+    """Build a batched tree from ragged rows on the host.
 
     Args:
         token: (batch,) int64, the roots.
-        rows: per row ``(tokens, parents)`` of the drafted nodes, parents being node indices with the root as 0.
-        path_probs: per row the probability of each drafted node's path, in descending order.
+        rows: per row ``(tokens, parents)`` of the drafted nodes; parents are node indices, the root is 0.
+        path_probs: per row the path probability of each drafted node, in descending order.
     """
     widest = max(len(tokens) for tokens, _ in rows)
     if widest == 0:
@@ -99,7 +110,7 @@ def build_tree(
 
 
 def fork(drafter: Drafter | None, target: Target) -> Any:
-    """A copy without rows that learns on its own. It shares weights and the target, which nothing changes."""
+    """Copy a drafter with its learned state and without rows; weights and target are shared."""
     shared: list[Any] = [target]
     for member in members(drafter):
         shared.append(getattr(member, "_target", target))
@@ -112,7 +123,7 @@ def fork(drafter: Drafter | None, target: Target) -> Any:
 
 
 def members(drafter: Drafter | None) -> list[Drafter]:
-    """The drafters whose trees a drafter merges; most are their own only member."""
+    """The drafters of a union, nested ones included, or the drafter itself."""
     if drafter is None:
         return []
     parts = getattr(drafter, "drafters", None)
@@ -120,11 +131,10 @@ def members(drafter: Drafter | None) -> list[Drafter]:
 
 
 def learns(drafter: Drafter | None) -> bool:
-    """Whether it may draft from what it saw in earlier answers."""
+    """Whether a drafter learns from earlier outputs."""
     return drafter is not None and getattr(drafter, "learns", True)
 
 
 def lend(drafter: Drafter | None, target: Target) -> Any:
-    """What drafts one answer and leaves no trace of it: the drafter itself, which keeps what was captured of it, or a
-    copy of one that learns."""
+    """A drafter for one request that leaves no learned state: a copy if it learns, else itself with its CUDA graphs."""
     return fork(drafter, target) if learns(drafter) else drafter

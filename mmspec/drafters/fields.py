@@ -1,4 +1,4 @@
-"""Dataclasses whose fields are checked, by type and range, whenever one is made: for what files and callers set."""
+"""Dataclasses that validate the type and range of their fields on construction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
 
 
 class Within(NamedTuple):
-    """The range of a number, both ends allowed, as in ``Annotated[int, Within(1, 64)]``."""
+    """Closed range of a number, as in ``Annotated[int, Within(1, 64)]``."""
 
     least: float
     most: float
@@ -26,10 +26,10 @@ class Within(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """Base of dataclasses with checked fields, each of a type in ``_KINDS``, annotated or not, or another ``Checked``.
+    """Base of validated dataclasses. Field types are those in ``_KINDS``, optionally annotated, or ``Checked`` classes.
 
     Raises:
-        UserError: a value of another type, or outside of its range.
+        UserError: a value has the wrong type or is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -40,10 +40,10 @@ class Checked:
 
     @classmethod
     def read(cls, values: Any, source: str) -> Self:
-        """From what a JSON file holds: every field that has no default, and none that is unknown.
+        """Construct from a parsed JSON object; missing and unknown fields are errors.
 
         Args:
-            source: how messages name the file.
+            source: name of the file in error messages.
         """
         if not isinstance(values, Mapping):
             raise UserError(f"{source}: expected an object with fields, received {_shown(values)}")
@@ -64,7 +64,7 @@ class Checked:
 
 
 def _hints(kind: type[Checked]) -> dict[str, tuple[Any, Within | None]]:
-    """Of each field, its type and range."""
+    """Type and range of each field."""
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         plain, *limits = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
@@ -73,7 +73,7 @@ def _hints(kind: type[Checked]) -> dict[str, tuple[Any, Within | None]]:
 
 
 def _broken(kind: Any, limits: Within | None, value: Any) -> str | None:
-    """The rule that a value breaks; None where it breaks none."""
+    """The rule that a value violates, or None."""
     types, rule = _KINDS[kind]
     right = isinstance(value, types) and (kind is bool or not isinstance(value, bool))
     if right and kind == list[str]:

@@ -1,8 +1,7 @@
-"""Growing trees out of next-token guesses, likeliest nodes first.
+"""Draft tree growth, by descending path probability.
 
-``best_first`` is for drafters whose guesses are a look-up on the host, ``grow_tree`` for those that need a forward pass
-per level. In both a child's path probability is at most its parent's and it is listed after it, so that any number of
-nodes from the front form a tree.
+``best_first`` is for look-up drafters on the host, ``grow_tree`` for drafters with a forward pass per level. In both,
+children follow their parents in descending order of path probability, so that every prefix of the nodes is a tree.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ def best_first(
     floor: float,
     width: int | None = None,
 ) -> Nodes:
-    """The ``nodes`` likeliest nodes of a tree that is only looked at where it pays.
+    """Best-first search for the most probable nodes of a lazily expanded tree.
 
     Args:
-        root: whatever ``children`` takes to stand for the root.
-        children: ``(token, probability given the parent, state)`` of a node's children, tokens all different.
-        depth: levels below the root at most.
-        nodes: nodes at most.
-        floor: path probability below which no node is wanted.
-        width: children of a node at most, the likeliest ones; None takes all.
+        root: state of the root.
+        children: given a node's state, yields ``(token, probability given the parent, state)`` per child, with distinct
+            tokens.
+        depth: maximum depth.
+        nodes: maximum number of nodes.
+        floor: minimum path probability of a node.
+        width: maximum children per node, the most probable ones; None takes all.
 
     Returns:
-        Tokens, parents (0 is the root, i the i-th node listed) and path probabilities, most probable first.
+        Tokens, parents (0 is the root, i the i-th node) and path probabilities, in descending order.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -57,7 +57,7 @@ def best_first(
                 found = heapq.nlargest(width, found, key=lambda child: child[1])
             for token, share, below in found:
                 if gain * share >= floor:
-                    # The running number makes ties come out in order, and keeps states from being compared.
+                    # The counter breaks ties in order of insertion, before states would be compared.
                     pushed += 1
                     heapq.heappush(heap, (-gain * share, pushed, token, node, level + 1, below))
         if not heap or len(tokens) >= nodes:
@@ -79,28 +79,28 @@ def grow_tree(
     depth: int | None = None,
     nodes: int | None = None,
 ) -> TokenTree:
-    """Grow one tree per row: the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4).
+    """Grow the dynamic draft tree of EAGLE-2 (arXiv 2406.16858, section 4), one per row.
 
-    Level by level, the ``top_k`` likeliest nodes are extended by their likeliest children; of everything seen, the
-    nodes with the highest path probability are kept. On fixed shapes the depth is the budget's: to ask whether a level
-    pays, the host would have to wait for its probabilities.
+    Beam search expands the ``top_k`` best nodes of each level; of all candidates, the nodes with the highest path
+    probability form the tree. With static shapes the depth is the budget's, as early exit would need a host sync per
+    level.
 
     Args:
         token: (batch,) int64, the roots.
-        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, likeliest first.
-        extend: given the next beam's tokens, (batch, width), and which entry of the beam before each descends from,
-            (batch, width), meaningless for the first beam, returns its children as ``(tokens, log_probs)``, each
-            (batch, width, children).
-        budget: bounds depth and size.
-        top_k: nodes extended per level.
-        depth, nodes: bounds of the drafter's own.
+        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order.
+        extend: given the next beam's tokens, (batch, width), and the previous beam's entry that each descends from,
+            (batch, width), undefined for the first beam, returns their children as ``(tokens, log_probs)``,
+            (batch, width, children) each.
+        budget: limits depth and size.
+        top_k: beam width.
+        depth, nodes: limits of the drafter.
     """
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
     fixed = kernels.fixed_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     tokens, scores, extended = [first[0]], [first[1]], []
-    seen, children = 0, first[0].shape[1]  # candidates above the last level, and how many of it share a parent
+    seen, children = 0, first[0].shape[1]  # candidates above the last level, children per node in it
     for _ in range(1, deepest):
         score, beam, at = ops.next_beam(scores[-1], tokens[-1], top_k)
         if not fixed and not budget.deeper(float(score.exp().sum()) / batch):
@@ -121,15 +121,15 @@ def grow_tree(
         return TokenTree.root(token)
     tree = TokenTree(kept, above, log_probs=torch.nn.functional.pad(score, (1, 0)), check=False)
     if fixed:
-        tree.max_depth = min(levels, tree.nodes - 1)  # it may not reach as far, which is not worth asking
+        tree.max_depth = min(levels, tree.nodes - 1)  # upper bound; the exact depth would need a host sync
     return tree
 
 
 class Reach:
-    """Which entries of a drafter's cache behind the committed prefix each new entry attends to.
+    """Attention mask of tree nodes over the drafter's uncommitted cache entries.
 
-    Each beam of ``grow_tree`` that is fed to the drafter adds one entry per node, or ``stride`` entries per node, a
-    chain of its own.
+    Each beam of ``grow_tree`` that passes through the drafter appends one entry per node, or a chain of ``stride``
+    entries per node.
     """
 
     def __init__(self, stride: int = 1) -> None:
@@ -138,13 +138,13 @@ class Reach:
         self._own = torch.empty(0, 0)
 
     def __call__(self, origin: Tensor) -> Tensor:
-        """Feed a beam.
+        """Append a beam.
 
         Args:
-            origin: (batch, width) int64, which node of the beam fed before each descends from; meaningless at first.
+            origin: (batch, width) int64, node of the previous beam that each descends from; unused for the first beam.
 
         Returns:
-            (batch, width * stride, entries) bool: a node's chain, and those of its ancestors, of all entries so far.
+            (batch, width * stride, entries) bool: each node's own chain up to itself and its ancestors' chains.
         """
         batch, width = origin.shape
         if self._own.shape[1] != width * self._stride:

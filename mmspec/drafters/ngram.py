@@ -1,7 +1,7 @@
-"""Drafts from what was already said: continuations of the current suffix in the prompt, the output and past outputs.
+"""N-gram drafter: prompt lookup (arXiv 2304.04487) in the prompt, the output and earlier requests, as a tree.
 
-Prompt lookup (arXiv 2304.04487 and its descendants) as a tree: all occurrences of the longest known suffixes are merged
-into one trie, and a node's confidence is the share of the occurrences that run through it.
+All occurrences of the longest known suffixes are merged into one trie; a node's confidence is the share of occurrences
+that pass through it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Prompt, Step, Target
 
-_OCCURRENCES = 12  # the latest occurrences of a suffix that are looked at
-_TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # first guess of how often a continuation of a suffix of 1, 2, ... tokens holds
+_OCCURRENCES = 12  # latest occurrences used per suffix
+_TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # prior acceptance rate after a matching suffix of 1, 2, ... tokens
 
 
 class Ngram:
@@ -28,9 +28,8 @@ class Ngram:
 
     Args:
         longest, shortest: lengths of the suffixes to look up, in tokens.
-        memory: tokens of earlier requests to keep as a source of drafts, for the sequences that join after these left;
-            0 keeps none.
-        width: children of a node at most; 1 drafts chains, None trees.
+        memory: tokens of finished requests to keep as a source of drafts; 0 keeps none.
+        width: maximum children per node; 1 drafts chains, None trees of any width.
 
     Raises:
         UserError: ``shortest`` is below 1 or above ``longest``.
@@ -47,7 +46,7 @@ class Ngram:
 
     @property
     def learns(self) -> bool:
-        """Whether earlier requests are a source of drafts."""
+        """Whether it drafts from earlier requests."""
         return self.memory > 0
 
     def attach(self, target: Target) -> None:
@@ -69,14 +68,14 @@ class Ngram:
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """The history grows by itself; suffixes are indexed when the next tree is asked for."""
+        """No-op: the engine extends the history, which ``propose`` indexes."""
 
 
 Occurrences = list[tuple[int, float]]  # (position of the next token, trust in it)
 
 
 class _Text:
-    """One row's tokens and where each of their n-grams ended."""
+    """Suffix index of one row's tokens."""
 
     def __init__(self, past: list[int], history: list[int], lengths: range) -> None:
         self.past, self.history, self.lengths = past, history, lengths
@@ -84,7 +83,7 @@ class _Text:
         self.indexed = 0
 
     def continuations(self, budget: Budget, width: int | None) -> Nodes:
-        """The likeliest continuations, see ``best_first``."""
+        """Most probable continuations, see ``best_first``."""
         text = self.past + self.history if self.past else self.history
         self._index(text)
         starts: list[tuple[int, float]] = []
@@ -115,10 +114,10 @@ class _Text:
 
 
 def _children(text: list[int], occurrences: Occurrences) -> Iterator[tuple[int, float, Occurrences]]:
-    """The tokens at the occurrences, equal ones merged.
+    """Next tokens at the occurrences, with merged duplicates.
 
-    A token's share is its occurrences' trust over (the trust of all + what the best lacks to certainty), so that one
-    weak occurrence stays a weak guess and many that agree become a strong one.
+    A token's probability is its occurrences' trust / (total trust + 1 - maximum trust): low for a single weak
+    occurrence, high for many that agree.
     """
     groups: dict[int, Occurrences] = {}
     for position, trust in occurrences:

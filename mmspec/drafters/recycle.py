@@ -1,9 +1,9 @@
-"""Token Recycling (arXiv 2408.08696): the candidates that the target ranked high before, as the next draft.
+"""Token Recycling drafter (arXiv 2408.08696): a table of the target's top candidates per context.
 
-Every pass of the target ranks successors at every node that it sees, accepted or not. A table keeps the likeliest, and
-a tree is grown through the table. Two things differ from the paper, both measured to draft better: an entry for the
-last two tokens comes before that for the last one, and an entry is a running average of the target's probabilities
-instead of the latest ranking, so that its confidences hold on average.
+Every verify pass ranks successors at every node, accepted or not. The table keeps the most probable ones, and trees are
+grown from it. Two differences from the paper, each with higher acceptance: contexts of two tokens take precedence over
+single tokens, and an entry is a running average of the target's probabilities instead of the latest ranking, which
+calibrates it.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Prompt, Step, Target
 
-Context = tuple[int, int]  # the last two tokens; a first one of -1 stands for any
+Context = tuple[int, int]  # the last two tokens; -1 first for single-token contexts
 Ranking = dict[int, float]  # successor -> probability
 
 _ANY = -1
-_ENTRIES = 200_000  # contexts kept, the oldest given up first
+_ENTRIES = 200_000  # maximum table size; the oldest entries are evicted first
 
 
 @dataclass(frozen=True)
 class _Settings(Checked):
-    """What ``config.json`` holds."""
+    """Contents of ``config.json``."""
 
     top_k: Annotated[int, Within(1, 64)]
     pairs: bool = True
 
 
 class Recycle:
-    """Successor-table drafter.
+    """Token Recycling drafter.
 
-    The table outlives requests: what the target ranked for one answer drafts the next one. ``reset`` forgets it. With
-    static shapes it is on the device (``mmspec.drafters.recycled``).
+    The table persists between requests until ``reset``. With static shapes it is on the device
+    (``mmspec.drafters.recycled``).
 
     Args:
-        top_k: successors kept per context.
-        pairs: keep entries for the last two tokens too; False keeps the paper's one per token.
-        width: children of a node at most; 1 drafts chains, None trees.
+        top_k: successors per context.
+        pairs: also keep contexts of two tokens; False is the paper's single-token table.
+        width: maximum children per node; 1 drafts chains, None trees of any width.
 
     Raises:
         UserError: ``top_k`` is not an integer from 1 to 64.
@@ -68,14 +68,14 @@ class Recycle:
         self._verifier: Mapping[str, Any] | None = None
         self._target: Target | None = None
         self._last: list[Context] = []  # per row, the token before the root, and the root
-        self._recycled: Recycled | None = None  # replaces table and rows where shapes are static
+        self._recycled: Recycled | None = None  # device table, with static shapes
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Recycle:
-        """A table that ``save`` wrote, to start from.
+        """Load a table written by ``save``.
 
         Raises:
-            UserError: the folder does not hold one.
+            UserError: the folder does not contain a valid one.
         """
         settings, verifier, tensors = checkpoint.read(folder, _Settings)
         _check(tensors, settings.top_k, verifier["vocab_size"], folder)
@@ -90,8 +90,8 @@ class Recycle:
         """Write the table as a drafter checkpoint.
 
         Args:
-            target: the target it was learnt from.
-            smallest: successors of a lower probability are left out.
+            target: the target that the table was learned from.
+            smallest: minimum probability of a saved successor.
         """
         kept = {
             context: sorted(((p, t) for t, p in ranking.items() if p >= smallest), reverse=True)[: self.top_k]
@@ -108,7 +108,7 @@ class Recycle:
 
     @property
     def entries(self) -> int:
-        """Contexts in the table."""
+        """Number of contexts in the table."""
         return len(self._rankings())
 
     def attach(self, target: Target) -> None:
@@ -120,7 +120,7 @@ class Recycle:
         self.select([])
 
     def reset(self) -> None:
-        """Forget all successors."""
+        """Clear the table."""
         self._table = {}
         if self._recycled is not None:
             self._recycled.forget()
@@ -129,7 +129,7 @@ class Recycle:
         return self._table if self._recycled is None else dict(self._recycled.entries())
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        if self._vocab != step.logits.shape[-1]:  # the table of another vocabulary
+        if self._vocab != step.logits.shape[-1]:  # the vocabulary has changed
             self._table, self._recycled, self._last = {}, None, []
             self._vocab = step.logits.shape[-1]
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
@@ -181,7 +181,7 @@ class Recycle:
         return [(token, p, (last, token)) for token, p in ranking.items()]
 
     def _learn(self, contexts: list[Context], logits: Tensor) -> None:
-        """Average the rankings of ``logits``, (contexts, vocab), into the contexts' entries."""
+        """Update the contexts' entries with the rankings of ``logits``, (contexts, vocab)."""
         best, ranked = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
         probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
         for context, tokens, chances in zip(contexts, ranked.tolist(), probs.tolist(), strict=True):
@@ -207,7 +207,7 @@ class Recycle:
 
 
 def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) -> None:
-    """Refuse what ``Recycle.save`` cannot have written."""
+    """Validate the tensors of a saved table."""
     rows = len(tensors["contexts"]) if "contexts" in tensors and tensors["contexts"].ndim else 0
     expected = {"contexts": (rows, 2), "tokens": (rows, top_k), "probs": (rows, top_k)}
     if (received := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
@@ -215,11 +215,11 @@ def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) 
     contexts, tokens, probs = (tensors[name] for name in expected)
     if [tensor.is_floating_point() for tensor in (contexts, tokens, probs)] != [False, False, True]:
         found = ", ".join(str(tensor.dtype) for tensor in (contexts, tokens, probs))
-        raise UserError(f"{folder}: contexts and tokens must be integers, probs floating point numbers: got {found}")
+        raise UserError(f"{folder}: contexts and tokens must be integers, probs floating point: got {found}")
     if not rows:
         return
     lowest, highest = min(int(contexts[:, 1].min()), int(tokens.min())), max(int(contexts.max()), int(tokens.max()))
     if lowest < 0 or highest >= vocab or int(contexts.min()) < _ANY:
         raise UserError(f"{folder}: contexts and tokens must be tokens below {vocab}: got {lowest} to {highest}")
     if not bool(((probs >= 0) & (probs <= 1)).all()):
-        raise UserError(f"{folder}: probs must lie between 0 and 1")
+        raise UserError(f"{folder}: probs must be in [0, 1]")

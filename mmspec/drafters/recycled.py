@@ -1,8 +1,7 @@
-"""The table of Token Recycling on a device: it learns and drafts there with static shapes, without host syncs.
+"""Token Recycling on the device: table updates and drafting with static shapes and no host syncs.
 
-It has the same entries as the table of ``mmspec.drafters.recycle``, with two exceptions: contexts of two tokens share a
-number of slots, where a later one replaces an earlier one; and of a context that occurs several times in a step, only
-the last node counts.
+Differences from the host table of ``mmspec.drafters.recycle``: two-token contexts are hashed into a fixed number of
+slots, later ones overwriting earlier ones; and if a context occurs several times in a step, only its last node counts.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ if TYPE_CHECKING:
     from mmspec.drafters.recycle import Context, Ranking, Recycle
 
 NEWEST = 0.3  # weight of the latest ranking in the running average
-UNLIKELY = 0.005  # successors below this probability are not worth their place
-_SLOTS = 1 << 17  # for contexts of two tokens
-_DEPTH, _NODES = 6, 512  # of a tree at most; with twice the depth no more was accepted
-_SPREAD = -7046029254386353131  # 2**64 over the golden ratio: its multiples spread evenly
+UNLIKELY = 0.005  # minimum probability of a stored successor
+_SLOTS = 1 << 17  # hash slots of two-token contexts
+_DEPTH, _NODES = 6, 512  # maximum tree size; twice the depth did not raise acceptance
+_HASH = -7046029254386353131  # Fibonacci hashing: 2**64 / golden ratio
 
 
 class Rankings:
-    """Successors of contexts and their probabilities, likeliest first.
+    """Table of successors and their probabilities per context, in descending order.
 
     Args:
-        slots: for contexts; an extra one is a write sink.
-        width: successors kept per context.
+        slots: number of contexts; one extra slot is a write sink.
+        width: successors per context.
 
     Attributes:
-        key: (slots + 1,) int64, the context in a slot; -1 none.
-        tokens, probs: (slots + 1, width), 0 where there are fewer.
+        key: (slots + 1,) int64, context of each slot; -1 if empty.
+        tokens, probs: (slots + 1, width), padded with 0.
     """
 
     def __init__(self, slots: int, width: int, device: torch.device) -> None:
@@ -50,14 +49,14 @@ class Rankings:
         self.probs = torch.zeros(slots + 1, width, device=device)
 
     def look_up(self, slot: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and probabilities, (..., width) each, of contexts, (...); probabilities are 0 where it is unknown."""
+        """Tokens and probabilities, (..., width) each, of contexts, (...); unknown contexts have probabilities 0."""
         return self.tokens[slot], self.probs[slot].where((self.key[slot] == key)[..., None], 0.0)
 
     def average(self, slot: Tensor, key: Tensor, counts: Tensor, tokens: Tensor, probs: Tensor, newest: float) -> None:
-        """Average rankings into the table's, with a weight of ``newest``.
+        """Update running averages with new rankings, of weight ``newest``.
 
         Args:
-            slot, key, counts: (contexts,); ``counts`` bool, False for those of idle rows.
+            slot, key, counts: (contexts,); ``counts`` bool, False for idle rows.
             tokens, probs: (contexts, k).
         """
         later = ((slot[:, None] == slot) & counts).triu(1).any(1)
@@ -74,11 +73,11 @@ class Rankings:
 
 
 class Recycled(CapturedDrafter):
-    """What ``Recycle`` does with static shapes.
+    """``Recycle`` with static shapes.
 
     Args:
-        drafter: its settings are used.
-        vocab: tokens of the vocabulary.
+        drafter: provides the settings.
+        vocab: vocabulary size.
 
     Attributes:
         last: (rows, 2) int64, the token before the root, and the root.
@@ -107,16 +106,20 @@ class Recycled(CapturedDrafter):
         return _DEPTH, _NODES
 
     def forget(self) -> None:
-        """Forget all successors."""
+        """Clear the table."""
         self._any.key.fill_(-1)
         self._pairs.key.fill_(-1)
 
     @torch.inference_mode()
     def begin(self, ends: Tensor, step: Step, first: Tensor) -> None:
-        """Sequences have joined whose prompts end with ``ends``, (joining, 2), and whose first token is ``first``,
-        (joining,)."""
+        """Append rows for new sequences.
+
+        Args:
+            ends: (new rows, 2) int64, the last two tokens of each prompt.
+            first: (new rows,) int64, the first emitted tokens.
+        """
         self.join(len(ends), True)
-        ends = ends.clamp(0, self._vocab - 1)  # a prompt may have but one token, or some that no answer has
+        ends = ends.clamp(0, self._vocab - 1)  # -1 before a prompt of one token; prompt tokens outside the vocabulary
         self.last.append(torch.stack([ends[:, 1], first], dim=1))
         ranked = ops.top_log_probs(step.logits[:, 0], self._drafter.top_k)
         self._learn(ends[:, 0], ends[:, 1], torch.ones_like(first, dtype=torch.bool), *ranked)
@@ -124,19 +127,19 @@ class Recycled(CapturedDrafter):
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
         steps, self._pending = self._pending, []
-        self._absorb_all(steps)  # what the others' last trees taught
+        self._absorb_all(steps)  # removed rows still update the table
         super().select(rows)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Note the rankings at every node, and the accepted tokens."""
+        """Queue the rankings at every node, and the accepted tokens."""
         ranked = ops.top_log_probs(step.logits, self._drafter.top_k)
-        self.note((tree.tokens, tree.parents, *ranked, verdict.tokens), verdict)
+        self.queue((tree.tokens, tree.parents, *ranked, verdict.tokens), verdict)
 
     def absorb(  # type: ignore[override]
         self, tokens: Tensor, parents: Tensor, ranked: Tensor, log_probs: Tensor, emitted: Tensor, length: Tensor
     ) -> None:
-        """Learn from a tree's nodes, (batch, nodes), and the rankings there, (batch, nodes, k); append ``emitted``,
-        (batch, depth)."""
+        """Update the table with the rankings, (batch, nodes, k), at a tree's nodes, (batch, nodes), and advance
+        ``last`` by ``emitted``, (batch, depth)."""
         last = self.last.data[: len(tokens)]
         before = torch.where(parents >= 0, tokens.gather(1, parents.clamp(min=0)), last[:, :1])
         counts = (length > 0)[:, None].expand_as(tokens)
@@ -169,7 +172,7 @@ class Recycled(CapturedDrafter):
         return tokens[..., :most], probs[..., :most].log()
 
     def _learn(self, before: Tensor, token: Tensor, counts: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-        """Average rankings, (contexts, k), into those of contexts, (contexts,)."""
+        """Update the table with rankings, (contexts, k), of contexts, (contexts,)."""
         probs = log_probs.exp()
         probs = probs.where(probs >= UNLIKELY, 0.0)
         ranking = counts, tokens, probs, NEWEST
@@ -182,12 +185,12 @@ class Recycled(CapturedDrafter):
         return before * self._vocab + token
 
     def _slot(self, key: Tensor) -> Tensor:
-        return ((key * _SPREAD) >> 40) & (len(self._pairs.key) - 2)
+        return ((key * _HASH) >> 40) & (len(self._pairs.key) - 2)
 
     # ------------------------------------------------------------------ to the host and back
 
     def fill(self, table: Mapping[Context, Ranking]) -> None:
-        """Take over a table of the host; of contexts that share a slot, the last."""
+        """Copy the host table; the last of colliding contexts wins."""
         for pairs, kept in ((False, self._any), (True, self._pairs)):
             chosen = {context: ranking for context, ranking in table.items() if (context[0] >= 0) == pairs}
             if not chosen or (pairs and not self._drafter.pairs):
@@ -206,7 +209,7 @@ class Recycled(CapturedDrafter):
             kept.probs[where] = torch.tensor([[p for _, p in row] for row in rows])[order].to(where.device)
 
     def entries(self) -> Iterator[tuple[Context, Ranking]]:
-        """Everything that is held, as the table of the host has it."""
+        """Iterate over the table in the host table's format."""
         for pairs, kept in ((False, self._any), (True, self._pairs)):
             key, tokens, probs = (x[:-1] for x in (kept.key, kept.tokens, kept.probs))
             at = (key >= 0).nonzero()[:, 0]

@@ -1,6 +1,6 @@
-"""A small causal language model of the same vocabulary as drafter, with its own KV cache.
+"""Draft-model drafter: a small causal language model of the target's vocabulary, with its own KV cache.
 
-It reads text only: visual positions of the prompt are left out of what it sees.
+Text only: visual positions of the prompt are dropped.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mmspec.targets.support import read_whole
 from mmspec.targets.target import Prompt, Step, Target
 from mmspec.targets.transformers_target import TransformersTarget
 
-_DEPTH, _NODES = 16, 512  # levels and nodes of a tree of static shape; budgets ask for less
+_DEPTH, _NODES = 16, 512  # maximum tree size with static shapes
 
 
 class Small(CapturedDrafter):
     """Draft-model drafter.
 
     Args:
-        model: a causal language model of the target's vocabulary, or the name or folder of one.
+        model: a causal language model of the target's vocabulary, or its name or folder.
         top_k: nodes extended per level, and children per node.
-        trust_remote_code: let the model's folder run Python code that it brings along.
+        trust_remote_code: allow Python code in the model's folder.
 
     Raises:
-        UserError: no model given, one with layers other than attention, or (at ``attach``) one of another vocabulary
-            size.
+        UserError: no model, a model with layers other than attention, or (at ``attach``) a larger vocabulary than the
+            target's.
     """
 
     learns: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Small(CapturedDrafter):
         self.top_k = top_k
         super().__init__()
         if self.lm.layers is not None:
-            # A recurrent state cannot be built upon before its tokens are accepted.
+            # A recurrent state cannot be extended by uncommitted tokens.
             raise UserError(
                 f"the small drafter must have attention layers only: {type(self.model).__name__} has others"
             )
@@ -66,7 +66,7 @@ class Small(CapturedDrafter):
     def reset(self, static: bool = False) -> None:
         super().reset(static)
         self.lm = TransformersTarget(self.model)
-        self._output = RowTensor(static)  # (rows, hidden), the model's at each row's last token
+        self._output = RowTensor(static)  # (rows, hidden), at each row's last token
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -95,7 +95,7 @@ class Small(CapturedDrafter):
             keep = keep * ~step.visual
         first = on_device([[row[-1]] for row in history], keep.device)
         ids, keep = torch.cat([prompt.input_ids, first], dim=1), F.pad(keep, (0, 1), value=1)
-        # Left-padded with the text, in order.
+        # Move the text tokens to the right, in order: left padding.
         order = keep.sort(dim=1, stable=True).indices
         width = int(keep.sum(1).max())
         ids, mask = self._readable(ids.gather(1, order)[:, -width:]), keep.gather(1, order)[:, -width:]
@@ -104,8 +104,8 @@ class Small(CapturedDrafter):
         self._output.append(read.features["last"][:, -1])
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Note the accepted tokens."""
-        self.note((verdict.tokens,), verdict)
+        """Queue the accepted tokens."""
+        self.queue((verdict.tokens,), verdict)
 
     def reserve(self, width: int) -> None:
         self.lm.cache.reserve_nodes(width + _DEPTH * self.top_k)
@@ -114,7 +114,7 @@ class Small(CapturedDrafter):
         self.lm.cache.advance(accepted)
 
     def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
-        """Absorb accepted tokens, (batch, width)."""
+        """Append accepted tokens, (batch, width), to the KV cache."""
         (batch, width), lm = tokens.shape, self.lm
         lm.forget_nodes()
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
@@ -143,7 +143,7 @@ class Small(CapturedDrafter):
         return tree
 
     def _readable(self, tokens: Tensor) -> Tensor:
-        """The target may have tokens that the model lacks."""
+        """Clamp tokens to the model's vocabulary, which may be smaller than the target's."""
         return tokens.clamp(max=self.lm.config.vocab_size - 1)
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

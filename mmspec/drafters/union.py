@@ -1,4 +1,4 @@
-"""Several drafters in one tree: what each of them proposes, merged."""
+"""Drafter ensemble: the union of several drafters' trees."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mmspec.targets.target import Feature, Prompt, Step, Target
 
 
 class Union:
-    """The union of several drafters' trees, of which the budget keeps the likeliest nodes.
+    """Merges the trees of several drafters; the budget prunes the union to its most probable nodes.
 
     Args:
-        drafters: at least two; each proposes trees with ``log_probs``.
+        drafters: at least two, whose trees have ``log_probs``.
 
     Raises:
         UserError: fewer than two drafters.
@@ -31,12 +31,12 @@ class Union:
 
     @property
     def learns(self) -> bool:
-        """Whether any of them drafts from what it saw in earlier answers."""
+        """Whether any drafter learns from earlier outputs."""
         return any(map(learns, self.drafters))
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """The hidden states that any of them reads."""
+        """Hidden states that any drafter uses."""
         return tuple(dict.fromkeys(feature for drafter in self.drafters for feature in features(drafter)))
 
     def attach(self, target: Target) -> None:

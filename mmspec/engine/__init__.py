@@ -1,1 +1,1 @@
-"""The decoding loop: sequences, their requests, stopping rules and statistics."""
+"""Decoding engine: continuous batching, requests, stopping criteria and statistics."""

@@ -1,7 +1,7 @@
 """Continuous batching of speculative decoding: sequences join and leave between decode steps.
 
-A step drafts a tree per sequence, verifies all trees in one pass of the target, and keeps what the target itself would
-have generated. A sequence's tokens do not depend on what decodes beside it.
+A step drafts a tree per sequence, verifies all trees in one forward pass of the target and emits the accepted tokens.
+A sequence's tokens do not depend on the other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ from mmspec.speculation.verify import verify_greedy
 from mmspec.targets.target import Prompt, Step, Target
 
 SLOTS = 32
-"""Sequences that decode at the same time by default."""
+"""Default maximum batch size."""
 
 CHUNK = 512
-"""Tokens of waiting prompts that one step absorbs by default while others decode."""
+"""Default prefill chunk while other sequences decode, in tokens per step."""
 
-
-_AT_ONCE = 4
-"""Chunks that one pass absorbs while nothing decodes."""
+_IDLE_CHUNKS = 4
+"""Chunks that one prefill pass takes while nothing decodes."""
 
 
 class Sequence(Sampled):
-    """One sequence under generation.
+    """State of one sequence.
 
     Attributes:
-        stats: its figures.
-        finish_reason: set when it has ended.
-        cancelled: nobody wants the rest of it.
-        added: when it was queued, in seconds of the clock that ``stats`` uses.
-        trees: its verified trees, one per step; None if they are not recorded.
+        stats: statistics.
+        finish_reason: set when the sequence has finished.
+        cancelled: whether the client has dropped the sequence.
+        added: time of queueing, ``perf_counter`` seconds.
+        trees: verified trees, one per step; None if not recorded.
     """
 
     def __init__(
@@ -65,16 +64,16 @@ class Sequence(Sampled):
         self.cancelled = False
         self.added = clock()
         self.trees: list[JudgedTree] | None = None
-        self._taken = len(history)
+        self._read = len(history)
 
     @property
     def token_ids(self) -> list[int]:
-        """All new tokens."""
+        """All generated tokens."""
         return self.history[self.prompt_length :]
 
     @property
     def room(self) -> int:
-        """Tokens that may still follow."""
+        """Tokens left to generate."""
         return self.stopper.room(self.prompt_length) - (len(self.history) - self.prompt_length)
 
     @property
@@ -82,61 +81,66 @@ class Sequence(Sampled):
         return self.finish_reason is not None or self.error is not None or self.cancelled
 
     @property
-    def has_news(self) -> bool:
-        return self.done or len(self.history) > self._taken
+    def has_output(self) -> bool:
+        """Whether there are unread tokens, or the sequence is done."""
+        return self.done or len(self.history) > self._read
 
     def take(self) -> list[int]:
-        """The tokens since the last call."""
-        new = self.history[self._taken :]
-        self._taken += len(new)
+        """Tokens since the last call."""
+        new = self.history[self._read :]
+        self._read += len(new)
         return new
 
-    def keep(self, path: list[int], tokens: list[int]) -> int:
-        """Append the part of ``tokens``, those chosen at the nodes of ``path``, up to a stop or a failure of a
-        processor; how many that are."""
+    def append(self, path: list[int], tokens: list[int]) -> int:
+        """Append accepted tokens up to a stop or a failed logits processor, and return their number.
+
+        Args:
+            path: nodes of the accepted path.
+            tokens: the target's token after each of them.
+        """
         failed = next((number for number, node in enumerate(path) if node in self.failures), len(path))
         try:
-            kept, self.finish_reason = self.stopper.keep(self.history, self.prompt_length, tokens[:failed])
-        except Exception as error:  # of a criterion of the user's
+            emitted, self.finish_reason = self.stopper.append(self.history, self.prompt_length, tokens[:failed])
+        except Exception as error:  # raised by a custom stopping criterion
             self.error = error
             return 0
         if failed < len(path) and self.finish_reason is None:
             self.error = self.failures[path[failed]]
-        return len(kept)
+        return len(emitted)
 
 
 @dataclass
-class _Arrival:
-    """Prompts that wait for slots, or are being absorbed."""
+class _PromptBatch:
+    """Prompts that wait for prefill, or are in it."""
 
     prompt: Prompt
     sequences: list[Sequence]
     nodes: int | None
     kind: Hashable
-    seconds: float = 0.0  # spent on absorbing them
-    passes: abc.Iterator[Step | None] | None = None
+    seconds: float = 0.0  # prefill time so far
+    passes: abc.Iterator[Step | None] | None = None  # prefill chunks
 
     @property
     def size(self) -> int:
-        """Tokens of the prompts, padding included."""
+        """Number of prompt tokens, padding included."""
         return self.prompt.input_ids.numel()
 
 
 class Engine:
-    """Decodes the sequences that are added to it, together.
+    """Continuous-batching engine.
 
-    Any thread may add and remove sequences and wait for them: one that waits drives the engine for all, the others
-    sleep until the step has ended.
+    Any thread may add, remove and wait for sequences: one waiting thread runs the steps for all, the others sleep until
+    a step has ended.
 
     Args:
-        target: the model whose output this is.
+        target: the target model.
         drafter: proposes the trees; None decodes plainly.
-        budget: given the sizes of the batch and (None: adaptive) of the trees, the budget of a step.
-        slots: sequences that decode at the same time.
-        chunk: tokens of waiting prompts that one step absorbs while others decode.
+        budget: returns the budget of a step, given batch size and tree size (None: adaptive).
+        slots: maximum batch size.
+        chunk: prompt tokens prefilled per step while other sequences decode.
 
     Attributes:
-        running: the sequences that decode; their indices are the rows of target and drafter.
+        running: decoding sequences; their indices are the rows of target and drafter.
     """
 
     def __init__(
@@ -152,12 +156,12 @@ class Engine:
         self.slots, self.chunk = slots, chunk
         self.running: list[Sequence] = []
         self._budget = budget
-        self._waiting: deque[_Arrival] = deque()
-        self._arriving: _Arrival | None = None  # whose prompts are being absorbed
-        self._joined: list[tuple[Prompt, Step, list[Sequence]]] = []  # of which the drafter does not know yet
-        self._nodes: int | None = None  # of the running sequences
+        self._waiting: deque[_PromptBatch] = deque()
+        self._prefilling: _PromptBatch | None = None
+        self._prefilled: list[tuple[Prompt, Step, list[Sequence]]] = []  # not yet passed to the drafter
+        self._nodes: int | None = None  # tree size of the running sequences
         self._kind: Hashable = None
-        self._token = torch.empty(0, dtype=torch.long)  # (rows,) the last emitted ones
+        self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
         self._sampler = BatchSampler()
         self._changed = threading.Condition()
         self._stepping: threading.Thread | None = None
@@ -166,7 +170,7 @@ class Engine:
     # ------------------------------------------------------------------ clients
 
     def attach(self) -> None:
-        """Attach the drafter to the target; raises ``UserError`` where they do not fit."""
+        """Attach the drafter to the target; raises ``UserError`` if they do not match."""
         lease = Lease(self.target, self.drafter, drafter_only=True)
         lease.acquire()
         lease.release()
@@ -174,17 +178,17 @@ class Engine:
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None, *, trace: bool = False
     ) -> list[Sequence]:
-        """Queue prompts for decoding; those of one call join at the same time.
+        """Queue prompts for decoding; those of one call start together.
 
         Args:
             prompt: one or several rows.
-            sampler, stopper: how their tokens are chosen, and when they end.
-            nodes: drafted nodes per step; None takes as many as are expected to be fastest. Sequences that differ in it
-                do not decode together.
+            sampler, stopper: sampling and stopping criteria.
+            nodes: drafted nodes per step; None chooses adaptively. Sequences with different values are not batched
+                together.
             trace: record the verified trees.
 
         Raises:
-            UserError: another engine decodes with this target or drafter, and may never end.
+            UserError: another engine holds this target or drafter and may never release it.
         """
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
@@ -196,11 +200,11 @@ class Engine:
             sequence.trees = [] if trace else None
         with self._changed:
             self._lease.acquire()
-            self._waiting.append(_Arrival(prompt, sequences, nodes, self.target.kind(prompt)))
+            self._waiting.append(_PromptBatch(prompt, sequences, nodes, self.target.kind(prompt)))
         return sequences
 
     def remove(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Cancel sequences: their slots are free at the next step. Those that have ended are left as they are."""
+        """Cancel sequences and free their rows at the next step; no effect on finished ones."""
         for sequence in sequences:
             sequence.cancelled = True
         with self._changed:
@@ -209,15 +213,15 @@ class Engine:
             self._changed.notify_all()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Decode until ``ready()``, or wait while another thread does.
+        """Run steps until ``ready()``, or wait while another thread runs them.
 
         Raises:
-            UserError: called from within a step, by a logits processor or a stopping criterion.
+            UserError: called inside a step, by a logits processor or a stopping criterion.
         """
         while True:
             with self._changed:
                 if self._stepping is threading.current_thread():
-                    raise UserError("a request cannot be made from within a step of the same pipeline")
+                    raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
                 while self._stepping and not ready():
                     self._changed.wait()
                 if ready():
@@ -240,26 +244,26 @@ class Engine:
     # ------------------------------------------------------------------ one step
 
     def step(self) -> None:
-        """Absorb waiting prompts as far as slots are free; unless some have joined, emit tokens for every sequence."""
+        """Prefill waiting prompts while rows are free, then run one decode step."""
         start = clock()
         running = list(self.running)
-        self._leave()
-        # Those who wait for their first token have it before the first decode step.
-        if self._admit() and not running:
+        self._remove_finished()
+        # Clients get the first token before the first decode step.
+        if self._prefill() and not running:
             return
-        self._leave()
+        self._remove_finished()
         if self.running:
             self._decode()
-            self._leave()
+            self._remove_finished()
         for sequence in running:
             sequence.stats.wall_seconds += clock() - start
 
     def _decode(self) -> None:
-        """Draft, verify, commit."""
+        """One decode step: draft, verify, commit."""
         start, rows, drafter, device = clock(), self.running, self.drafter, self._token.device
         begun = mark(device)
-        budget = self._begin()
-        joined = mark(device)
+        budget = self._prepare()
+        prepared = mark(device)
         budget.remaining = max(row.room for row in rows) - 1
         drafting = drafter is not None and budget.drafts()
         tree = TokenTree.root(self._token)
@@ -276,119 +280,121 @@ class Engine:
                 row.trees.append(judge(tree, number, verdict, step))
         self.target.commit(verdict)
         for row, drafts, (path, tokens) in zip(rows, tree.drafted, accepted, strict=True):
-            emitted = row.keep(path, tokens)
-            # Tokens after a stop are not emitted, and not counted as accepted either.
+            emitted = row.append(path, tokens)
+            # Tokens after a stop are neither emitted nor counted as accepted.
             row.stats.record_step(drafts, tree.max_depth, min(len(path) - 1, emitted), emitted)
         if drafter is not None:
             drafter.observe(tree, verdict, step)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
-        budget.observe(tree.nodes, paths, seconds(joined, drafted) if drafting else 0.0, verify_seconds)
+        budget.observe(tree.nodes, paths, seconds(prepared, drafted) if drafting else 0.0, verify_seconds)
         wall = clock() - start
         for row in rows:
             row.stats.draft_seconds += draft_seconds
             row.stats.verify_seconds += verify_seconds
             row.stats.commit_seconds += wall - draft_seconds - verify_seconds
 
-    def _begin(self) -> Budget:
-        """The step's budget; the drafter learns of the sequences that have joined."""
+    def _prepare(self) -> Budget:
+        """Begin prefilled sequences in the drafter, and return the step's budget."""
         budget = self._budget(len(self.running), self._nodes)
-        if joined := sum(len(sequences) for _, _, sequences in self._joined):
-            budget.begin(joined / len(self.running))
-        for prompt, step, sequences in self._joined:
+        if new := sum(len(sequences) for _, _, sequences in self._prefilled):
+            budget.begin(new / len(self.running))
+        for prompt, step, sequences in self._prefilled:
             if self.drafter is not None:
                 self.drafter.begin(prompt, step, [sequence.history for sequence in sequences])
-        self._joined = []
+        self._prefilled = []
         return budget
 
-    # ------------------------------------------------------------------ sequences join and leave
+    # ------------------------------------------------------------------ scheduling
 
-    def _admit(self) -> bool:
-        """Absorb waiting prompts: as many as there are slots for, but no more than ``chunk`` tokens while others
-        decode. Whether any have joined."""
-        if not self._waiting and self._arriving is None:
+    def _prefill(self) -> bool:
+        """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode.
+
+        Returns:
+            Whether the prefill of any prompt is complete.
+        """
+        if not self._waiting and self._prefilling is None:
             return False
-        busy, tokens, joined = bool(self.running), 0, False
+        busy, tokens, complete = bool(self.running), 0, False
         while not busy or tokens < self.chunk:
-            arrival = self._arriving or self._next(self.chunk - tokens if busy else _AT_ONCE * self.chunk)
-            if arrival is None or (busy and tokens and tokens + arrival.size > self.chunk):
-                break  # a step of those that decode is delayed by one chunk at most
-            if all(sequence.done for sequence in arrival.sequences):
-                self._arriving = None
+            batch = self._prefilling or self._schedule(self.chunk - tokens if busy else _IDLE_CHUNKS * self.chunk)
+            if batch is None or (busy and tokens and tokens + batch.size > self.chunk):
+                break  # delay decode steps by at most one chunk
+            if all(sequence.done for sequence in batch.sequences):
+                self._prefilling = None
                 continue
             started, step = clock(), None
             try:
-                if arrival.passes is None:
-                    room = [sequence.room for sequence in arrival.sequences]
-                    arrival.passes = self.target.prefill_chunks(arrival.prompt, room, self.chunk if busy else None)
-                step = next(arrival.passes)
+                if batch.passes is None:
+                    room = [sequence.room for sequence in batch.sequences]
+                    batch.passes = self.target.prefill_chunks(batch.prompt, room, self.chunk if busy else None)
+                step = next(batch.passes)
             except Exception as error:
-                for sequence in arrival.sequences:
+                for sequence in batch.sequences:
                     sequence.error = error
-                self._arriving = None
+                self._prefilling = None
                 continue
-            tokens += min(arrival.size, self.chunk)
-            arrival.seconds += clock() - started
+            tokens += min(batch.size, self.chunk)
+            batch.seconds += clock() - started
             if step is not None:
-                self._arriving, joined = None, True
-                self._join(arrival, step)
-        return joined
+                self._prefilling, complete = None, True
+                self._start(batch, step)
+        return complete
 
-    def _next(self, tokens: int) -> _Arrival | None:
-        """The next prompts, if they may join now; together with those after them that one pass over ``tokens`` tokens
-        can absorb as well."""
-        found: list[_Arrival] = []
+    def _schedule(self, tokens: int) -> _PromptBatch | None:
+        """Next prompts to prefill: compatible ones are stacked up to ``tokens`` tokens, padding included."""
+        found: list[_PromptBatch] = []
         longest, rows = 0, len(self.running)
         with self._changed:
             while self._waiting:
-                one = self._waiting[0]
-                rows += len(one.sequences)
-                longest = max(longest, one.prompt.input_ids.shape[1])
-                if all(sequence.done for sequence in one.sequences):
-                    rows -= len(one.sequences)
+                batch = self._waiting[0]
+                rows += len(batch.sequences)
+                longest = max(longest, batch.prompt.input_ids.shape[1])
+                if all(sequence.done for sequence in batch.sequences):
+                    rows -= len(batch.sequences)
                 elif not self.running and not found:
-                    self._nodes, self._kind = one.nodes, one.kind
-                    found.append(one)
+                    self._nodes, self._kind = batch.nodes, batch.kind
+                    found.append(batch)
                 else:
-                    alike = (one.nodes, one.kind) == (self._nodes, self._kind)
-                    small = not found or longest * (rows - len(self.running)) <= tokens
-                    if not (alike and small and rows <= self.slots):
+                    compatible = (batch.nodes, batch.kind) == (self._nodes, self._kind)
+                    fits = not found or longest * (rows - len(self.running)) <= tokens
+                    if not (compatible and fits and rows <= self.slots):
                         break
-                    found.append(one)
+                    found.append(batch)
                 self._waiting.popleft()
             if len(found) > 1:
-                prompt = Prompt.stack([one.prompt for one in found])
+                prompt = Prompt.stack([batch.prompt for batch in found])
                 if prompt is None:
                     self._waiting.extendleft(reversed(found[1:]))
                 else:
-                    sequences = [sequence for one in found for sequence in one.sequences]
-                    found = [_Arrival(prompt, sequences, self._nodes, self._kind)]
-            self._arriving = found[0] if found else None
+                    sequences = [sequence for batch in found for sequence in batch.sequences]
+                    found = [_PromptBatch(prompt, sequences, self._nodes, self._kind)]
+            self._prefilling = found[0] if found else None
         self.target.features = features(self.drafter)
-        return self._arriving
+        return self._prefilling
 
-    def _join(self, arrival: _Arrival, step: Step) -> None:
-        """Prompts were absorbed: emit the first token of each."""
-        sequences = arrival.sequences
+    def _start(self, batch: _PromptBatch, step: Step) -> None:
+        """Emit the first token of each prefilled sequence and add them to the batch."""
+        sequences = batch.sequences
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=step.logits.device))
         first = BatchSampler().choose(sequences, root, step.logits)[:, 0]
         self._token = torch.cat([self._token, first]) if self.running else first
         self.running = [*self.running, *sequences]
-        self._joined.append((arrival.prompt, step, sequences))
+        self._prefilled.append((batch.prompt, step, sequences))
         now = clock()
         for sequence, token in zip(sequences, first.tolist(), strict=True):
-            sequence.stats.num_generated_tokens = sequence.keep([0], [token])
-            sequence.stats.prefill_seconds = arrival.seconds
+            sequence.stats.num_generated_tokens = sequence.append([0], [token])
+            sequence.stats.prefill_seconds = batch.seconds
             sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added
 
-    def _leave(self) -> None:
-        """Free the slots of sequences that have ended: the last ones move there."""
+    def _remove_finished(self) -> None:
+        """Remove finished sequences; the last rows move into the gaps."""
         kept = [row for row, sequence in enumerate(self.running) if not sequence.done]
         if len(kept) == len(self.running):
             return
-        if kept and self._joined:
-            self._begin()  # the drafter's rows are those of the target
-        self._joined = []
+        if kept and self._prefilled:
+            self._prepare()  # the drafter must have the target's rows
+        self._prefilled = []
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)
@@ -400,21 +406,21 @@ class Engine:
             self.drafter.select(order)
 
     def _release(self) -> None:
-        """Free what ended or was cancelled meanwhile; called while no step runs."""
-        if not self._joined or all(sequence.done for sequence in self.running):
-            self._leave()
-        arrivals = [*self._waiting, *([self._arriving] if self._arriving else [])]
-        if not self.running and all(sequence.done for arrival in arrivals for sequence in arrival.sequences):
+        """Free finished and cancelled sequences, and the lease if none is left; called between steps."""
+        if not self._prefilled or all(sequence.done for sequence in self.running):
+            self._remove_finished()
+        batches = [*self._waiting, *([self._prefilling] if self._prefilling else [])]
+        if not self.running and all(sequence.done for batch in batches for sequence in batch.sequences):
             self._waiting.clear()
-            self._arriving = None
+            self._prefilling = None
             self._lease.release()
 
     def _abort(self, error: Exception) -> None:
-        """A step failed: its sequences end with the error, and target and drafter begin anew."""
-        for sequence in self.running + (self._arriving.sequences if self._arriving else []):
+        """Fail all sequences of a broken step and reset target and drafter."""
+        for sequence in self.running + (self._prefilling.sequences if self._prefilling else []):
             if not sequence.done:
                 sequence.error = error
-        self.running, self._joined, self._arriving = [], [], None
+        self.running, self._prefilled, self._prefilling = [], [], None
         self._token = self._token[:0]
         self.target.select([])
         if self.drafter is not None:

@@ -1,4 +1,4 @@
-"""Exclusive use of targets and drafters by engines: two engines that share one decode one after the other."""
+"""Locks on targets and drafters: engines that share one decode one after the other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from mmspec.errors import UserError
 
 PATIENCE = 10.0
-"""Seconds to wait for an engine that no thread drives: a stream that is not finished. The thread that would resume it
-may be waiting here, which cannot be detected: giving up rules out a deadlock."""
+"""Timeout in seconds for an engine that no thread drives, as with an unfinished stream: the thread that would resume it
+may be the one that waits, which cannot be detected."""
 
-_CHANGED = threading.Condition()  # on a re-entrant lock: a collected stream may release its lease anywhere
-_HOLDERS: dict[int, Lease] = {}  # by id of what is held; a lease keeps these objects alive
+_CHANGED = threading.Condition()  # re-entrant: garbage collection of a stream may release its lease anywhere
+_HOLDERS: dict[int, Lease] = {}  # by id of the held object, which the lease keeps alive
 
 
 class Lease:
-    """An engine's exclusive use of a target and a drafter, from its first sequence to its last.
+    """An engine's exclusive lock on a target and a drafter, held while it has sequences.
 
     Args:
-        target, drafter: the drafter may be None. What it wraps (its ``drafter`` or ``drafters``) is held with it.
-        drafter_only: do not hold the target.
+        target, drafter: the drafter may be None. Wrapped drafters (``drafter``, ``drafters``) are locked too.
+        drafter_only: do not lock the target.
     """
 
     def __init__(self, target: Any, drafter: Any, *, drafter_only: bool = False) -> None:
@@ -36,35 +36,35 @@ class Lease:
             wrapped = getattr(part, "drafter", None)
             pending += [*getattr(part, "drafters", ()), *([wrapped] if wrapped is not None else [])]
         self._held = False
-        self._driver: threading.Thread | None = None  # the thread in a step
-        self._last = threading.current_thread()  # that drove it, or began to hold it
+        self._driver: threading.Thread | None = None  # runs a step now
+        self._last_driver = threading.current_thread()
         self._since = 0.0
 
     def acquire(self) -> None:
-        """Hold the parts; waits for other engines until they have no sequences left.
+        """Acquire the lock; blocks until other holders have no sequences left.
 
         Raises:
-            UserError: waiting might never end: this thread drives the other engine or was the last one to, that thread
-                has ended, or nothing happened for ``PATIENCE`` seconds.
+            UserError: possible deadlock: the holder was last driven by this thread or by a dead one, or no step ran for
+                ``PATIENCE`` seconds.
         """
         with _CHANGED:
             if self._held:
                 return
             while holders := [_HOLDERS[id(part)] for part in self._parts if id(part) in _HOLDERS]:
                 for holder in holders:
-                    holder._refuse_vain_waiting()
+                    holder._check_deadlock()
                 _CHANGED.wait(PATIENCE / 10)
             _HOLDERS.update({id(part): self for part in self._parts})
-            self._held, self._last, self._since = True, threading.current_thread(), clock()
+            self._held, self._last_driver, self._since = True, threading.current_thread(), clock()
         if self._drafter is not None:
             try:
-                self._drafter.attach(self._target)  # another engine may have attached it to its own target
+                self._drafter.attach(self._target)  # another engine may have attached it elsewhere
             except BaseException:
                 self.release()
                 raise
 
     def release(self) -> None:
-        """Leave the parts to other engines; without effect if they are not held."""
+        """Release the lock, if held."""
         with _CHANGED:
             if self._held:
                 for part in self._parts:
@@ -74,18 +74,18 @@ class Lease:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """While a thread drives the engine."""
-        self._driver = self._last = threading.current_thread()
+        """Mark the current thread as the engine's driver."""
+        self._driver = self._last_driver = threading.current_thread()
         try:
             yield
         finally:
             self._driver, self._since = None, clock()
 
-    def _refuse_vain_waiting(self) -> None:
-        mine = self._last is threading.current_thread()
+    def _check_deadlock(self) -> None:
+        mine = self._last_driver is threading.current_thread()
         if self._driver is not None and not mine:
             return
-        if mine or not self._last.is_alive() or clock() - self._since > PATIENCE:
+        if mine or not self._last_driver.is_alive() or clock() - self._since > PATIENCE:
             raise UserError(
                 "a target or drafter serves one pipeline at a time: another pipeline has a stream that is not "
                 "finished, finish or close it first"

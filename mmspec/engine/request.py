@@ -1,4 +1,4 @@
-"""What one call asks for, checked before anything is read or computed."""
+"""Validation of requests, before any file is read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PARAMS = Rule("mmspec.SamplingParams", lambda value: isinstance(value, SamplingP
 
 @dataclass(frozen=True)
 class Extras(Checked):
-    """Keywords of a call that hold for all of its requests.
+    """Decoding options shared by all requests of a call.
 
     Attributes:
-        nodes: drafted nodes per step; None takes as many as are expected to be fastest.
+        nodes: drafted nodes per step; None chooses adaptively.
         logits_processor: as for transformers' ``generate``, or tree processors.
         stopping_criteria: as for transformers' ``generate``.
         trace: record the verified trees.
@@ -45,12 +45,12 @@ class Extras(Checked):
 
 @dataclass(frozen=True)
 class Call:
-    """A checked request.
+    """A validated request.
 
     Attributes:
-        request: its ``prompt``, ``images`` and ``videos``.
-        params, extras: how it is decoded.
-        inputs: keywords that are left to the target's ``encode``.
+        request: ``prompt``, ``images`` and ``videos``.
+        params, extras: decoding options.
+        inputs: further keywords, passed to the target's ``encode``.
     """
 
     request: Mapping[str, Any]
@@ -60,12 +60,11 @@ class Call:
 
 
 def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) -> list[Call]:
-    """Check requests and the keywords that hold for all of them. Images and videos are checked where they are read, the
-    keywords that remain by the target.
+    """Validate requests and their shared keywords. Media are validated on reading, other keywords by the target.
 
     Raises:
-        UserError: a keyword breaks its rule, or is given beside ``params``; a request of another type, a key that is
-            not known, no prompt, or a prompt that is neither text nor chat messages.
+        UserError: an invalid keyword, a keyword that duplicates ``params``, an unknown key of a request, or a prompt
+            that is missing or neither text nor chat messages.
     """
     if not isinstance(requests, Sequence) or isinstance(requests, str | bytes):
         raise UserError(f"requests must be a list of dicts: got {shown(requests)}")
@@ -73,11 +72,11 @@ def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) ->
         _check_request(request)
     left = dict(keywords)
     params = left.pop("params", None)
-    fields, extras = _taken(left, SamplingParams), Extras(**_taken(left, Extras))
+    fields, extras = _pop_fields(left, SamplingParams), Extras(**_pop_fields(left, Extras))
     if params is None:
         params = SamplingParams(**fields)
     elif fields:
-        raise UserError(f"params hold all sampling parameters: got {', '.join(fields)} beside them")
+        raise UserError(f"expected either params or sampling keywords: got params and {', '.join(fields)}")
     PARAMS.check("params", params)
     return [Call(request, request.get("params") or params, extras, left) for request in requests]
 
@@ -86,8 +85,8 @@ def _is_processor(value: Any) -> bool:
     return not isinstance(value, type) and (callable(value) or isinstance(value, TreeProcessor))
 
 
-def _taken(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """The keywords that are fields of a dataclass, which are removed."""
+def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Pop the keywords that are fields of a dataclass."""
     return {field.name: keywords.pop(field.name) for field in fields_of(kind) if field.name in keywords}
 
 

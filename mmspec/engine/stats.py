@@ -1,4 +1,4 @@
-"""The figures of a run, under the names that vLLM uses for a request."""
+"""Decoding statistics, under vLLM's per-request names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """Figures of one sequence. Times are in seconds and shared by the rows of a batch.
+    """Statistics of one sequence. Times are in seconds, shared by the rows of a batch.
 
-    ``draft_seconds`` and ``verify_seconds`` are times of the device: on CUDA, between events. ``commit_seconds`` is the
-    rest of the steps' wall-clock time.
+    ``draft_seconds`` and ``verify_seconds`` are device times, between events on CUDA. ``commit_seconds`` is the rest of
+    the steps' wall-clock time.
 
-    A step is one verify pass of the target after the prefill; the bonus token counts as emitted, not as a draft.
-    ``num_spec_tokens`` is the most drafts that any step could have accepted (the depth of the deepest tree), as vLLM
-    uses the name: ``1 <= mean_acceptance_length <= num_spec_tokens + 1``.
+    A step is one verify pass after the prefill; the bonus token counts as emitted, not as a draft. As in vLLM,
+    ``num_spec_tokens`` is the maximum number of drafts that a step could accept, here the depth of the deepest tree:
+    ``1 <= mean_acceptance_length <= num_spec_tokens + 1``.
     """
 
     num_generated_tokens: int = 0
@@ -32,7 +32,14 @@ class Stats:
     time_to_first_token: float = 0.0
 
     def record_step(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
-        """Count one step: drafts in the tree, its depth, drafts on the accepted path, tokens emitted up to a stop."""
+        """Record one step.
+
+        Args:
+            drafted: draft tokens in the tree.
+            depth: depth of the tree.
+            accepted: accepted draft tokens.
+            emitted: emitted tokens, up to a stop.
+        """
         self.num_spec_tokens = max(self.num_spec_tokens, depth)
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted
@@ -44,7 +51,7 @@ class Stats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted per verify step, the bonus token counted."""
+        """Tokens emitted per verify step, bonus token included."""
         return sum(self.accept_lengths) / self.num_spec_steps if self.num_spec_steps else 0.0
 
     @property
@@ -53,11 +60,11 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens of the verify steps over their time, prefill and first token left out."""
+        """Decoding throughput, without prefill and first token."""
         seconds = self.wall_seconds - self.time_to_first_token
         return sum(self.accept_lengths) / seconds if seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, float | int | list[int]]:
-        """All figures, derived ones included, as plain JSON values."""
+        """All statistics, derived ones included, as JSON values."""
         derived = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second")
         return {**{name: getattr(self, name) for name in derived}, **vars(self)}

@@ -1,4 +1,4 @@
-"""When a row is finished: checked token by token along the accepted path, so that nothing after the stop is kept."""
+"""Stopping criteria, checked token by token along the accepted path."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ FinishReason = Literal["stop", "length"]
 
 
 class Stopper:
-    """The stopping rules of one request, shared by its rows.
+    """Stopping criteria of one request, shared by its rows.
 
     Args:
-        max_new_tokens: emit at most this many tokens per row.
-        context_limit: tokens of prompt and answer at most, row by row; None for no limit.
-        eos_token_ids: tokens that end a row; the token itself is kept.
-        stop: strings that end a row as soon as the text contains one; they need ``tokenizer``.
+        max_new_tokens: maximum new tokens per row.
+        context_limit: maximum length of prompt plus output per row; None for no limit.
+        eos_token_ids: tokens that end a row, and are emitted.
+        stop: strings that end a row as soon as its text contains one; requires ``tokenizer``.
         criteria: transformers' stopping criteria, called with one row's tokens (prompt included), shape (1, length).
-        tokenizer: turns new tokens into text for ``stop``.
+        tokenizer: decodes new tokens for ``stop``.
 
     Raises:
         UserError: stop strings without a tokenizer.
@@ -46,19 +46,22 @@ class Stopper:
         self.stop = tuple(stop)
         self.criteria = list(criteria)
         self.tokenizer = tokenizer
-        # A token carries at least one byte, so a stop string lies within this many tokens of the end.
+        # A token has at least one byte, so this many tokens cover any stop string.
         self._window = max((len(text.encode()) for text in stop), default=0) + 8
 
     def room(self, prompt_length: int) -> int:
-        """Tokens that may follow a prompt of so many tokens, padding left out."""
+        """Maximum new tokens after a prompt of ``prompt_length`` tokens, padding excluded."""
         if self.context_limit is None:
             return self.max_new_tokens
         return min(self.max_new_tokens, self.context_limit - prompt_length)
 
-    def keep(self, history: list[int], prompt_length: int, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The part of ``tokens`` up to and including the first one that ends the row, and why it ended.
+    def append(
+        self, history: list[int], prompt_length: int, tokens: list[int]
+    ) -> tuple[list[int], FinishReason | None]:
+        """Append ``tokens`` to ``history`` up to and including the first one that ends the row.
 
-        Appends what is kept to ``history`` (the row's prompt and emitted tokens).
+        Returns:
+            The appended tokens, and why the row ended, if it did.
         """
         end = prompt_length + self.room(prompt_length)
         for count, token in enumerate(tokens, start=1):
@@ -70,7 +73,7 @@ class Stopper:
         return tokens, None
 
     def at_stop_string(self, history: list[int], prompt_length: int) -> bool:
-        """Whether what was generated contains a stop string near its end."""
+        """Whether the generated text contains a stop string near its end."""
         if not self.stop:
             return False
         tail = history[max(prompt_length, len(history) - self._window) :]

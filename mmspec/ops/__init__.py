@@ -1,7 +1,6 @@
-"""What a step costs beside the model's own matrix products: attention under a tree, verification, keeping a path,
-and what a drafter's passes leave to be chosen.
+"""Non-GEMM decode-step ops: tree attention, verification, KV compaction, tree growth.
 
-Each operation has a plain torch form and a Triton kernel of the same signature; ``mmspec.ops.kernels`` chooses.
+Each op has a torch reference and a Triton kernel of the same signature; ``mmspec.ops.kernels`` selects one.
 """
 
 from mmspec.ops.attention import tree_attention

@@ -1,4 +1,4 @@
-"""Keeping an accepted path in a KV buffer: its slots move up behind the committed ones."""
+"""KV compaction: moves the accepted path's slots to the end of the committed prefix."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from torch import Tensor
 from mmspec.ops import kernels
 
 
-def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, ends: Tensor) -> None:
-    """Move the nodes of each row's path behind the row's end, in all layers, in place.
+def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tensor) -> None:
+    """Move the KV slots of each row's path to the end of the row's prefix, in all layers, in place.
 
-    What stood in slot ``start + path[b, i]`` stands in slot ``ends[b] + i`` afterwards. Slots overlap: a path may move
-    by less than its length. The last slot of all is scratch, and what stands there means nothing afterwards.
+    Slot ``start + path[b, i]`` moves to ``lengths[b] + i``. Source and destination may overlap. The last slot of the
+    buffer is a write sink for padding.
 
     Args:
         storage: (layers * 2, batch, kv_heads, slots, head_dim), keys and values of all layers.
         path: (batch, depth) int64, ascending node indices padded with -1 at the end; a row may be all -1.
-        start: slot of node 0, at least every row's end; an int, or on the device (1,).
-        ends: (batch,) int, the slot that the first node of each row's path moves to.
+        start: slot of node 0, at least every row's length; an int, or (1,) int on the device.
+        lengths: (batch,) int, committed slots of each row.
 
     Raises:
         ValueError: shapes disagree.
     """
-    if storage.ndim != 5 or path.ndim != 2 or path.shape[0] != storage.shape[1] or ends.shape != path.shape[:1]:
+    if storage.ndim != 5 or path.ndim != 2 or path.shape[0] != storage.shape[1] or lengths.shape != path.shape[:1]:
         raise ValueError(
-            "expected storage (layers * 2, batch, kv_heads, slots, head_dim), path (batch, depth) and ends (batch,): "
-            f"got {tuple(storage.shape)}, {tuple(path.shape)} and {tuple(ends.shape)}"
+            "expected storage (layers * 2, batch, kv_heads, slots, head_dim), path (batch, depth) and lengths "
+            f"(batch,): got {tuple(storage.shape)}, {tuple(path.shape)} and {tuple(lengths.shape)}"
         )
     if kernels.in_use(storage.device) == "triton":
         from mmspec.ops import triton_compact
 
-        triton_compact.compact_kv(storage, path, start, ends)
+        triton_compact.compact_kv(storage, path, start, lengths)
         return
-    slot = ends[:, None] + torch.arange(path.shape[1], device=path.device)
+    slot = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
     source = start + path.clamp(min=0)
     if len(path) == 1 and path.device.type == "cpu" and int(path[0, -1]) >= 0:
-        at = int(ends)  # one row whole: slices spare the writing by index
+        at = int(lengths)  # one row without padding: a slice write is faster than an indexed one
         storage[:, :, :, at : at + path.shape[1]] = storage[:, :, :, source[0]]
         return
     row = torch.arange(len(path), device=path.device)[:, None]

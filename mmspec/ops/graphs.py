@@ -1,11 +1,10 @@
-"""Passes of one shape, captured once and replayed: on CUDA a decoding step is a few hundred launches, each of which
-costs the host more than most cost the device.
+"""CUDA graph capture per input shape: a decode step is a few hundred kernel launches and otherwise bound by the host.
 
-What is captured reads its inputs from fixed buffers and may change tensors in place; everything else it touches must
-stay where it is (``TreeCache(in_place=True)``). ``MMSPEC_GRAPHS=0`` turns capturing off.
+Captured functions read their inputs from static buffers and may update tensors in place; all other tensors that they
+use must keep their addresses (``TreeCache(in_place=True)``). ``MMSPEC_GRAPHS=0`` disables capture.
 
-All graphs of a device take what they need in between from one pool: what is allocated under capture is overwritten by
-the next replay of any of them, and nobody else may read it. Inputs and results therefore stand outside of the pool.
+All graphs of a device share one memory pool, so every replay overwrites the intermediates of the others. Inputs and
+outputs are therefore allocated outside of the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 def captures(device: torch.device) -> bool:
-    """Whether calls are captured on a device: if it is CUDA's current one."""
+    """Whether calls are captured on a device: only on the current CUDA device."""
     return (
         device.type == "cuda"
         and os.environ.get("MMSPEC_GRAPHS") != "0"
@@ -36,34 +35,34 @@ def captures(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Where a captured call finds its inputs and leaves its results."""
+    """Static input and output buffers of a captured call."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
 
 class Graphed:
-    """A function of tensors whose work on a CUDA device is captured, once for every shape of its inputs.
+    """Function with a CUDA graph per input shape; on other devices, the function itself.
 
-    The first call of a shape runs as it is, which compiles kernels and allocates what stays; the second is captured.
-    Results stand in buffers that the next call of that shape overwrites. Elsewhere it is the function itself.
+    The first call of a shape runs eagerly, as a warm-up; the second is captured. Outputs are static buffers that the
+    next call of the same shape overwrites.
 
     Args:
-        function: takes tensors, and settings by keyword; returns a tuple of tensors. It must not look at their values.
+        function: takes tensors, and settings by keyword; returns a tuple of tensors. It must not sync with the host.
     """
 
     def __init__(self, function: Function) -> None:
         self._function = function
-        self._seen: dict[Hashable, _Buffers | _Graph] = {}  # buffers where capturing is still to come
+        self._seen: dict[Hashable, _Buffers | _Graph] = {}  # buffers until capture
         self._failed = False
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
-        """Run the function, or what was captured of it.
+        """Run the function, or replay its graph.
 
         Args:
-            inputs: on one device.
-            version: stands for the addresses of what else the function touches.
-            settings: hashable; each combination is captured by itself.
+            inputs: tensors on one device.
+            version: changes when any other tensor that the function uses is reallocated; drops the graphs.
+            settings: hashable; each combination has a graph of its own.
         """
         if self._failed or not captures(inputs[0].device):
             return self._function(*inputs, **settings)
@@ -71,8 +70,8 @@ class Graphed:
         key = version, shapes, tuple(sorted(settings.items()))
         if key not in self._seen:
             for old in [other for other in self._seen if other[0] != version]:  # type: ignore[index]
-                del self._seen[old]  # its addresses are no more
-            # From the buffers already: kernels are compiled for how their arguments are laid out, and cannot be later.
+                del self._seen[old]  # its addresses are stale
+            # Warm up on the static buffers: kernels specialise on argument alignment, and cannot compile under capture.
             buffers = tuple(x.clone() for x in inputs)
             results = self._function(*buffers, **settings)
             self._seen[key] = _Buffers(buffers, tuple(torch.empty_like(x) for x in results))
@@ -83,20 +82,19 @@ class Graphed:
                 graph = self._seen[key] = _Graph(self._function, graph, settings)
             except RuntimeError as error:
                 self._failed = True
-                warnings.warn(f"steps are not captured: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"CUDA graph capture failed, steps run eagerly: {error}", RuntimeWarning, stacklevel=2)
                 return self._function(*inputs, **settings)
         return graph.replay(inputs)
 
     @property
     def captured(self) -> int:
-        """Shapes that are replayed."""
+        """Number of captured graphs."""
         return sum(not isinstance(graph, _Buffers) for graph in self._seen.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Graphed, (self._function,)  # graphs belong to this process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphed:
-        # A copy's tensors stand elsewhere.
         return Graphed(copy.deepcopy(self._function, memo))
 
 
@@ -118,16 +116,16 @@ class _Graph:
         return self._buffers.outputs
 
 
-_ONE_AT_A_TIME = threading.Lock()
-"""Of captures: a pool serves no two of them at once."""
+_CAPTURE_LOCK = threading.Lock()
+"""A memory pool supports one capture at a time."""
 
 
 def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    # A capture that fails leaves its stream the current one.
-    with _ONE_AT_A_TIME, torch.cuda.stream(torch.cuda.current_stream(device)):
+    # Restores the current stream, which a failed capture does not.
+    with _CAPTURE_LOCK, torch.cuda.stream(torch.cuda.current_stream(device)):
         pool, stream, _ = _shared(device)
-        # Other threads may allocate meanwhile; that must not spoil the capture.
+        # thread_local: allocations of other threads do not invalidate the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
     return graph
@@ -135,8 +133,7 @@ def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAG
 
 @functools.cache
 def _shared(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
-    """The memory that a device's graphs share, as they run one after the other; the stream that they are captured on;
-    and a graph that is never dropped: torch gives a pool up for good when the last graph of it goes."""
+    """Memory pool and capture stream of a device's graphs, and a dummy graph that keeps the pool alive."""
     pool, stream, keeper = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     something = torch.zeros(1, device=device).add_(1)
     with torch.cuda.graph(keeper, pool=pool, stream=stream, capture_error_mode="thread_local"):

@@ -1,4 +1,4 @@
-"""What growing a tree costs beside the drafter's passes: likeliest tokens, the next beam, the nodes that are kept."""
+"""Tree growth ops: top-k log probabilities, beam selection, final tree selection."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from mmspec.ops import kernels
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens and their log probabilities, likeliest first.
+    """Top-k tokens and their log probabilities, in descending order.
 
     Args:
         logits: (..., vocab) float.
-        k: at most so many; fewer where the vocabulary is smaller.
+        k: number of tokens, capped at the vocabulary size.
 
     Returns:
-        (..., k) int64 and (..., k) float32.
+        Tokens (..., k) int64 and log probabilities (..., k) float32.
     """
     k = min(k, logits.shape[-1])
     if kernels.in_use(logits.device) == "triton":
         from mmspec.ops import triton_growth
 
         return triton_growth.top_log_probs(logits, k)
-    best, tokens = logits.float().log_softmax(-1).topk(k, dim=-1)  # a logsumexp alone takes longer on a CPU
+    best, tokens = logits.float().log_softmax(-1).topk(k, dim=-1)  # on a CPU faster than logsumexp
     return tokens, best
 
 
 def next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest entries of a level, likeliest first.
+    """Top entries of a tree level, in descending order of score.
 
     Args:
         scores: (batch, entries) float32, log probabilities of paths.
         tokens: (batch, entries) int64.
-        width: at most so many; fewer where the level is smaller.
+        width: beam width, capped at the number of entries.
 
     Returns:
-        Their scores, tokens and numbers among the entries, (batch, width) each.
+        Scores, tokens and entry indices, (batch, width) each.
     """
     width = min(width, scores.shape[1])
     if kernels.in_use(scores.device) == "triton":
@@ -50,19 +50,19 @@ def next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tenso
 def keep_best(
     root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tree of the likeliest candidates.
+    """Build the tree of the top-scoring candidates.
 
     Args:
         root: (batch,) int64.
-        tokens: (batch, candidates) int64, a parent before its children.
-        parents: (batch, candidates) int64, 0 the root, i the i-th candidate.
-        scores: (batch, candidates) float32, at most a parent's. Of equal ones the first is preferred, so that no node
-            is kept without its parent.
-        nodes: at most so many; fewer where there are fewer candidates.
+        tokens: (batch, candidates) int64, parents before their children.
+        parents: (batch, candidates) int64, 0 for the root, i for the i-th candidate.
+        scores: (batch, candidates) float32, not above the parent's score. Ties keep candidate order, so that a node's
+            parent is always selected with it.
+        nodes: number of nodes, capped at the number of candidates.
 
     Returns:
-        Tokens and parents as ``TokenTree`` has them, (batch, 1 + nodes) int64 each, likeliest first, so that any number
-        of nodes from the front form a tree; and the scores of all but the root, (batch, nodes).
+        Tokens and parents as in ``TokenTree``, (batch, 1 + nodes) int64, in descending order of score, so that every
+        prefix is a tree; and the scores without the root, (batch, nodes).
     """
     nodes = min(nodes, scores.shape[1])
     if kernels.in_use(scores.device) == "triton":
@@ -71,7 +71,7 @@ def keep_best(
         return triton_growth.keep_best(root, tokens, parents, scores, nodes)
     score, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :nodes]
-    # Node numbers change with the order: position of each old node (root 0) in the new listing.
+    # New index of each candidate (0 for the root).
     place = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)
     place.scatter_(1, order + 1, torch.arange(1, nodes + 1, device=tokens.device).expand_as(order))
     above, root = place.gather(1, parents.gather(1, order)), root[:, None]

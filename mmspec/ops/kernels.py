@@ -1,8 +1,8 @@
-"""Which implementation of the kernels runs: what the device has, or what ``MMSPEC_KERNELS`` says.
+"""Kernel selection by device, or by the environment variable ``MMSPEC_KERNELS``.
 
-auto       Triton on the current CUDA device if it compiles for that, else plain torch
-reference  plain torch, everywhere
-triton     Triton; on a CPU only through its interpreter (``TRITON_INTERPRET=1``), which is for tests
+auto       Triton on the current CUDA device if supported, else plain torch
+reference  plain torch
+triton     Triton; on a CPU only through its interpreter (``TRITON_INTERPRET=1``), for tests
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mmspec.errors import UserError
 
 CHOICES = ("auto", "reference", "triton")
 
-_OLDEST = (8, 0)
-"""Compute capability that the kernels are compiled for and up."""
+_MIN_CAPABILITY = (8, 0)
+"""Minimum CUDA compute capability."""
 
 
 def in_use(device: torch.device) -> str:
-    """ "triton" or "reference", for tensors on a device.
+    """The implementation for tensors on a device: "triton" or "reference".
 
     Raises:
-        UserError: ``MMSPEC_KERNELS`` is none of ``CHOICES``, or asks for Triton where it cannot run.
+        UserError: ``MMSPEC_KERNELS`` is not in ``CHOICES``, or requires Triton where it cannot run.
     """
     wanted = os.environ.get("MMSPEC_KERNELS", "auto")
     if wanted not in CHOICES:
@@ -34,23 +34,20 @@ def in_use(device: torch.device) -> str:
         return "reference"
     problem = _problem(device.type, device.index, os.environ.get("TRITON_INTERPRET") == "1")
     if not problem and device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        problem = "expected CUDA's current device, on which alone Triton launches (torch.cuda.set_device)"
+        problem = "expected the current CUDA device, the only one Triton launches on (torch.cuda.set_device)"
     if problem and wanted == "triton":
         raise UserError(f"MMSPEC_KERNELS=triton cannot run on {device}: {problem}")
     return "reference" if problem else "triton"
 
 
 def fixed_shapes(device: torch.device) -> bool:
-    """Whether steps keep their shapes and addresses, and the host is told nothing but what they emit.
-
-    So it is on CUDA devices, where the host would have to wait and where steps are captured, and wherever Triton runs.
-    """
+    """Whether steps use static shapes and buffers and sync with the host once: on CUDA, and wherever Triton runs."""
     return device.type == "cuda" or in_use(device) == "triton"
 
 
 @cache
 def _problem(kind: str, index: int | None, interpreted: bool) -> str | None:
-    """Why Triton cannot run there; None where it can."""
+    """Why Triton cannot run on a device; None if it can."""
     if find_spec("triton") is None:
         return "expected the package triton, found none"
     if interpreted:
@@ -58,6 +55,7 @@ def _problem(kind: str, index: int | None, interpreted: bool) -> str | None:
     if kind != "cuda":
         return "expected a CUDA device"
     capability = torch.cuda.get_device_capability(index)
-    if capability < _OLDEST:
-        return f"expected compute capability {_OLDEST[0]}.{_OLDEST[1]} or newer, found {capability[0]}.{capability[1]}"
+    if capability < _MIN_CAPABILITY:
+        minimum, found = (f"{major}.{minor}" for major, minor in (_MIN_CAPABILITY, capability))
+        return f"expected compute capability {minimum} or newer, found {found}"
     return None

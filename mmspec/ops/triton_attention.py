@@ -1,8 +1,8 @@
-"""``mmspec.ops.attention`` in Triton: several programs share the prefix of one row and kv head, and are merged.
+"""Triton kernels of ``mmspec.ops.attention``: split-KV attention with a merge pass.
 
-In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. The queries of a kv head's group, times the
-nodes, are the rows of a tile, so that keys and values are read once for all of them. The prefix is cut into as many
-parts as it takes to occupy the device; the last part also takes the tail, where alone a mask is read.
+Prefixes in kernels: ``i_`` index, ``b_`` block in registers, ``m_`` mask. A tile's rows are the queries of one KV head
+(group x nodes), so that keys and values are read once for all of them. The prefix is split until the device is
+occupied; the last split also handles the tail, the only part that reads a mask.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 _PRECISION = tl.constexpr("tf32x3")
-"""Of float32 products: three steps of tensor cores, which lose little of float32 and are far faster than its own."""
+"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, far faster than its own units."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST = 128
-"""Slots that a part of the prefix has at least: a shorter one is not worth merging."""
+_MIN_SPLIT = 128
+"""Minimum slots per split: a shorter one is not worth merging."""
 
-_ROOMY = 160_000
-"""Bytes of shared memory from which on a processor counts as one of a data centre's GPU: A100, H100, B200."""
+_LARGE_SHARED = 160_000
+"""Shared memory per SM, in bytes, of data-centre GPUs (A100, H100, B200) at least."""
 
 _INTERPRETED = 6
-"""Programs that the interpreter is taken to run at a time, so that tests see split prefixes."""
+"""Concurrent programs assumed for the interpreter, so that tests cover split prefixes."""
 
 
 def tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    begin: Tensor,
-    end: Tensor,
+    prefix: Tensor,
     mask: Tensor,
     scale: float,
     start: Tensor | None,
@@ -42,13 +41,13 @@ def tree_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """As ``mmspec.ops.tree_attention``; with ``depth`` None where there is no window."""
+    """See ``mmspec.ops.tree_attention``. ``depth`` is None without a window."""
     batch, heads, nodes, head_dim = query.shape
     group, slots, tail = heads // key.shape[1], key.shape[2], mask.shape[2]
     device = _device(query.device.type, query.device.index)
     block_rows, block_slots, block_dim = tiles(group * nodes, head_dim, query.dtype, device.shared)
     parts = triton.cdiv(group * nodes, block_rows)
-    splits = max(1, min(device.programs // (parts * key.shape[1] * batch), triton.cdiv(slots, _LEAST)))
+    splits = max(1, min(device.programs // (parts * key.shape[1] * batch), triton.cdiv(slots, _MIN_SPLIT)))
     read = query.new_empty(batch, nodes, heads, head_dim)
     if splits > 1:
         part = torch.empty(batch, nodes, heads, splits, head_dim, device=query.device)
@@ -57,7 +56,7 @@ def tree_attention(
         part = weight = read
     mask = mask.view(torch.uint8)
     _attend_kernel[(parts * splits, key.shape[1], batch)](
-        *(query, key, value, begin, end, mask, start, depth, part, weight),
+        *(query, key, value, prefix, mask, start, depth, part, weight),
         *(nodes, group * nodes, slots, tail, parts, splits, heads),
         *(scale if softcap is not None else scale * _LOG2_E.value, softcap or 1.0, window or 0),
         *(*query.stride(), *key.stride(), *value.stride(), *mask.stride(), *(depth.stride() if window else (0, 0))),  # type: ignore[union-attr]
@@ -83,18 +82,17 @@ def tree_attention(
 
 
 def tiles(rows: int, head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int, int]:
-    """Rows, slots and channels of a tile: what fits in registers and in ``shared`` bytes of a processor's memory."""
+    """Tile size ``(rows, slots, channels)`` that fits in registers and in ``shared`` bytes of shared memory."""
     wide, exact = head_dim > 128, dtype == torch.float32
-    # What compiled programs have registers for.
-    most = (16 if wide else 32) if exact else 64 if wide else 128
+    max_rows = (16 if wide else 32) if exact else 64 if wide else 128  # by register use of the compiled kernels
     slots = 32 if wide or exact else 64
-    if shared < _ROOMY:
+    if shared < _LARGE_SHARED:
         slots //= 2
-    return min(most, max(16, triton.next_power_of_2(rows))), slots, max(16, triton.next_power_of_2(head_dim))
+    return min(max_rows, max(16, triton.next_power_of_2(rows))), slots, max(16, triton.next_power_of_2(head_dim))
 
 
 def options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """How a tile of so many rows and channels is compiled."""
+    """Launch options of the kernel for a tile size."""
     exact, numbers = dtype == torch.float32, block_rows * block_dim
     return {"num_warps": 8 if numbers >= (4096 if exact else 16384) else 4, "num_stages": 2 if exact else 3}
 
@@ -106,9 +104,9 @@ class _Device(NamedTuple):
 
 @cache
 def _device(kind: str, index: int | None) -> _Device:
-    """How many programs run at a time, and the bytes of shared memory that each may have."""
+    """Concurrent programs of a device, and bytes of shared memory per program."""
     if kind != "cuda":
-        return _Device(_INTERPRETED, _ROOMY)
+        return _Device(_INTERPRETED, _LARGE_SHARED)
     found = torch.cuda.get_device_properties(index)
     return _Device(found.multi_processor_count, found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
@@ -116,14 +114,14 @@ def _device(kind: str, index: int | None) -> _Device:
 @triton.jit
 def _absorb(
     b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP: tl.constexpr
-):  # one step of the online softmax, in powers of two
+):  # one step of the online softmax, base 2
     b_score = tl.dot(b_q, b_k, input_precision=_PRECISION) * scale
     if SOFTCAP:
-        # tanh, which loses nothing where its argument is large
+        # tanh, exact for large arguments
         b_score = softcap * _LOG2_E * (1.0 - 2.0 / (tl.exp(2.0 * b_score / softcap) + 1.0))
     b_score = tl.where(b_allowed, b_score, float("-inf"))
     b_higher = tl.maximum(b_most, tl.max(b_score, axis=1))
-    b_zero = tl.where(b_higher == float("-inf"), 0.0, b_higher)  # a row may have met nothing yet
+    b_zero = tl.where(b_higher == float("-inf"), 0.0, b_higher)  # all slots so far may be masked
     b_fade = tl.exp2(b_most - b_zero)
     b_weight = tl.exp2(b_score - b_zero[:, None])
     b_sum = b_sum * b_fade + tl.sum(b_weight, axis=1)
@@ -132,7 +130,7 @@ def _absorb(
 
 
 _VARYING = ["nodes", "rows", "slots", "tail", "parts", "splits", "heads", "m_row", "m_node"]
-"""What differs from step to step is not compiled for."""
+"""Arguments that change between steps: no specialisation."""
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["mask"])
@@ -140,8 +138,7 @@ def _attend_kernel(
     query,
     key,
     value,
-    begin,
-    end,
+    prefix,
     mask,
     start,
     depth,
@@ -183,7 +180,7 @@ def _attend_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    # Programs that read the same keys start together.
+    # Programs that read the same keys are adjacent.
     i_split, i_kv, i_batch = tl.program_id(0) // parts, tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_tile = (tl.program_id(0) % parts) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i_node, i_head = i_tile % nodes, i_kv * (rows // nodes) + i_tile // nodes
@@ -198,9 +195,9 @@ def _attend_kernel(
     b_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     b_read = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
 
-    i_first, i_end = tl.load(begin + i_batch).to(tl.int32), tl.load(end + i_batch).to(tl.int32)
+    i_first, i_end = 0, tl.load(prefix + i_batch).to(tl.int32)
     if WINDOW:
-        i_first = tl.maximum(i_first, i_end - window + 1)
+        i_first = tl.maximum(0, i_end - window + 1)
         b_depth = tl.load(depth + i_batch * d_row + i_node * d_node, mask=m_tile, other=0).to(tl.int32)
     share = tl.cdiv(tl.cdiv(tl.maximum(i_end - i_first, 0), splits), BLOCK_SLOTS) * BLOCK_SLOTS
     i_first += i_split * share
@@ -258,7 +255,7 @@ def _merge_kernel(
     i_split, i_dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
     m_split, m_dim = i_split < splits, i_dim < HEAD_DIM
     b_weight = tl.load(weight + i_out * splits + i_split, mask=m_split, other=float("-inf"))
-    b_weight = tl.exp2(b_weight - tl.max(b_weight))  # the part with the tail has met something
+    b_weight = tl.exp2(b_weight - tl.max(b_weight))  # the split with the tail is never fully masked
     p_part = part + (i_out * splits + i_split)[:, None] * HEAD_DIM + i_dim[None, :]
     b_part = tl.load(p_part, mask=m_split[:, None] & m_dim[None, :], other=0.0)
     b_read = tl.sum(b_part * b_weight[:, None], axis=0) / tl.sum(b_weight)

@@ -1,4 +1,4 @@
-"""``mmspec.ops.compact`` in Triton: one program per layer, row and head, all in one launch."""
+"""Triton kernel of ``mmspec.ops.compact``: one program per layer, row and head, in one launch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 _DEPTH = 16
-"""Nodes of a path that are moved at a time."""
+"""Nodes of a path moved per iteration."""
 
 
-def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, ends: Tensor) -> None:
-    """As ``mmspec.ops.compact_kv``; the last slot stays as it is."""
+def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tensor) -> None:
+    """See ``mmspec.ops.compact_kv``; needs no write sink."""
     planes, batch, heads, _, head_dim = storage.shape
     _compact_kernel[(heads, batch, planes)](
-        *(storage, path, start, ends, path.shape[1]),
+        *(storage, path, start, lengths, path.shape[1]),
         *(*storage.stride(), *path.stride()),
         HEAD_DIM=head_dim,
         START=isinstance(start, Tensor),
@@ -29,7 +29,7 @@ def _compact_kernel(
     storage,
     path,
     start,
-    ends,
+    lengths,
     depth,
     s_plane,
     s_row,
@@ -46,7 +46,7 @@ def _compact_kernel(
     i_head, i_row, i_plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_dim = tl.arange(0, BLOCK_DIM)
     storage += i_plane * s_plane + i_row * s_row + i_head * s_head + i_dim[None, :] * s_dim
-    i_end = tl.load(ends + i_row).to(tl.int32)
+    i_end = tl.load(lengths + i_row).to(tl.int32)
     i_start = start
     if START:
         i_start = tl.load(start).to(tl.int32)
@@ -56,8 +56,8 @@ def _compact_kernel(
         i_from, i_to = i_start + i_node, i_end + i_depth
         m_move = ((i_node >= 0) & (i_from != i_to))[:, None] & (i_dim < HEAD_DIM)[None, :]
         b_kept = tl.load(storage + i_from[:, None] * s_slot, mask=m_move, other=0.0)
-        # A slot is written only when all that stands in it was read: by the threads of this tile before the barrier,
-        # and by later tiles not at all, as paths ascend and never move down.
+        # A slot is overwritten only after its last read: by this tile before the barrier, and never by a later tile,
+        # as paths ascend and slots only move towards the front.
         tl.debug_barrier()
         tl.store(storage + i_to[:, None] * s_slot, b_kept, mask=m_move)
         tl.debug_barrier()

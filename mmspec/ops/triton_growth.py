@@ -1,8 +1,8 @@
-"""``mmspec.ops.growth`` in Triton.
+"""Triton kernels of ``mmspec.ops.growth``.
 
-Numbers are ranked as one 64-bit key each, the bits of the number before those of its place, so that one reduction finds
-the greatest, where it stands, and of equal ones the first. The vocabulary is split among programs, each of which hands
-on its own likeliest tokens, and what it adds to the sum of exponentials.
+Scores are ranked by 64-bit keys, score bits above index bits, so that one max reduction yields score and index, lowest
+index first on ties. Top-k splits the vocabulary among programs; each returns its own top k and partial sum of
+exponentials.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 _VOCAB = 2048
-"""Tokens that a program ranks."""
+"""Vocabulary block size."""
 _CANDIDATES = 64
-"""Candidates of a tree that a program places."""
+"""Block size of tree candidates."""
 _NONE = tl.constexpr(-(2**63))
-"""The key of nothing."""
+"""Key of a masked entry."""
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``mmspec.ops.top_log_probs``."""
+    """See ``mmspec.ops.top_log_probs``."""
     vocab = logits.shape[-1]
     flat = logits.reshape(-1, vocab)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
@@ -46,7 +46,7 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``mmspec.ops.next_beam``."""
+    """See ``mmspec.ops.next_beam``."""
     batch, entries = scores.shape
     best = scores.new_empty(batch, width)
     token, at = tokens.new_empty(2, batch, width)
@@ -61,7 +61,7 @@ def next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tenso
 def keep_best(
     root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``mmspec.ops.keep_best``."""
+    """See ``mmspec.ops.keep_best``."""
     batch, candidates = scores.shape
     kept, above = tokens.new_empty(2, batch, 1 + nodes)
     score = scores.new_empty(batch, nodes)
@@ -76,9 +76,9 @@ def keep_best(
 
 @triton.jit
 def _keys(b_number, i_place, m_there):
-    """float32 numbers and their places as keys."""
+    """Sort keys of float32 numbers and their indices."""
     b_bits = b_number.to(tl.int32, bitcast=True)
-    b_rank = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)  # ordered as the numbers are
+    b_rank = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)  # integer order = float order
     return tl.where(m_there, (b_rank.to(tl.int64) << 32) | (0x7FFFFFFF - i_place).to(tl.int64), _NONE)
 
 
@@ -166,7 +166,7 @@ def _keep_kernel(root, tokens, parents, scores, kept, above, score, candidates, 
     b_key = _keys(b_score, i_mine, m_mine)
     i_parent = tl.where(m_below, b_parent - 1, 0).to(tl.int32)
     b_above = _keys(tl.load(scores + i_parent), i_parent, m_below)
-    # How many are preferred to a node, and to its parent, is where each of them goes.
+    # The rank of a node, and of its parent, is its new index.
     b_rank, b_rank_above = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for i_at in range(0, candidates, BLOCK):
         i_other = i_at + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""``mmspec.ops.verify`` in Triton.
+"""Triton kernels of ``mmspec.ops.verify``.
 
-In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. A walk is one program per row. What stands
-after a node is decided by one program per node, which goes over the vocabulary once per rejected child.
+Prefixes in kernels: ``i_`` index, ``b_`` block in registers, ``m_`` mask. The tree walk is one program per row,
+rejection sampling one per node, with one pass over the vocabulary per rejected child.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 _VOCAB = 4096
-"""Tokens of the vocabulary at a time."""
+"""Vocabulary block size."""
 
 
 def follow(tokens: Tensor, parents: Tensor, valid: Tensor | None, choices: Tensor, width: int) -> Tensor:
-    """As ``mmspec.ops.follow``."""
+    """See ``mmspec.ops.follow``."""
     batch, nodes = tokens.shape
     verdict = tokens.new_empty(batch, 2 + 2 * width)
     tokens, parents, choices = (t.contiguous() for t in (tokens, parents, choices))
@@ -32,9 +32,9 @@ def follow(tokens: Tensor, parents: Tensor, valid: Tensor | None, choices: Tenso
 def choose_drawn(
     tokens: Tensor, parents: Tensor, valid: Tensor | None, q: Tensor, p: Tensor, chances: Tensor, last: Tensor
 ) -> Tensor:
-    """As ``mmspec.ops.choose_drawn``."""
+    """See ``mmspec.ops.choose_drawn``."""
     batch, nodes, vocab = p.shape
-    # p and q as they become, twice: a pass reads the one and writes the other.
+    # Double buffers of p and q: a pass reads one and writes the other.
     scratch = p.new_empty(4, batch, nodes, vocab)
     scratch[0], scratch[2] = p, q
     choice = torch.empty_like(tokens)
@@ -50,7 +50,7 @@ def choose_drawn(
 
 
 def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
-    """As ``mmspec.ops.quantile``."""
+    """See ``mmspec.ops.quantile``."""
     vocab = probs.shape[-1]
     flat = probs.reshape(-1, vocab).contiguous()
     token = torch.empty(len(flat), dtype=torch.long, device=probs.device)
@@ -91,7 +91,7 @@ def _follow_kernel(
         tl.store(verdict + 2 + width + step, tl.where(alive, choice, first))
         length += alive.to(tl.int32)
         bonus = tl.where(alive, choice, bonus)
-        # Siblings differ, so there is one such child or none.
+        # Siblings differ: at most one child matches.
         child = tl.max(tl.where(m_child & (b_parent == at) & (b_token == choice), i_node, -1), axis=0)
         alive = alive & (child >= 0)
         at = tl.where(alive, child, at)
@@ -111,7 +111,7 @@ def _quantile(probs, uniform, vocab, BLOCK_VOCAB: tl.constexpr):
     i_at = 0
     while (i_at < vocab) & (token == vocab):
         b_p = tl.load(probs + i_at + i_block, mask=i_at + i_block < vocab, other=0.0).to(tl.float64)
-        # Sums in another order could put a step where there is none.
+        # b_p > 0: the sum's rounding could otherwise select a token of probability 0.
         m_hit = (passed + tl.cumsum(b_p, axis=0) > wanted) & (b_p > 0.0)
         token = tl.min(tl.where(m_hit, i_at + i_block, vocab), axis=0)
         passed += tl.sum(b_p, axis=0)
@@ -127,7 +127,7 @@ def _quantile_kernel(probs, uniform, token, vocab, BLOCK_VOCAB: tl.constexpr):
 
 @triton.jit
 def _reject(p, q, to_p, to_q, scale_p, scale_q, token, vocab, BLOCK_VOCAB: tl.constexpr):
-    """max(p - q, 0) and q without a token, written behind the pointers ``to_``; the sums of both."""
+    """Write max(p - q, 0) and q without ``token`` to ``to_p`` and ``to_q``; returns the sums of both."""
     i_block = tl.arange(0, BLOCK_VOCAB)
     b_sum_p = tl.zeros((BLOCK_VOCAB,), to_p.dtype.element_ty)
     b_sum_q = tl.zeros((BLOCK_VOCAB,), to_q.dtype.element_ty)
@@ -167,7 +167,7 @@ def _choose_kernel(
         m_child = m_child & (tl.load(valid + i_row * nodes + i_node, mask=m_node, other=0) != 0)
     plane = tl.num_programs(1).to(tl.int64) * nodes * vocab
     scratch += (i_row * nodes + i_at) * vocab
-    # Which of the two copies holds what p and q are now, and what it is to be multiplied by.
+    # Current buffers of p and q, and their normalisation factors.
     in_p, in_q = i_row * 0, i_row * 0
     one = tl.load(chances + i_row * nodes) * 0.0 + 1.0
     scale_p, scale_q = one, one
@@ -183,7 +183,7 @@ def _choose_kernel(
             to_p, to_q = scratch + (1 - in_p) * plane, scratch + (3 - in_q) * plane
             sum_p, sum_q = _reject(p, q, to_p, to_q, scale_p, scale_q, token, vocab, BLOCK_VOCAB)
             tl.debug_barrier()
-            # Nothing left is rounding: then it stays as it was.
+            # A sum of 0 is rounding: keep the previous distribution.
             in_p = tl.where(sum_p > 0.0, 1 - in_p, in_p)
             scale_p = tl.where(sum_p > 0.0, 1.0 / sum_p, scale_p)
             in_q = tl.where(sum_q > 0.0, 1 - in_q, in_q)

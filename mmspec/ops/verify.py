@@ -1,4 +1,4 @@
-"""The questions of verification, for all rows at once: what stands after each node, and how far a path leads."""
+"""Tree verification: the target's choice per node and the longest accepted path."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ if TYPE_CHECKING:
 
 
 def follow(tree: TokenTree, choices: Tensor) -> Tensor:
-    """The longest path from the root on which every token is the choice at its parent.
+    """Longest path from the root on which every token is the choice at its parent.
 
     Args:
-        tree: (batch, nodes), of a greatest depth D.
-        choices: (batch, nodes) int64, the token that is to stand after each node.
+        tree: (batch, nodes), with maximum depth D.
+        choices: (batch, nodes) int64, the target's token after each node.
 
     Returns:
-        (batch, 2 + 2 * (D + 1)) int64, so that one copy brings all of it to the host: the number of nodes on the path;
-        the choice at its end; its nodes, padded with -1; the choice at each of them, padded with the root's.
+        (batch, 2 + 2 * (D + 1)) int64, packed for a single device-to-host copy: path length; bonus token; path nodes,
+        padded with -1; choice at each of them, padded with the root's.
     """
     if kernels.in_use(choices.device) == "triton":
         from mmspec.ops import triton_verify
 
         return triton_verify.follow(tree.tokens, tree.parents, tree.valid, choices, tree.max_depth + 1)
     if tree.nodes == 1:
-        return torch.tensor([[1, said, 0, said] for (said,) in choices.tolist()], device=choices.device)
+        return torch.tensor([[1, choice, 0, choice] for (choice,) in choices.tolist()], device=choices.device)
     rows = []
     valid = itertools.repeat(None) if tree.valid is None else tree.valid.tolist()
-    for tokens, parents, alive, said in zip(
+    for tokens, parents, alive, choice in zip(
         tree.tokens.tolist(), tree.parents.tolist(), valid, choices.tolist(), strict=False
     ):
         path = [0]
-        for node in range(1, tree.nodes):  # parents stand before their children, and siblings differ
-            if parents[node] == path[-1] and tokens[node] == said[path[-1]] and (alive is None or alive[node]):
+        for node in range(1, tree.nodes):  # parents precede their children, and siblings differ
+            if parents[node] == path[-1] and tokens[node] == choice[path[-1]] and (alive is None or alive[node]):
                 path.append(node)
         rest = tree.max_depth + 1 - len(path)
-        told = [said[node] for node in path]
-        rows.append([len(path), told[-1], *path, *[-1] * rest, *told, *[said[0]] * rest])
+        chosen = [choice[node] for node in path]
+        rows.append([len(path), chosen[-1], *path, *[-1] * rest, *chosen, *[choice[0]] * rest])
     return torch.tensor(rows, device=choices.device)
 
 
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
-    """The token after each node by recursive rejection sampling of its children, in their order.
+    """Token after each node by recursive rejection sampling of its children, in draw order.
 
     Child x, drawn from q, is accepted with probability min(1, p(x) / q(x)); on rejection p <- norm(max(p - q, 0)), and
-    q loses x and is renormalised; where none is accepted, a token is drawn from what p has become.
+    q loses x and is renormalised. If no child is accepted, the token is sampled from the final p.
 
     Args:
         tree: its ``draft_probs`` are q, (batch, nodes, vocab) float.
         probs: (batch, nodes, vocab) float, p.
-        chances: (batch, nodes) float in [0, 1), the number that decides about each node at its parent.
-        last: (batch, nodes) float in [0, 1), the number that draws after a node whose children are all rejected.
+        chances: (batch, nodes) float, uniform in [0, 1), for accepting each node.
+        last: (batch, nodes) float, uniform in [0, 1), for sampling after a node whose children are all rejected.
 
     Returns:
         (batch, nodes) int64.
@@ -87,14 +87,14 @@ def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) 
 
 
 def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the cumulative distribution passes ``uniform``.
+    """Inverse-CDF sampling: the token at which the cumulative distribution exceeds ``uniform``.
 
     Args:
-        probs: (..., vocab) float, need not sum to one.
+        probs: (..., vocab) float, not necessarily normalised.
         uniform: (...) float in [0, 1).
 
     Returns:
-        (...) int64; a token of probability 0 is never taken.
+        (...) int64, never a token of probability 0.
     """
     if kernels.in_use(probs.device) == "triton":
         from mmspec.ops import triton_verify
@@ -107,13 +107,13 @@ def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Scale the last axis to sum to one; a row of zeros (p = q up to rounding) becomes the row of ``otherwise``."""
+    """Normalise the last axis; rows of zeros (p = q up to rounding) are replaced by those of ``otherwise``."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), otherwise)
 
 
 def _children_by_rank(tree: TokenTree) -> Tensor:
-    """(batch, nodes, ranks) int64: the node index of each node's first, second, ... valid child, -1 padded."""
+    """Node indices of each node's valid children in order, (batch, nodes, ranks) int64, padded with -1."""
     index = torch.arange(tree.nodes, device=tree.tokens.device)
     is_child = tree.parents[:, None, :] == index[:, None]  # (batch, parent, node)
     if tree.valid is not None:

@@ -1,4 +1,4 @@
-"""The state of a tree processor for one sequence."""
+"""Per-sequence state of a tree processor."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from mmspec.sampling.processors import TreeProcessor
 
 
 class Matcher:
-    """Follows one sequence with a tree processor and walks its drafted trees.
+    """Runs a tree processor on one sequence and its drafted trees.
 
     Args:
         processor: shared with other sequences.
-        prompt: the sequence's tokens before its first new one.
+        prompt: prompt tokens of the sequence.
     """
 
     def __init__(self, processor: TreeProcessor, prompt: Sequence[int]) -> None:
         self._processor = processor
         self._name = type(processor).__name__
         self._state = processor.start(list(prompt))
-        self._length = len(prompt)  # tokens that the state has absorbed, drafts left out
-        self._walked: list[tuple[Any, ...]] = []  # by draft that it has absorbed: (state before,), or () if in place
-        self._to_undo = 0  # tokens that the state has still to lose
-        self._masks: dict[int, Tensor] = {}  # of the nodes of the last tree
+        self._length = len(prompt)  # tokens in the state, without drafts
+        self._walked: list[tuple[Any, ...]] = []  # drafts in the state: (previous state,), or () if in place
+        self._to_undo = 0  # pending undo of in-place tokens
+        self._masks: dict[int, Tensor] = {}  # by node of the last tree
         self._children: list[dict[int, int]] = []
 
     def walk(
         self, history: Sequence[int], children: list[dict[int, int]], vocab: int
     ) -> tuple[dict[int, Tensor], dict[int, Exception]]:
-        """The allowed tokens after each node of a tree, and what was raised at nodes that have none.
+        """Masks of allowed tokens by node, and exceptions by node where the processor failed.
 
-        Subtrees of forbidden and failing nodes are left out.
+        Subtrees of forbidden and failed nodes are skipped.
 
         Args:
-            history: all tokens of the sequence, the root being the last.
-            children: by node, ``{token: node}``.
+            history: all tokens of the sequence, up to the root.
+            children: ``{token: node}`` by node.
             vocab: size of the masks.
 
         Raises:
-            Exception: the processor failed at the tokens that were emitted since the last walk.
+            Exception: the processor failed on tokens emitted since the last walk.
         """
         self._follow(history)
         masks: dict[int, Tensor] = {}
         failures: dict[int, Exception] = {}
-        waiting = [(0, -1, 0)]  # node, its token, drafts before it; the next one last
+        waiting = [(0, -1, 0)]  # stack of (node, token, drafts before it)
         while waiting:
             node, token, before = waiting.pop()
             while len(self._walked) > before:
@@ -72,14 +72,14 @@ class Matcher:
         return masks, failures
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """As a logits processor of plain decoding: ``input_ids`` (1, length) int64, ``scores`` (1, vocab)."""
+        """Logits processor interface of plain decoding: ``input_ids`` (1, length) int64, ``scores`` (1, vocab)."""
         masks, failures = self.walk(input_ids[0].tolist(), [{}], scores.shape[-1])
         if failures:
             raise failures[0]
         return scores.masked_fill(~masks[0].to(scores.device), -torch.inf)
 
     def _follow(self, history: Sequence[int]) -> None:
-        """Absorb the tokens that were emitted since the last walk."""
+        """Advance the state by the tokens emitted since the last walk."""
         node: int | None = 0
         for token in history[self._length :]:
             if node in self._masks:
@@ -98,7 +98,7 @@ class Matcher:
             self._state = after
 
     def _back(self) -> None:
-        """Undo the last draft: restore the state before it, or undo it in place as soon as the state is used."""
+        """Undo the last draft: restore the previous state, or defer an in-place undo until the state is used."""
         if before := self._walked.pop():
             self._state, self._to_undo = before[0], 0
         else:
@@ -116,13 +116,13 @@ class Matcher:
             shape = f"{allowed.dtype} {tuple(allowed.shape)}" if isinstance(allowed, Tensor) else type(allowed).__name__
             raise UserError(f"{self._name}.mask must return a bool tensor of at most ({vocab},): got {shape}")
         if not allowed.any():
-            raise UserError(f"{self._name}.mask must allow at least one token: it allows none")
+            raise UserError(f"{self._name}.mask must allow at least one token: got none")
         mask = torch.zeros(vocab, dtype=torch.bool)  # a copy: a processor may reuse its tensor
         mask[: len(allowed)] = allowed
         return mask
 
     def _forbidden(self, token: int) -> UserError:
-        return UserError(f"tokens must be allowed by {self._name}: other logits processors left only token {token}")
+        return UserError(f"{self._name} forbids token {token}, the only one allowed by other logits processors")
 
 
 def _allows(mask: Tensor, token: int) -> bool:

@@ -1,10 +1,10 @@
 """Logits processors on token trees.
 
-A processor runs in one of three ways:
+Three modes:
 
-- at all nodes of a tree at once (``OnTrees``): the table below does so for transformers' own. None reads a value on the
-  host: where transformers' processors take a rectangle of tokens, or Python lists, these take ``NodeHistories``.
-- as a ``TreeProcessor``, walked depth first over the tree.
+- batched over all nodes of a tree (``OnTrees``): transformers' own processors, reimplemented below on
+  ``NodeHistories`` without host syncs.
+- ``TreeProcessor``: walked depth first over the tree.
 - path by path, for all others: called along the accepted path only, once per emitted token.
 """
 
@@ -40,59 +40,59 @@ _SCORES_ALONE = tuple(
     ]
     if hasattr(hf, name)
 )
-"""These do not read the history, so that one call serves all nodes."""
+"""Processors that ignore the history: one call serves all nodes."""
 
 _SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
-"""What copies of a processor have in common."""
+"""Attributes that copies of a processor share."""
 
 OnTrees = Callable[[NodeHistories, Tensor], Tensor]
-"""From histories and float32 scores, (batch, nodes, vocab), to scores."""
+"""Function of histories and float32 scores, (batch, nodes, vocab), that returns scores."""
 
 
 @runtime_checkable
 class TreeProcessor(Protocol):
-    """A logits processor that allows or forbids tokens, as a state machine over the output: a grammar, for instance.
+    """Logits processor that masks tokens, as a state machine over the output: a grammar, for instance.
 
-    Each sequence has a state of its own. It advances by the emitted tokens, and in every step it is walked depth first
-    over the drafted tree. An exception ends the sequence with an error if plain decoding would have come to it; one
-    raised for a draft that is not accepted is ignored. It must leave the state as it was.
+    Each sequence has its own state, which advances by the emitted tokens and is walked depth first over every drafted
+    tree. An exception ends the sequence with an error only if plain decoding would have raised it too; exceptions at
+    rejected drafts are ignored. A method that raises must leave the state unchanged.
     """
 
     def start(self, history: list[int]) -> Any:
-        """The state of a sequence whose prompt is ``history``, before its first token."""
+        """Initial state of a sequence with prompt ``history``."""
 
     def advance(self, state: Any, token: int) -> Any:
-        """Append a token that ``mask`` allows.
+        """Advance the state by a token that ``mask`` allows.
 
         Returns:
-            None if ``state`` was changed in place. Otherwise the new state; to undo the token, ``state`` is used again.
+            None if ``state`` was changed in place, else the new state; ``state`` then stays in use for undoing.
         """
 
     def undo(self, state: Any, n: int) -> None:
-        """Remove the last ``n`` tokens, which changed ``state`` in place."""
+        """Undo the last ``n`` in-place advances."""
 
     def mask(self, state: Any) -> Tensor:
-        """(vocab,) bool on the CPU, the tokens that may follow, at least one. Tokens beyond its end are forbidden."""
+        """(vocab,) bool on the CPU, allowed next tokens, at least one. Tokens beyond its end are forbidden."""
 
 
 def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
-    """How a processor runs on trees: itself, of the table, or of a plug-in; None means path by path.
+    """Tree implementation of a processor: itself, a built-in or a plug-in; None means path by path.
 
-    A subclass of a processor in the table may read more than its base class does, and is not served by it.
+    Built-ins match exact classes only, as a subclass may use more than its base class.
     """
     if isinstance(processor, TreeProcessor):
         return processor
     if type(processor) in _SCORES_ALONE:
-        return _each_alike(processor)
+        return _without_history(processor)
     if type(processor) in _WITH_HISTORY:
-        return _prepared(_WITH_HISTORY[type(processor)], processor)
+        return _lazy(_WITH_HISTORY[type(processor)], processor)
     return plugins.tree_form(processor)
 
 
 def copy_for_row(processor: Any, index: int) -> Any:
-    """A copy of a processor for one sequence, row ``index`` of its request, to be called with a batch of one.
+    """Copy a processor for one sequence, row ``index`` of its request, called with a batch of one.
 
-    Models and tokenizers that the processor holds are shared, as is the function of a ``PrefixConstrained...``.
+    Models, tokenizers and the function of a ``PrefixConstrained...`` are shared.
 
     Raises:
         UserError: the processor cannot be copied.
@@ -111,7 +111,7 @@ def copy_for_row(processor: Any, index: int) -> Any:
     return copied
 
 
-def _each_alike(processor: LogitsProcessor) -> OnTrees:
+def _without_history(processor: LogitsProcessor) -> OnTrees:
     def process(_: NodeHistories, scores: Tensor) -> Tensor:
         flat = scores.flatten(0, 1)
         return processor(flat.new_empty(len(flat), 1, dtype=torch.long), flat).view(scores.shape)
@@ -119,8 +119,8 @@ def _each_alike(processor: LogitsProcessor) -> OnTrees:
     return process
 
 
-def _prepared(build: Callable[[Any, Tensor], OnTrees], processor: LogitsProcessor) -> OnTrees:
-    """The form that ``build`` makes for the vocabulary and device of the first scores."""
+def _lazy(build: Callable[[Any, Tensor], OnTrees], processor: LogitsProcessor) -> OnTrees:
+    """Defer ``build`` to the first call, which provides vocabulary and device."""
     form: OnTrees | None = None
 
     def process(history: NodeHistories, scores: Tensor) -> Tensor:
@@ -137,16 +137,16 @@ def _repetition(processor: Any, scores: Tensor) -> OnTrees:
         ignored = ignored.to(scores.device)
 
     def penalise(history: NodeHistories, scores: Tensor) -> Tensor:
-        said = history.whole
+        seen = history.whole
         if ignored is not None:
-            # From the first token of each row; those before it are nothing anyway.
-            place = torch.arange(said.shape[2], device=said.device) - (history.prefix.shape[1] - history.prefix_lengths)
+            # Positions count from the first token of each row, after the padding.
+            place = torch.arange(seen.shape[2], device=seen.device) - (history.prefix.shape[1] - history.prefix_lengths)
             first = ignored[history.index][:, None] if isinstance(ignored, Tensor) else ignored
-            said = said.where((place >= first)[:, None], NOTHING)
-        said = _within(said, vocab)
+            seen = seen.where((place >= first)[:, None], NOTHING)
+        seen = _within(seen, vocab)
         scores = torch.nn.functional.pad(scores, (0, 1))
-        found = scores.gather(2, said)
-        return scores.scatter_(2, said, torch.where(found < 0, found * penalty, found / penalty))[:, :, :vocab]
+        found = scores.gather(2, seen)
+        return scores.scatter_(2, seen, torch.where(found < 0, found * penalty, found / penalty))[:, :, :vocab]
 
     return penalise
 
@@ -160,7 +160,7 @@ def _no_repeat(processor: Any, scores: Tensor) -> OnTrees:
         if windows < 1:
             return scores
         begins = history.last(size - 1)
-        # The window that begins with the latest tokens has nothing behind them.
+        # The last window is the current suffix itself, followed by padding.
         ended = tokens[:, :, size - 1 :]
         for place in range(size - 1):
             ended = ended.where(tokens[:, :, place : place + windows] == begins[:, :, place, None], NOTHING)
@@ -209,7 +209,7 @@ def _min_new_tokens(processor: Any, scores: Tensor) -> OnTrees:
 
 
 def _until(length: int, processor: Any, scores: Tensor) -> OnTrees:
-    """No end before a history has so many tokens."""
+    """Forbid EOS before a history has ``length`` tokens."""
     ends = _mask(processor.eos_token_id, scores)
     return lambda history, scores: scores.masked_fill(ends & (history.lengths < length)[:, :, None], -torch.inf)
 
@@ -233,24 +233,24 @@ def _forced_end(processor: Any, scores: Tensor) -> OnTrees:
 
 
 def _force(tokens: Tensor, length: int, scores: Tensor) -> OnTrees:
-    """Nothing but these tokens after a history of so many."""
+    """Force one of ``tokens`` after a history of ``length`` tokens."""
     forced = torch.where(_mask(tokens, scores), 0.0, -torch.inf)
     return lambda history, scores: torch.where((history.lengths == length)[:, :, None], forced, scores)
 
 
 def _mask(tokens: Tensor, scores: Tensor) -> Tensor:
-    """(vocab,) bool, which of the vocabulary are among ``tokens``."""
+    """Multi-hot mask of ``tokens``, (vocab,) bool."""
     return torch.isin(torch.arange(scores.shape[-1], device=scores.device), tokens.to(scores.device))
 
 
 def _marked(tokens: Tensor, vocab: int) -> Tensor:
-    """(..., n) int64 -> (..., vocab) bool: which tokens there are."""
+    """Multi-hot encoding: (..., n) int64 -> (..., vocab) bool."""
     marks = torch.zeros(*tokens.shape[:-1], vocab + 1, dtype=torch.bool, device=tokens.device)
     return marks.scatter_(-1, _within(tokens, vocab), True)[..., :vocab]
 
 
 def _within(tokens: Tensor, vocab: int) -> Tensor:
-    """Tokens of the vocabulary as they are, others as the one behind its last."""
+    """Map tokens outside the vocabulary to index ``vocab``."""
     return tokens.where((tokens >= 0) & (tokens < vocab), vocab)
 
 

@@ -1,7 +1,7 @@
-"""From the target's logits to its choices: the one place where logits processors and sampling parameters act.
+"""Sampling: logits processors and the target's token choice at every tree node.
 
-Every node of a tree has its own token history (prompt, emitted tokens, the path down to the node), so that repetition
-penalties and n-gram bans see at each node exactly what plain decoding would have shown them.
+Every node has its own token history (prompt, emitted tokens, path to the node), so that repetition penalties and n-gram
+bans are exact on trees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmspec.sampling.matcher import Matcher
 from mmspec.sampling.processors import TreeProcessor, copy_for_row, tree_form
 from mmspec.speculation.tree import TokenTree
 
-# These combine several rows of scores, call the model, or read the input of an encoder.
+# Processors that combine rows of scores, call the model, or use encoder inputs.
 _UNSUPPORTED = tuple(
     getattr(hf, name)
     for name in [
@@ -45,8 +45,8 @@ _UNSUPPORTED = tuple(
 
 Processor = hf.LogitsProcessor | TreeProcessor
 
-_COLDEST = 1e-4  # logits divided by less may overflow
-_BLOCK = 64  # random numbers drawn at a time per row
+_MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
+_BLOCK = 64  # random numbers per row and draw
 _STOP = Rule(
     "text or a list of texts, none of them empty",
     lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
@@ -55,23 +55,23 @@ _STOP = Rule(
 
 @dataclass(frozen=True)
 class SamplingParams(Checked):
-    """How an answer is decoded. Names and meanings are those of transformers' generation config where it has them.
+    """Sampling parameters, with the names and semantics of transformers' generation config.
 
     Attributes:
-        temperature: 0 is greedy decoding; above 0, logits are divided by it and sampled.
-        top_p: keep the smallest set of tokens whose probability reaches this share, in (0, 1]; 1 keeps all.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        min_p: keep tokens at least this fraction as probable as the most probable one, in [0, 1].
-        repetition_penalty: above 1 makes tokens of the prompt and the output less probable; 1 changes nothing.
-        max_new_tokens: length of the answer at most, in tokens.
-        stop: text or texts that end the answer, which is cut before them.
-        seed: of the draws; None takes torch's global generator.
+        temperature: 0 is greedy decoding; otherwise logits are divided by it and sampled.
+        top_p: nucleus sampling: smallest set of tokens with at least this total probability, in (0, 1]; 1 disables.
+        top_k: keep the k most probable tokens; 0 disables.
+        min_p: minimum probability relative to the most probable token, in [0, 1].
+        repetition_penalty: above 1 penalises tokens of prompt and output; 1 disables.
+        max_new_tokens: maximum number of generated tokens.
+        stop: stop string or strings; the output is cut before them.
+        seed: seed for sampling; None uses torch's global generator.
 
     Raises:
-        UserError: a value of another type or out of range.
+        UserError: a value has the wrong type or is out of range.
     """
 
-    temperature: float = option(0.0, number(f"0 or >= {_COLDEST}", lambda t: t == 0 or t >= _COLDEST))
+    temperature: float = option(0.0, number(f"0 or >= {_MIN_TEMPERATURE}", lambda t: t == 0 or t >= _MIN_TEMPERATURE))
     top_p: float = option(1.0, number("in (0, 1]", lambda p: 0 < p <= 1))
     top_k: int = option(0, whole(0))
     min_p: float = option(0.0, number("in [0, 1]", lambda p: 0 <= p <= 1))
@@ -89,7 +89,7 @@ class SamplingParams(Checked):
         return self.temperature > 0
 
     def sampler(self, custom: Sequence[Processor] = ()) -> Sampler:
-        """What chooses the tokens; ``custom`` as for ``processors``."""
+        """Sampler with these parameters; ``custom`` as for ``processors``."""
         values = self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
         return Sampler(
             self.processors(custom),
@@ -99,8 +99,7 @@ class SamplingParams(Checked):
         )
 
     def processors(self, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
-        """The processors that transformers' ``generate`` would build from the same parameters, in its order: ``custom``
-        ones see logits before temperature and filters do."""
+        """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature."""
         chain = LogitsProcessorList()
         if self.repetition_penalty != 1.0:
             chain.append(hf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -119,24 +118,23 @@ class SamplingParams(Checked):
 
 
 class Sampler:
-    """How the tokens of one request are chosen: logits processors, then the argmax or a draw.
+    """Sampler of one request: logits processors, then argmax or sampling.
 
     Args:
-        processors: applied in order to float32 logits, each row with its own history: transformers' own, tree
-            processors, others. Others (a warning names them, once) run path by path: in place of one call for all
-            nodes there is one per emitted token, each of which waits for the device. They may keep state between calls;
-            each sequence has copies of its own. transformers' eta and top-h wait for the device, too.
-        do_sample: draw from the processed distribution; False takes its argmax.
-        generator: the source of randomness; None is torch's global one.
-        key: samplers of equal keys have equal processors, which then run once for all of their rows; None: no other
-            sampler's are equal.
+        processors: applied in order to float32 logits, each row with its own history. Processors that are neither
+            transformers' own nor tree processors run path by path (with a warning): one call and host sync per emitted
+            token instead of one call for all nodes. They may be stateful; each sequence has its own copies.
+            transformers' eta and top-h sync with the host, too.
+        do_sample: sample from the processed distribution; False takes its argmax.
+        generator: random generator; None is torch's global one.
+        key: samplers with equal keys have equal processors and are batched; None disables this.
 
     Attributes:
-        forms: by processor, how it runs on trees (see ``tree_form``).
-        by_path: whether any of them runs path by path; all of them then do.
+        forms: tree implementation of each processor (see ``tree_form``).
+        by_path: whether any processor runs path by path; all of them then do.
 
     Raises:
-        UserError: a processor that depends on more than a row's own tokens.
+        UserError: a processor depends on more than a row's own tokens.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class Sampler:
         self.key = (object() if processors and key is None else key, do_sample)
 
     def generators(self, rows: int) -> list[torch.Generator | None]:
-        """A source of randomness per row: the order in which rows draw must not change their tokens."""
+        """One generator per row, so that the order of rows does not affect their tokens."""
         if not self.do_sample or (rows == 1 and self.generator is not None):
             return [self.generator] * rows
         device = torch.device("cpu") if self.generator is None else self.generator.device
@@ -181,24 +179,22 @@ def _warn_once(name: str) -> None:
 
 
 class Sampled:
-    """A sequence as far as the choice of its tokens is concerned.
+    """Sampling state of one sequence.
 
-    The n-th new token is drawn with the n-th random number of its sequence, at whichever node of a tree it is decided:
-    a path passes one node per depth, so sharing the number among the nodes of a depth biases nothing, and the same seed
-    gives the same tokens whatever was drafted. (Drawn trees need further random numbers: there the tokens depend on the
-    drafts, too.)
+    The n-th new token uses the n-th random number of its sequence at every node of that depth. A path has one node per
+    depth, so this adds no bias, and a seed gives the same tokens whatever was drafted. Drawn trees need further random
+    numbers, so their tokens also depend on the drafts.
 
     Args:
-        history: its tokens, the prompt's and the emitted ones.
-        sampler: how they are chosen.
-        index: its row in the request, on which some processors depend.
-        generator: its own source of randomness; None takes the sampler's.
+        history: prompt and emitted tokens.
+        sampler: sampler of its request.
+        index: row in the request, which some processors use.
+        generator: random generator of the sequence; None uses the sampler's.
 
     Attributes:
-        prompt_length: tokens of the history when it began.
-        failures: what its processors raised at nodes of the last tree. Plain decoding would have come to those on the
-            accepted path only.
-        error: what ended it by mistake.
+        prompt_length: number of prompt tokens.
+        failures: exceptions of processors by node of the last tree; only those on the accepted path take effect.
+        error: exception that ended the sequence.
     """
 
     def __init__(
@@ -210,16 +206,16 @@ class Sampled:
         self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
         self._uniforms = torch.empty(0)
-        self._own: dict[int, Any] = {}  # by place of a processor, what serves this sequence alone
+        self._own: dict[int, Any] = {}  # by processor index: state of this sequence
 
     def drawn(self, count: int, device: torch.device) -> Tensor:
-        """(count,) random numbers. Generators are the host's: one seed gives the same numbers on every device."""
+        """(count,) random numbers, generated on the host: a seed gives the same numbers on every device."""
         where = torch.device("cpu") if self.generator is None else self.generator.device
         numbers = torch.rand(count, generator=self.generator, device=where)
         return numbers if where == device else on_device(numbers.tolist(), device)
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
-        """(count,) random numbers of the next tokens."""
+        """(count,) random numbers for the next tokens."""
         first = len(self.history) - self.prompt_length
         while len(self._uniforms) < first + count:
             block = self.drawn(_BLOCK, device)
@@ -227,7 +223,7 @@ class Sampled:
         return self._uniforms[first : first + count]
 
     def own(self, place: int) -> Any:
-        """The sequence's own state of processor ``place``: a ``Matcher`` or, path by path, a copy."""
+        """The sequence's ``Matcher`` or copy of processor ``place``."""
         if place not in self._own:
             processor, form = self.sampler.processors[place], self.sampler.forms[place]
             if isinstance(form, TreeProcessor):
@@ -238,22 +234,22 @@ class Sampled:
 
 
 class BatchSampler:
-    """Chooses the tokens of a batch of sequences, each as plain decoding of it alone would."""
+    """Samples the target's tokens for a batch of sequences with different samplers."""
 
     def __init__(self) -> None:
         self._groups: dict[Hashable, _Group] = {}
 
     def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
-        """The target's token after each node.
+        """Sample the target's token after each node.
 
         Args:
-            rows: the sequences, the last token of each history being the root.
+            rows: the sequences; each history ends with the root.
             tree: the draft.
             logits: (batch, nodes, vocab), raw logits of the target.
 
         Returns:
-            (batch, nodes) int64. Nodes at which processors raised an exception are in the row's ``failures``; their
-            tokens mean nothing, and neither do those of nodes that no path of such choices leads to.
+            (batch, nodes) int64. Undefined at nodes where a processor raised (see ``failures``), and at nodes not
+            reachable by chosen tokens.
         """
         members: dict[Hashable, list[int]] = {}
         for place, row in enumerate(rows):
@@ -273,7 +269,7 @@ class BatchSampler:
 
 
 class _Group:
-    """Rows whose logits pass through the same processors."""
+    """Rows with equal processors."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -292,7 +288,7 @@ class _Group:
         return self._pick(tree, scores, numbers)
 
     def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> Tensor | None:
-        """A step's random numbers: (batch, nodes), for drawn trees (batch, 2, nodes), None in greedy decoding."""
+        """Random numbers of a step: (batch, nodes), for drawn trees (batch, 2, nodes), None in greedy decoding."""
         if not self._sampler.do_sample:
             return None
         if tree.draft_probs is not None:
@@ -302,15 +298,15 @@ class _Group:
         return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
 
     def _pick(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
-        """The token after each node by processed scores, (batch, nodes, vocab)."""
+        """Choose tokens from processed scores, (batch, nodes, vocab)."""
         if numbers is None:
-            return scores.max(-1).indices  # what argmax gives, ties included; on a CPU in a third of its time
+            return scores.max(-1).indices  # equals argmax, ties included, and is three times as fast on a CPU
         if tree.draft_probs is not None:
             return ops.choose_drawn(tree, scores.softmax(-1), *numbers.unbind(1))
         return ops.quantile(scores.softmax(-1), numbers)
 
     def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
-        """All processors at all nodes."""
+        """Apply all processors at all nodes."""
         if not self._sampler.forms:
             return logits.float() if self._sampler.do_sample else logits
         scores = logits.to(torch.float32, copy=True)
@@ -324,7 +320,7 @@ class _Group:
         return scores
 
     def _mask(self, place: int, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
-        """The scores of the tokens that a tree processor allows, -inf elsewhere, at the nodes that it has walked to."""
+        """Mask the scores of visited nodes with a tree processor's allowed tokens."""
         nodes: list[int] = []
         found: list[Tensor] = []
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
@@ -343,7 +339,7 @@ class _Group:
         return flat.view(scores.shape)
 
     def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
-        """Choose node by node along the accepted path, as plain decoding does."""
+        """Choose tokens along the accepted path only, as plain decoding does."""
         choices = [[0] * tree.nodes for _ in rows]
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             history, node = list(row.history), 0
@@ -356,7 +352,7 @@ class _Group:
                 except Exception as error:
                     row.failures[node] = error
                     break
-                # A drawn tree's node is decided together with its children.
+                # Rejection sampling at a node needs its children.
                 at = [node, *(children[node].values() if tree.draft_probs is not None else ())]
                 scores = torch.cat([scores, scores.new_zeros(len(at) - 1, scores.shape[-1])])
                 drawn = None if numbers is None else numbers[at_row, None][..., at]
@@ -370,7 +366,7 @@ class _Group:
 
 
 def _star(tree: TokenTree, row: int, nodes: list[int]) -> TokenTree:
-    """The tree of a node, the first of ``nodes``, and its children, the others."""
+    """Tree of a node, the first of ``nodes``, and its children, the others."""
     tokens = tree.tokens[row, nodes][None]
     parents = torch.zeros_like(tokens)
     parents[:, 0] = -1

@@ -1,9 +1,8 @@
-"""How large a tree pays, step by step.
+"""Tree budgets: number of drafted nodes per step.
 
-A tree of n drafted nodes with path probabilities g_1 >= g_2 >= ... is expected to emit ``1 + sum(g_1..g_n)`` tokens in
-``t(n + 1)`` seconds. t is measured (``mmspec.speculation.calibrate``), the probabilities are the drafter's own,
-corrected by how often nodes of such a probability were accepted so far. A tree of the root alone is plain decoding, and
-always a candidate.
+A tree of n drafted nodes with path probabilities g_1 >= g_2 >= ... emits ``1 + sum(g_1..g_n)`` expected tokens in
+``t(n + 1)`` seconds. t is measured (``mmspec.speculation.calibrate``); the probabilities are the drafter's, calibrated
+by observed acceptance. Plain decoding, a tree of the root alone, is always a candidate.
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ if TYPE_CHECKING:
     from mmspec.speculation.tree import TokenTree
 
 _BINS = 16
-_PRIOR = 6.0  # an untried bin counts as this many observations that agree with the drafter
-_DECAY = 0.995  # of what a bin has seen, per observation
-_FADE = 0.95  # of tokens and seconds of late, per step
-_THRIFT = 0.7  # time is priced below its worth: a look-up drafter also learns from the nodes that a tree shows it
-_TRIAL = 3.0  # plain steps that a drafter is taken to save per request before any was seen
-_PATIENCE = 12  # steps drafted in vain, after which drafting is only tried now and then:
-_TRY, _EVERY = 4, 32  # so many steps in a row out of so many, since the first one also makes up for those before
-_DRAFT = 0.2  # of a plain step: what drafting is taken to cost before it was seen
-_GUESS = 0.6  # that the likeliest node is accepted, before any was seen
-_DECAY_RANK = 0.98  # of how often a rank was accepted, per step
-_TRY_AGAIN = 64  # steps until another size is tried
+_PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
+_DECAY = 0.995  # decay of a bin's observations, per observation
+_FADE = 0.95  # decay of recent tokens and seconds, per step
+_DISCOUNT = 0.7  # discount on verify cost: look-up drafters also learn from rejected nodes
+_TRIAL = 3.0  # initial estimate of plain steps saved per request
+_PATIENCE = 12  # unprofitable draft steps, after which drafting is only probed:
+_TRY, _EVERY = 4, 32  # consecutive steps out of a cycle; the first one also catches up on those skipped
+_DRAFT = 0.2  # initial draft cost, in plain steps
+_GUESS = 0.6  # initial acceptance rate of the most probable node
+_DECAY_RANK = 0.98  # decay of acceptance per rank, per step
+_TRY_AGAIN = 64  # steps between probes of another size
 _RATE = 0.05  # weight of the latest verify time
-_RIDGE = 0.1  # variance of sizes, in plain steps squared, below which their times do not tell much
-_LEAST = 0.2  # of a verify time: what its part that grows with the tree is taken for at least
-_CREDIT = 0.25  # plain steps that drafting may lose before it has won any
-_CREDIT_PER_TOKEN = 0.005  # and more for every token emitted
+_RIDGE = 0.1  # ridge term of the time fit: variance of sizes, in plain steps squared
+_MIN_SLOPE = 0.2  # minimum share of the verify time that grows with the tree
+_CREDIT = 0.25  # plain steps that drafting may lose initially
+_CREDIT_PER_TOKEN = 0.005  # additional credit per emitted token
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Measured seconds of a verify pass over n tokens of a batch in all.
+    """Measured time of a verify pass by its total number of tokens.
 
     Attributes:
-        tokens: sizes measured, ascending, the first being 1.
-        seconds: the pass's time at each size.
+        tokens: measured sizes, ascending from 1.
+        seconds: time of a pass of each size.
 
     Raises:
-        ValueError: fewer than two sizes, sizes that do not ascend from 1, or a size without a positive time.
+        ValueError: fewer than two sizes, sizes that do not ascend from 1, or a time that is not positive.
     """
 
     tokens: tuple[int, ...]
@@ -60,16 +59,16 @@ class CostTable:
             raise ValueError(f"times must be positive: got {self.seconds}")
 
     def __call__(self, count: int) -> float:
-        """Seconds for ``count`` tokens, linear between the measured sizes and beyond the last."""
+        """Seconds for ``count`` tokens, by linear interpolation and extrapolation."""
         at = min(max(bisect_left(self.tokens, count), 1), len(self.tokens) - 1)
         low, high = self.tokens[at - 1], self.tokens[at]
         share = (count - low) / (high - low)
         return self.seconds[at - 1] + share * (self.seconds[at] - self.seconds[at - 1])
 
     def width(self, nodes: int, batch: int = 1) -> int:
-        """The number of nodes, at least ``nodes``, at which a pass is cheapest.
+        """Padded number of nodes, at least ``nodes``, with the fastest pass.
 
-        More tokens can cost less: on a CPU, matrix products of one or of a few rows take slower paths than of eight.
+        More tokens can be faster: CPU GEMMs of one or a few rows use slower kernels than those of eight.
         """
         best = nodes
         for count in self.tokens:
@@ -80,15 +79,15 @@ class CostTable:
 
 
 class Budget:
-    """A fixed number of drafted nodes per step; the base of every budget.
+    """Fixed number of drafted nodes per step; base class of budgets.
 
     Args:
-        nodes: drafted nodes per row and step at most.
-        depth: tokens that one step may draft in sequence at most.
+        nodes: maximum drafted nodes per row and step.
+        depth: maximum tree depth.
 
     Attributes:
-        remaining: (set by the engine) drafts that the longest unfinished row can still use.
-        floor: path probability below which a node is not worth listing as a candidate.
+        remaining: (set by the engine) drafts that the longest unfinished row can still accept.
+        floor: minimum path probability of a candidate.
     """
 
     floor = 0.002
@@ -99,10 +98,10 @@ class Budget:
         self.remaining = depth
 
     def resize(self, batch: int) -> None:
-        """Set the number of rows of the next step."""
+        """Set the batch size of the next step."""
 
     def begin(self, share: float = 1.0) -> None:
-        """Requests have joined, which make up this share of the batch."""
+        """Start new requests, which make up ``share`` of the batch."""
 
     @property
     def max_depth(self) -> int:
@@ -113,31 +112,30 @@ class Budget:
         return self.remaining > 0 and self.nodes > 0
 
     def deeper(self, gain: float) -> bool:
-        """Whether one more level of the tree pays, which is expected to add ``gain`` tokens per row to this step."""
+        """Whether to grow one more tree level, expected to add ``gain`` tokens per row."""
         return True
 
     def prune(self, tree: TokenTree) -> TokenTree:
-        """The part of a proposed tree that this step verifies: its likeliest nodes, as many as pay. Drawn trees stay
-        whole, and so do those without ``log_probs``."""
+        """Prune a tree to its most probable nodes; drawn trees and those without ``log_probs`` are kept whole."""
         return tree.first(1 + self.nodes) if tree.prunable else tree
 
     def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
-        """Learn from a step: tree size with root, accepted path of each row, and what drafting and verifying took."""
+        """Update with a step's tree size (root included), accepted path per row, and draft and verify time."""
 
 
 class AdaptiveBudget(Budget):
-    """The tree size that earns most: tokens gained, less the time they cost at what time has been worth of late.
+    """Adaptive tree size: maximises expected tokens minus verify time at the recent decoding rate.
 
-    What it learns (which confidences hold, what drafting costs) outlives requests, and serves batches of every size.
-    Each request has an account of the time saved against plain decoding: drafting may use up what it saved, a small
-    credit, the cost of one draft, and half of what it saved in earlier requests, so that a text that no drafter can
-    guess costs next to nothing. Time is counted in plain steps of the batch, tokens per row.
+    Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Each request has
+    an account of the time saved against plain decoding. Drafting may spend what it saved, a small credit, the cost of
+    one draft, and half of the savings of earlier requests, which bounds the loss on unpredictable text. Time is in
+    plain steps of the batch, tokens are per row.
 
     Args:
-        cost: the target's verify time.
-        nodes: largest tree size to choose.
+        cost: verify time of the target.
+        nodes: maximum tree size.
         depth: as for ``Budget``.
-        batch: rows of the batch.
+        batch: batch size.
     """
 
     def __init__(self, cost: CostTable, nodes: int = 64, depth: int = 16, batch: int = 1) -> None:
@@ -145,21 +143,21 @@ class AdaptiveBudget(Budget):
         self.limit = nodes
         self._table = cost
         self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
-        self._batch = 0  # rows for which drafting was last given new credit
-        # The line from calibrated to measured time: machines slow down, and the prefix adds to passes of every size.
+        self._batch = 0  # batch size at the last credit
+        # Linear map from calibrated to measured time: machines slow down, and the prefix adds to passes of every size.
         self._slope, self._offset = 1.0, 0.0
-        self._moments = [1.0, 1.0, 1.0, 1.0]  # of late: means of x, y, x * x and x * y
-        self._draft = _DRAFT  # cost of drafting per step, where the step before has drafted, too
-        self._drafted = self._timed = False  # whether the last step has drafted; whether that cost was measured
-        self._levels, self._level = 1, 0.0  # levels of this step's tree, cost of one
-        self._tokens, self._time = 1.0, 1.0  # of late: their ratio is what time is worth
+        self._moments = [1.0, 1.0, 1.0, 1.0]  # moving averages of x, y, x * x and x * y
+        self._draft = _DRAFT  # draft cost per step, after a step that also drafted
+        self._drafted = self._timed = False  # whether the last step drafted; whether draft cost was measured
+        self._levels, self._level = 1, 0.0  # tree levels of this step, cost per level
+        self._tokens, self._time = 1.0, 1.0  # recent tokens and time
         self._accepted = [0.0] * _BINS
         self._seen = [0.0] * _BINS
         self._shown: list[list[float]] = []
         self._usual = 8.0
         self._account = 0.0
-        self._steps = self._in_vain = 0  # steps in all; latest ones whose drafting did not pay
-        self._saved, self._record = 0.0, _TRIAL  # time saved in this request, and lately per request
+        self._steps = self._in_vain = 0  # steps; consecutive unprofitable draft steps
+        self._saved, self._record = 0.0, _TRIAL  # time saved in this request, moving average per request
         self.resize(batch)
 
     def resize(self, batch: int) -> None:
@@ -167,14 +165,14 @@ class AdaptiveBudget(Budget):
             widths = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
             self._costs[batch] = [self._table(width) for width in widths]
         self._cost = self._costs[batch]
-        if 2 * batch <= self._batch:  # what did not pay for many rows may pay for few
+        if 2 * batch <= self._batch:  # drafting may pay off again with fewer rows
             self._in_vain, self._account = 0, max(self._account, self._credit)
         if 2 * batch <= self._batch or batch > self._batch:
             self._batch = batch
 
     @property
     def _credit(self) -> float:
-        """What the account of a new request holds: one draft can always be paid, or a slow one would be the last."""
+        """Initial account of a request; it always covers one draft, as a slow one would otherwise be the last."""
         return _CREDIT + max(_CREDIT, 0.5 * self._record) + self._draft
 
     def begin(self, share: float = 1.0) -> None:
@@ -199,10 +197,10 @@ class AdaptiveBudget(Budget):
         return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
 
     def take(self, gains: Sequence[Sequence[float]]) -> int:
-        """How many drafted nodes per row pay, given each row's path probabilities in descending order."""
+        """Most profitable number of drafted nodes per row, given path probabilities in descending order."""
         widest = min(self.nodes, max(map(len, gains), default=0))
         corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
-        price = _THRIFT * self._tokens / self._time
+        price = _DISCOUNT * self._tokens / self._time
         best, profit, best_profit = 0, 0.0, 0.0
         for n in range(1, widest + 1):
             if self._extra(n) + self._draft > self._account:
@@ -211,7 +209,7 @@ class AdaptiveBudget(Budget):
             if profit - price * self._extra(n) > best_profit:
                 best, best_profit = n, profit - price * self._extra(n)
         self._shown = [list(row[:best]) for row in gains]
-        # Listing candidates costs time too: look only somewhat further than what paid lately.
+        # Candidates cost draft time: request only somewhat more than was used lately.
         self._usual += 0.2 * (best - self._usual)
         self.nodes = min(self.limit, 8 + int(2 * self._usual))
         return best
@@ -237,7 +235,7 @@ class AdaptiveBudget(Budget):
         self._account += emitted * (1 + _CREDIT_PER_TOKEN) - spent
         for row, path in zip(self._shown, paths, strict=False):
             if not path:
-                continue  # the row has finished, which says nothing about its drafts
+                continue  # a finished row
             kept = set(path)
             for i, gain in enumerate(row, start=1):
                 b = _bin(gain)
@@ -246,42 +244,42 @@ class AdaptiveBudget(Budget):
         self._shown = []
 
     def _measure(self, calibrated: float, measured: float) -> None:
-        """Fit the line from calibrated to measured time: least squares over the latest passes. Where those were of one
-        size, half of what they took longer is taken to grow with the size."""
+        """Fit measured against calibrated time by ridge regression over recent passes.
+
+        If all passes had one size, half of the slow-down is attributed to the slope.
+        """
         expected = self._slope * calibrated + self._offset
-        # A hiccup of the machine must not count as the price of a tree.
+        # Clip outliers.
         measured = min(max(measured, 0.5 * expected), 2.0 * expected)
         latest = (calibrated, measured, calibrated**2, calibrated * measured)
         self._moments = [m + _RATE * (new - m) for m, new in zip(self._moments, latest, strict=True)]
         x, y, xx, xy = self._moments
         usual = 0.5 * (1.0 + y / x)
         slope = (max(xy - x * y, 0.0) + _RIDGE * usual) / (xx - x * x + _RIDGE)
-        self._slope = min(max(slope, _LEAST * y / x), y / x / _LEAST)
+        self._slope = min(max(slope, _MIN_SLOPE * y / x), y / x / _MIN_SLOPE)
         self._offset = y - self._slope * x
 
     def _extra(self, nodes: int) -> float:
-        """What a tree of so many drafted nodes costs beyond plain decoding."""
+        """Cost of a tree of ``nodes`` drafted nodes beyond plain decoding."""
         return self._slope * (self._cost[nodes] / self._cost[0] - 1.0) / (self._slope + self._offset)
 
     def _correct(self, gain: float) -> float:
-        """Probability that a node of path probability ``gain`` is accepted, by what was seen so far."""
+        """Calibrated acceptance probability of a node with path probability ``gain``."""
         b = _bin(gain)
         return (self._accepted[b] + _PRIOR * gain) / (self._seen[b] + _PRIOR)
 
 
 class SteadyBudget(Budget):
-    """A tree size that is chosen before the tree is drafted, by what earlier trees earned: for devices on which looking
-    at a tree's probabilities costs more than verifying it.
+    """Tree size chosen before drafting, without a host sync on the tree's probabilities.
 
-    How often the n-th likeliest node of a tree was accepted says what a tree of n nodes emits; what its steps took says
-    what that costs, batch size by batch size. Sizes not tried of late are priced by the calibrated passes, and tried
-    again now and then.
+    Expected tokens come from the acceptance rate of each rank (n-th most probable node), costs from measured step times
+    by batch size, initialised from the calibration. Other sizes are probed periodically.
 
     Args:
-        cost: the target's verify time.
-        sizes: drafted nodes to choose among, ascending; plain decoding is always a candidate.
+        cost: verify time of the target.
+        sizes: candidate numbers of drafted nodes, ascending; plain decoding is always a candidate.
         depth: as for ``Budget``.
-        batch: rows of the batch.
+        batch: batch size.
     """
 
     def __init__(
@@ -291,7 +289,7 @@ class SteadyBudget(Budget):
         self._table, self._sizes = cost, (0, *sizes)
         self._spent: dict[int, dict[int, float]] = {}  # by batch size and tree size: seconds of a step
         self.resize(batch)
-        # The likeliest nodes are those of the first levels; the first steps put this right.
+        # Initial guess, corrected by the first steps.
         self._accepted = [_GUESS / rank**0.5 for rank in range(1, sizes[-1] + 1)]
         self._tried = [0] * sizes[-1]
         self._steps = 0
@@ -305,7 +303,7 @@ class SteadyBudget(Budget):
     def drafts(self) -> bool:
         self._steps += 1
         best = max(self._seconds, key=self._rate)
-        if self._steps % _TRY_AGAIN == 0:  # the sizes beside it, in turn
+        if self._steps % _TRY_AGAIN == 0:  # probe the neighbouring sizes in turn
             tried = sorted(self._seconds)
             side = 1 if self._steps % (2 * _TRY_AGAIN) else -1
             best = tried[min(max(tried.index(best) + side, 0), len(tried) - 1)]
@@ -321,14 +319,14 @@ class SteadyBudget(Budget):
             self._accepted[rank - 1] += weight * (share - self._accepted[rank - 1])
         if nodes - 1 in self._seconds:
             spent, usual = draft_seconds + verify_seconds, self._seconds[nodes - 1]
-            # A hiccup, or the first step of a size, must not count as its price.
+            # Clip outliers, such as the first step of a size.
             self._seconds[nodes - 1] += 0.1 * (min(spent, 2 * usual) - usual)
 
     def _rate(self, size: int) -> float:
-        """Tokens per second and row."""
+        """Expected tokens per second and row."""
         return (1 + sum(self._accepted[:size])) / self._seconds[size]
 
 
 def _bin(gain: float) -> int:
-    """Half octaves of probability: 1, 0.7, 0.5, 0.35, ..."""
+    """Bin of a probability, by half octaves: 1, 0.7, 0.5, 0.35, ..."""
     return min(int(-2.0 * log2(gain)), _BINS - 1) if gain > 0.0 else _BINS - 1

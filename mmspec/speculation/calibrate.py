@@ -1,4 +1,4 @@
-"""Calibration: time of a verify pass on this machine by the number of nodes."""
+"""Calibration: verify time by number of nodes on this machine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from mmspec.targets.target import Prompt, Target
 from mmspec.targets.transformers_target import TransformersTarget
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-_WARM_UP = 3  # passes of each size on CUDA: kernels are compiled, and passes captured
+_WARM_UP = 3  # passes per size on CUDA, for kernel compilation and graph capture
 
 
 def cost_table(target: Target, *, refresh: bool = False, prefix: int = 128) -> CostTable:
-    """Verify times of a target, measured once per model shape, device, dtype and software, then read from disk.
+    """Verify times of a target, cached on disk by model shape, device, dtype and software versions.
 
-    A measurement that other work on the machine has spoilt is returned, but not stored.
+    A measurement disturbed by other load is returned, but not stored.
 
     Args:
-        target: what to measure; it must not be in the middle of a generation.
-        refresh: measure again and replace what is on disk.
-        prefix: tokens of the prompt.
+        target: the target, which must be idle.
+        refresh: measure again and replace the stored table.
+        prefix: prompt length.
     """
     table = None if refresh else stored_cost(target)
     if table is None:
@@ -47,7 +47,7 @@ def cost_table(target: Target, *, refresh: bool = False, prefix: int = 128) -> C
 
 
 def _processor() -> str:
-    """The CPU's model name; its architecture if the system does not report one."""
+    """CPU model name, or its architecture if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -57,13 +57,12 @@ def _processor() -> str:
 
 
 def _disturbed(table: CostTable) -> bool:
-    """Whether other work on the machine has spoilt the measurement: a pass over n nodes took far longer than n passes
-    over one."""
+    """Whether other load disturbed the measurement: a pass over n nodes took far longer than n passes over one."""
     return any(t > 1.5 * n * table.seconds[0] for n, t in zip(table.tokens, table.seconds, strict=True))
 
 
 def stored_cost(target: Target) -> CostTable | None:
-    """Verify times on disk; None without any, for a damaged file, and for targets that are not transformers'."""
+    """Stored verify times; None if missing or damaged, or for other targets than ``TransformersTarget``."""
     if not isinstance(target, TransformersTarget):
         return None
     try:
@@ -74,13 +73,13 @@ def stored_cost(target: Target) -> CostTable | None:
 
 
 def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostTable:
-    """Interleaved timing of verify passes of all sizes; medians.
+    """Median verify times of all sizes, timed interleaved.
 
     Args:
-        prefix: tokens of the prompt.
-        seconds: time to spend about; at least three rounds are made.
+        prefix: prompt length.
+        seconds: approximate duration; at least three rounds.
     """
-    target.cost = None  # time each size as it is, not padded
+    target.cost = None  # no padding of nodes
     device = target.device
     limit = target.context_limit or prefix + SIZES[-1]
     prefix = max(1, min(prefix, limit - SIZES[-1]))
@@ -103,7 +102,7 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
 
 
 def describe(target: TransformersTarget) -> dict[str, Any]:
-    """Everything that a calibration depends on."""
+    """Cache key of a calibration: model shape, device and software versions."""
     model, config = target.model, target.config
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
@@ -124,14 +123,14 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: ``$MMSPEC_CACHE``, else ``mmspec`` under the user's cache folder."""
+    """Cache folder: ``$MMSPEC_CACHE``, else ``mmspec`` in the user's cache folder."""
     if folder := os.environ.get("MMSPEC_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
 
 
 def _comb(size: int, vocab: int, device: torch.device) -> TokenTree:
-    """A chain with one sibling per level: deep and wide like real trees."""
+    """Chain with one sibling per level: deep and wide like real trees."""
     parents = torch.tensor([-1] + [max(0, i - 2 + i % 2) for i in range(1, size)], device=device)
     return TokenTree((torch.arange(size, device=device) % vocab)[None], parents[None], check=False)
 
@@ -142,6 +141,6 @@ def _path(target: TransformersTarget) -> Path:
 
 
 def _store(target: TransformersTarget, measured: dict[str, Any]) -> None:
-    """Write a measurement to disk, if the folder can be written."""
+    """Store a measurement, if the folder is writable."""
     with suppress(OSError):
         write_text(_path(target), json.dumps({**describe(target), **measured}))

@@ -1,4 +1,4 @@
-"""A picture of one step: the drafted tree, the path that the target would have produced, and the bonus token."""
+"""SVG of one decode step: drafted tree, accepted path and bonus token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STYLE = """
 .dark .mm-tree { --ground: transparent; --ink: #d1d7e0; --edge: #3d444d; --root: #d1d7e0; --root-ink: #15191f;
   --kept: #133a20; --kept-ink: #7ee787; --path: #3fb950; --bonus: #12324f; --bonus-ink: #79c0ff; --rejected: #1f242c;
   --rejected-ink: #7d8590; }
-.mm-tree .ground { fill: var(--ground); } .mm-tree .told { fill: var(--ink); }
+.mm-tree .ground { fill: var(--ground); } .mm-tree .caption { fill: var(--ink); }
 .mm-tree path { fill: none; stroke: var(--edge); stroke-width: 1.2; }
 .mm-tree path.kept { stroke: var(--path); stroke-width: 2.5; }
 .mm-tree g text { text-anchor: middle; }
@@ -27,17 +27,17 @@ STYLE = """
 .mm-tree .bonus text { fill: var(--bonus-ink); font-weight: 600; }
 .mm-tree .rejected rect { fill: var(--rejected); } .mm-tree .rejected text { fill: var(--rejected-ink); }
 """
-"""Colours of the picture; a page whose element of class ``dark`` holds it gets the dark ones."""
+"""CSS; dark colours inside an element of class ``dark``."""
 
 _KINDS = {"root": "last token", "kept": "accepted", "bonus": "bonus", "rejected": "rejected"}
 
 
 def draw_tree(step: JudgedTree, decode: Callable[[list[int]], str]) -> str:
-    """The step as SVG.
+    """Draw a step as SVG.
 
     Args:
-        step: the tree and what became of it.
-        decode: what tokens read.
+        step: the tree and its verdict.
+        decode: decodes tokens to text.
     """
     depth, row, rows = _layout(step.parents)
     width, height = (max(depth) + 2) * _COLUMN + 20, rows * _ROW + 70
@@ -52,7 +52,7 @@ def draw_tree(step: JudgedTree, decode: Callable[[list[int]], str]) -> str:
         f'viewBox="0 0 {width} {height}">',
         f"<style>{STYLE}</style>",
         f'<rect class="ground" width="{width}" height="{height}"/>',
-        f'<text class="told" x="10" y="22">{_count(drafted, "drafted token")}, one pass of the target, '
+        f'<text class="caption" x="10" y="22">{_count(drafted, "drafted token")}, one pass of the target, '
         f"{_count(len(step.path), 'token')} emitted</text>",
     ]
     for node, parent in enumerate(step.parents):
@@ -60,21 +60,21 @@ def draw_tree(step: JudgedTree, decode: Callable[[list[int]], str]) -> str:
             parts.append(_edge(at(parent), at(node), node in accepted))
     end = step.path[-1]
     x, y = at(end)
-    # The bonus token goes where no drafted child of the last accepted node is.
+    # The bonus token goes below the drafted children of the last accepted node.
     below = [at(n)[1] for n, p in enumerate(step.parents) if p == end]
     target = (x + _COLUMN, max(below, default=y - _ROW) + _ROW)
     parts.append(_edge((x, y), target, True))
     for node, token in enumerate(step.tokens):
         kind = "root" if node == 0 else "kept" if node in accepted else "rejected"
-        parts.append(_box(at(node), decode([token]), kind, _told(step, node, kind)))
+        parts.append(_box(at(node), decode([token]), kind, _tooltip(step, node, kind)))
     parts.append(_box(target, decode([step.bonus]), "bonus", f"bonus token: target {_share(step.bonus_prob)}"))
     for place, (kind, label) in enumerate(_KINDS.items()):
         parts.append(_box((10 + place * _COLUMN, height - 20), label, kind))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _told(step: JudgedTree, node: int, kind: str) -> str:
-    """What a pointer that rests on a node is told."""
+def _tooltip(step: JudgedTree, node: int, kind: str) -> str:
+    """Tooltip of a node."""
     if node == 0:
         return "last token of the text so far"
     guess = f"drafter {_share(step.guesses[node])}, " if step.guesses is not None else ""
@@ -90,7 +90,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _layout(parents: list[int]) -> tuple[list[int], list[int], int]:
-    """Column and row of every node, rows given to leaves from top to bottom, and the number of rows."""
+    """Column and row of every node, and the number of rows; leaves are laid out from top to bottom."""
     depth = [0] * len(parents)
     for node in range(1, len(parents)):
         depth[node] = depth[parents[node]] + 1
@@ -116,10 +116,10 @@ def _edge(start: tuple[float, float], end: tuple[float, float], kept: bool) -> s
     return f'<path class="{"kept" if kept else "left"}" d="{shape}"/>'
 
 
-def _box(at: tuple[float, float], text: str, kind: str, told: str = "") -> str:
+def _box(at: tuple[float, float], text: str, kind: str, tooltip: str = "") -> str:
     shown = text.strip() or repr(text)
     short = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
-    title = f"<title>{escape(f'{shown!r}: {told}' if told else shown)}</title>"
+    title = f"<title>{escape(f'{shown!r}: {tooltip}' if tooltip else shown)}</title>"
     return (
         f'<g class="{kind}">{title}<rect x="{at[0]}" y="{at[1] - _BOX / 2}" width="{_WIDE}" height="{_BOX}" '
         f'rx="6"/><text x="{at[0] + _WIDE / 2}" y="{at[1] + 4.5}">{escape(short)}</text></g>'

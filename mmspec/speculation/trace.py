@@ -11,16 +11,16 @@ from mmspec.targets.target import Step
 
 @dataclass(frozen=True)
 class JudgedTree:
-    """The tree of one sequence in one step, and its verdict.
+    """Tree of one sequence in one step, with its verdict.
 
     Attributes:
-        tokens, parents: of each node, the root first; its parent is -1.
-        path: nodes of the accepted path, the root first. The step emits the tokens of all but the root, then the bonus.
-        bonus: the target's token that follows the path.
-        probs: of each node, the probability that the target gives its token after its parent (raw: before processors
-            and temperature); the root's is 1.
-        bonus_prob: the same of the bonus token.
-        guesses: the drafter's own probability for the same; None where it has none.
+        tokens, parents: of each node, root first, with parent -1.
+        path: nodes of the accepted path, root first. The step emits their tokens without the root's, then the bonus.
+        bonus: bonus token.
+        probs: the target's probability of each node's token given its parent, before processors and temperature; 1 for
+            the root.
+        bonus_prob: the same for the bonus token.
+        guesses: the drafter's probabilities, if it has any.
     """
 
     tokens: list[int]
@@ -33,7 +33,7 @@ class JudgedTree:
 
 
 def judge(tree: TokenTree, row: int, verdict: Verdict, step: Step) -> JudgedTree:
-    """The record of one row of a verified tree; ``step`` is the verify pass."""
+    """Record one row of a verified tree; ``step`` is the output of the verify pass."""
     path, emitted = verdict.host[row]
     nodes, logits, bonus = tree.drafted[row] + 1, step.logits[row], emitted[-1]  # padding is at the end
     tokens, parents = tree.tokens[row, :nodes], tree.parents[row, :nodes]

@@ -1,8 +1,8 @@
-"""The draft: a batch of token trees in topological order.
+"""Batch of token trees in topological order.
 
-Axes: ``batch`` rows are independent sequences, ``nodes`` the tree positions of a row. Node 0 is the root: the last
-emitted token, which the target has not absorbed yet. A parent always stands before its children, and the order of
-siblings is the order in which a drafter prefers (or drew) them.
+Axes: ``batch`` rows are independent sequences, ``nodes`` the nodes of a row's tree. Node 0 is the root: the last
+emitted token, which is not in the target's cache yet. Parents precede their children; siblings are in the drafter's
+order of preference, or in draw order.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ class TokenTree:
         tokens: (batch, nodes) int64, the token at each node; ``tokens[:, 0]`` is the last emitted token.
         parents: (batch, nodes) int64, ``parents[b, 0] = -1`` and ``0 <= parents[b, i] < i``.
         valid: (batch, nodes) bool, False marks padding of rows with fewer nodes; None means all are valid.
-        draft_probs: (batch, nodes, vocab) float, row i being the distribution that the children of node i were drawn
-            from, without replacement, in node order; None means that the children were fixed before any draw
-            (top-k trees, n-grams).
-        log_probs: (batch, nodes) float, the drafter's log probability of the path down to each node: 0 at the root, at
-            most the parent's elsewhere. Nodes are listed in descending order of it, padding last. None where the
-            drafter has no probabilities.
-        check: False skips the validation, for drafters whose trees are right by construction.
+        draft_probs: (batch, nodes, vocab) float, entry i is the distribution that the children of node i were drawn
+            from, without replacement, in node order; None if the children were not drawn (top-k trees, n-grams).
+        log_probs: (batch, nodes) float, the drafter's log probability of the path to each node: 0 at the root,
+            elsewhere at most the parent's. Nodes are in descending order of it, padding last. None if unknown.
+        check: False skips validation, for trees that are valid by construction.
 
     Raises:
         ValueError: shapes disagree, a parent does not point backwards, a valid node has a padded parent, or two
-            siblings carry the same token (a duplicate could be tried twice and would bias sampling).
+            siblings have the same token (a duplicate would bias sampling).
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: Tensor) -> TokenTree:
-        """The tree of one node, which makes a step plain decoding. ``token``: (batch,) int64."""
+        """Tree of one node, which is plain decoding. ``token``: (batch,) int64."""
         tokens = token[:, None]
         tree = cls(tokens, torch.full_like(tokens, -1), check=False)
         tree.max_depth = 0
@@ -70,7 +68,7 @@ class TokenTree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """(batch, nodes, nodes) bool: [b, i, j] is True when j is i or an ancestor of i (pointer doubling)."""
+        """(batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i (pointer doubling)."""
         reach = torch.eye(self.nodes, dtype=torch.bool, device=self.tokens.device).expand(self.batch, -1, -1)
         jump = self.parents.clamp(min=0)
         span = 1
@@ -82,24 +80,24 @@ class TokenTree:
 
     @cached_property
     def depth(self) -> Tensor:
-        """(batch, nodes) int64: edges between the root and each node."""
+        """(batch, nodes) int64, depth of each node."""
         return self.ancestors.sum(-1) - 1
 
     @cached_property
     def max_depth(self) -> int:
-        """The greatest depth of any row. A drafter that knows it sets it, which spares a device-to-host copy."""
+        """Maximum depth of any row. Drafters may set it to save a device-to-host copy."""
         return int(self.depth.max())
 
     @cached_property
     def drafted(self) -> list[int]:
-        """Drafted nodes of each row, root and padding left out. A drafter that knows them sets them, as above."""
+        """Drafted nodes of each row, without root and padding. Drafters may set it, as above."""
         if self.valid is None:
             return [self.nodes - 1] * self.batch
         return (self.valid.sum(1) - 1).tolist()
 
     @cached_property
     def children(self) -> list[list[dict[int, int]]]:
-        """By row and node, ``{token: node}`` of its valid children in their order: one device-to-host copy."""
+        """Per row and node, ``{token: node}`` of its valid children in order; one device-to-host copy."""
         if self.nodes == 1:
             return [[{}] for _ in range(self.batch)]
         found: list[list[dict[int, int]]] = []
@@ -112,20 +110,21 @@ class TokenTree:
 
     @property
     def prunable(self) -> bool:
-        """Whether nodes may be left out by their probability: not where they were drawn."""
+        """Whether nodes may be pruned by probability: not if they were drawn."""
         return self.log_probs is not None and self.draft_probs is None
 
     @cached_property
     def path_probs(self) -> list[list[float]]:
-        """By row, the probability of each drafted node's path, descending; padding and impossible nodes are left out.
+        """Per row, path probabilities of drafted nodes in descending order, without padding and zeros.
 
-        A drafter that has them on the host sets them, which spares a device-to-host copy."""
+        Drafters may set it to save a device-to-host copy.
+        """
         assert self.log_probs is not None, "the drafter has no probabilities"
         rows = self.log_probs[:, 1:].exp().tolist()
         return [[p for p in row[:drafted] if p > 0.0] for row, drafted in zip(rows, self.drafted, strict=True)]
 
     def select(self, rows: Sequence[int]) -> TokenTree:
-        """The trees of some rows."""
+        """Trees of some rows."""
         parts = (self.tokens, self.parents, self.valid, self.draft_probs, self.log_probs)
         tokens, parents, valid, draft_probs, log_probs = (None if part is None else part[rows] for part in parts)
         assert tokens is not None
@@ -135,7 +134,7 @@ class TokenTree:
         return tree
 
     def first(self, nodes: int) -> TokenTree:
-        """The tree of the first ``nodes`` nodes, root included: where there are ``log_probs``, the likeliest ones."""
+        """Tree of the first ``nodes`` nodes, root included: with ``log_probs``, the most probable ones."""
         if nodes >= self.nodes:
             return self
         if nodes == 1:
@@ -158,22 +157,22 @@ class TokenTree:
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
-    """The union of trees over the same roots: every path of any of them, once.
+    """Union of trees with the same roots.
 
-    A path that several trees hold has the greatest of their probabilities. The cost is that of a few tensor operations
-    over (batch, nodes of one tree, nodes of the other).
+    A path of several trees gets the maximum of its probabilities. Costs a few tensor operations of size
+    (batch, nodes of one tree, nodes of the other).
 
     Args:
         trees: at least one; each with ``log_probs`` and without ``draft_probs``.
 
     Returns:
-        A tree whose nodes are in descending order of ``log_probs``, padding last.
+        A tree in descending order of ``log_probs``, padding last.
 
     Raises:
-        ValueError: no trees, different roots, or a tree that was drawn or has no probabilities.
+        ValueError: no trees, different batch sizes, or a tree that was drawn or has no probabilities.
     """
     if not trees:
-        raise ValueError("merge needs at least one tree: got none")
+        raise ValueError("merge requires at least one tree: got none")
     for number, tree in enumerate(trees):
         if tree.nodes > 1 and (tree.draft_probs is not None or tree.log_probs is None):
             what = "draft_probs" if tree.draft_probs is not None else "no log_probs"
@@ -188,7 +187,7 @@ def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
         return b if a.nodes == 1 else a
     assert a.log_probs is not None
     assert b.log_probs is not None
-    # same[i, j]: node i of a and node j of b end equal paths.
+    # same[i, j]: node i of a and node j of b have equal paths.
     root = torch.zeros(a.batch, a.nodes, b.nodes, dtype=torch.bool, device=a.tokens.device)
     root[:, 0, 0] = True
     alike = (a.tokens[:, :, None] == b.tokens[:, None]) & _alive(a)[:, :, None] & _alive(b)[:, None]
@@ -199,13 +198,13 @@ def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
         same[:, 0, 1:] = same[:, 1:, 0] = False  # a root's parent is clamped to itself
     twin = same.any(1)  # (batch, nodes of b)
     index = torch.arange(a.nodes - 1, a.nodes + b.nodes - 1, device=root.device)
-    place = torch.where(twin, same.int().argmax(1), index)  # of each node of b among all nodes
+    place = torch.where(twin, same.int().argmax(1), index)  # index of each node of b among all nodes
     both = torch.where(same, b.log_probs[:, None], -torch.inf).amax(2)
     scores = torch.cat([torch.maximum(a.log_probs, both), b.log_probs[:, 1:]], dim=1)
     alive = torch.cat([_alive(a), (_alive(b) & ~twin)[:, 1:]], dim=1) & (scores > -torch.inf)
     tokens = torch.cat([a.tokens, b.tokens[:, 1:]], dim=1)
     parents = torch.cat([a.parents, place.gather(1, b.parents[:, 1:])], dim=1)
-    # Stable: of equal scores the first stays first, and a parent stands before its children.
+    # A stable sort keeps parents before their children.
     scores, order = scores.masked_fill(~alive, -torch.inf).sort(dim=1, descending=True, stable=True)
     moved = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -214,7 +213,7 @@ def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
     parents = moved.gather(1, parents.gather(1, order).clamp(min=0)).where(alive, 0)
     parents[:, 0] = -1
     merged = TokenTree(tokens.gather(1, order), parents, alive, log_probs=scores, check=False)
-    if merged.tokens.device.type == "cuda":  # the number of nodes stays fixed, and the host need not know it
+    if merged.tokens.device.type == "cuda":  # static shapes, no host sync
         merged.max_depth = max(a.max_depth, b.max_depth)
         return merged
     merged.drafted = (alive.sum(1) - 1).tolist()
@@ -248,7 +247,7 @@ def _validate(tree: TokenTree) -> None:
     if orphan.any():
         b, i = orphan.nonzero()[0].tolist()
         raise ValueError(
-            f"a valid node needs a valid parent: node [{b}, {i}] has the padded parent {int(parents[b, i])}"
+            f"a valid node requires a valid parent: node [{b}, {i}] has the padded parent {int(parents[b, i])}"
         )
 
     same = (parents[:, :, None] == parents[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
@@ -256,5 +255,5 @@ def _validate(tree: TokenTree) -> None:
     if same.any():
         b, i, j = same.nonzero()[0].tolist()
         raise ValueError(
-            f"siblings must carry different tokens: nodes [{b}, {j}] and [{b}, {i}] are {int(tokens[b, i])}"
+            f"siblings must have different tokens: nodes [{b}, {j}] and [{b}, {i}] are {int(tokens[b, i])}"
         )

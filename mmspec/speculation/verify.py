@@ -1,13 +1,13 @@
-"""Which drafted tokens the target itself would have produced.
+"""Tree verification: greedy and lossless sampling.
 
-Both rules reduce to one question per node, answered for all nodes at once: which token does the target put after this
-node? Where a child carries that token the walk goes on into the child; where none does, the token is the bonus.
+Both choose the target's next token at every node, in parallel, then walk from the root: if a child has the chosen
+token, the walk continues there; otherwise the token is the bonus token.
 
-For trees fixed before any draw (``draft_probs is None``) the question is answered by one draw from the target's
-distribution p. That is the rule "accept child x with probability p(x), else p(x) = 0, renormalise, next child": trying
-the children in any order and drawing from what remains is a way to draw from p.
+For fixed trees (``draft_probs is None``), a node's token is sampled from the target's distribution p. This equals
+"accept child x with probability p(x), else p(x) = 0, renormalise, next child", as trying children in any order and
+sampling from the rest is a way to sample from p.
 
-For drawn trees it is recursive rejection sampling (SpecInfer, arXiv 2305.09781, alg. 2; without replacement as in
+For drawn trees, it is chosen by recursive rejection sampling (SpecInfer, arXiv 2305.09781, alg. 2; without replacement:
 arXiv 2402.14160): child x, drawn from q, is accepted with probability min(1, p(x) / q(x)); on rejection
 p <- norm(max(p - q, 0)), and q loses x and is renormalised.
 """
@@ -26,11 +26,11 @@ from mmspec.speculation.tree import TokenTree
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step keeps.
+    """Result of verification: the accepted path and the bonus token of each row.
 
     Attributes:
-        packed: (batch, 2 + 2 * (max_depth + 1)) int64, length, bonus, path and tokens side by side, so that one copy
-            brings all of them to the host.
+        packed: (batch, 2 + 2 * (max_depth + 1)) int64, length, bonus, path and tokens, packed for a single
+            device-to-host copy.
     """
 
     packed: Tensor
@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def bonus(self) -> Tensor:
-        """(batch,) int64, the target's token that follows the path."""
+        """(batch,) int64, bonus token: the target's token after the path."""
         return self.packed[:, 1]
 
     @property
@@ -52,20 +52,19 @@ class Verdict:
 
     @property
     def tokens(self) -> Tensor:
-        """(batch, max_depth + 1) int64, the tokens that the step emits: the accepted drafts, then the bonus; entries
-        from ``length`` on mean nothing."""
+        """(batch, max_depth + 1) int64, emitted tokens: accepted drafts, then the bonus; undefined after ``length``."""
         return self.packed[:, 2 + self.width :]
 
     @property
     def width(self) -> int:
-        """The most nodes that a path can have."""
+        """Maximum path length."""
         return self.packed.shape[1] // 2 - 1
 
     @cached_property
     def host(self) -> list[tuple[list[int], list[int]]]:
-        """Per row ``(path, tokens)`` as Python lists of equal length, by the one device-to-host copy of a step."""
-        behind = 2 + self.width
-        return [(row[2 : 2 + row[0]], row[behind : behind + row[0]]) for row in self.packed.tolist()]
+        """Per row ``(path, tokens)`` as Python lists of equal length; the only device-to-host copy of a step."""
+        start = 2 + self.width
+        return [(row[2 : 2 + row[0]], row[start : start + row[0]]) for row in self.packed.tolist()]
 
 
 def verify_greedy(tree: TokenTree, choices: Tensor) -> Verdict:
@@ -73,10 +72,10 @@ def verify_greedy(tree: TokenTree, choices: Tensor) -> Verdict:
 
     Args:
         tree: the draft.
-        choices: (batch, nodes) int64, the token that the target puts after each node (its argmax, for greedy decoding).
+        choices: (batch, nodes) int64, the target's token after each node (its argmax, for greedy decoding).
 
     Raises:
-        ValueError: ``choices`` has another shape than the tree.
+        ValueError: the shapes of ``choices`` and tree differ.
     """
     if choices.shape != tree.tokens.shape:
         raise ValueError(f"choices must be (batch, nodes) = {tuple(tree.tokens.shape)}: got {tuple(choices.shape)}")
@@ -84,13 +83,13 @@ def verify_greedy(tree: TokenTree, choices: Tensor) -> Verdict:
 
 
 def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None = None) -> Verdict:
-    """Keep a path such that the emitted tokens are distributed as the target's own samples.
+    """Keep a path such that the emitted tokens follow the target's distribution.
 
     Args:
-        tree: the draft; ``tree.draft_probs`` decides between the two rules above.
-        probs: (batch, nodes, vocab) float, the target's distribution after each node, with every logits processor and
-            sampling parameter applied.
-        generator: the source of randomness, on the device of ``probs``.
+        tree: the draft; ``tree.draft_probs`` selects one of the two algorithms above.
+        probs: (batch, nodes, vocab) float, the target's distribution after each node, after all logits processors and
+            sampling parameters.
+        generator: random generator on the device of ``probs``.
 
     Raises:
         ValueError: ``probs`` does not match the tree or its ``draft_probs``.
@@ -105,7 +104,7 @@ def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None 
         raise ValueError(
             f"draft_probs must have the shape of probs {tuple(probs.shape)}: got {tuple(tree.draft_probs.shape)}"
         )
-    # One number decides about each node at its parent, another draws after a node whose children are all rejected.
+    # Per node, one number to accept it and one to sample if all of its children are rejected.
     chances, last = _uniforms((2, *tree.tokens.shape), probs, generator)
     return verify_greedy(tree, ops.choose_drawn(tree, probs, chances, last))
 

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mmspec import ops
-from mmspec.cache.tree_cache import Ends
+from mmspec.cache.tree_cache import SlotBounds
 from mmspec.errors import UserError
 from mmspec.targets.masks import window_of
 
@@ -37,12 +37,12 @@ class TreePass:
 
     Attributes:
         config: the text configuration, for its layers' windows.
-        ends: bounds of each row's KV slots.
+        bounds: prefix lengths and write position.
         depth: (batch, nodes) int64, distance of each node to the end of its row's prefix.
     """
 
     config: Any
-    ends: Ends
+    bounds: SlotBounds
     depth: Tensor
 
 
@@ -73,11 +73,11 @@ def tree_attention(
         if other := [name for name in ("position_bias", "s_aux") if options.get(name) is not None]:
             raise UserError(f"attention must be a softmax of scaled scores: {type(module).__name__} has {other[0]}")
         window = window_of(tree.config, module.layer_idx)  # type: ignore[arg-type]
-        ends, cap = tree.ends, options.get("softcap")
+        bounds, cap = tree.bounds, options.get("softcap")
         read = ops.tree_attention(
-            *(query, key, value, ends.begin, ends.end, attention_mask[:, 0]),
+            *(query, key, value, bounds.lengths, attention_mask[:, 0]),
             scale=scaling,
-            start=ends.start,
+            start=bounds.start,
             depth=tree.depth,
             window=window,
             softcap=cap,

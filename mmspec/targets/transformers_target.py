@@ -247,9 +247,9 @@ class TransformersTarget:
         cache.set_write_slots(tokens.shape[1])
         inputs["attention_mask"] = None
         if cache.attending:
-            assert cache.ends is not None
+            assert cache.bounds is not None
             inputs["attention_mask"] = tail_mask(self.config, depth, self._tail_depth, reach)
-            inputs[attention.PASS] = attention.TreePass(self.config, cache.ends.first(batch), depth)
+            inputs[attention.PASS] = attention.TreePass(self.config, cache.bounds.first(batch), depth)
         return self._decoded(inputs, cache)
 
     def _mask(
@@ -386,7 +386,7 @@ class TransformersTarget:
 
     def absorb(self, path: Tensor) -> tuple[Tensor, ...]:
         """Device part of ``commit_nodes`` for static shapes; captured as a CUDA graph."""
-        self.cache.keep(path)
+        self.cache.commit_on_device(path)
         self._position.data[: len(path)] += (path >= 0).sum(1)
         return ()
 

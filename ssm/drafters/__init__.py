@@ -1,1 +1,1 @@
-"""Drafters that are state-space models."""
+"""State-space drafters."""

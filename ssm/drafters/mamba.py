@@ -1,7 +1,7 @@
-"""A small Mamba-2 of the target's vocabulary as drafter: it reads tokens only, and its state stays one size.
+"""Mamba-2 drafter: a small language model of the target's vocabulary with constant-size state.
 
-Each step it absorbs the tokens emitted since the last one, once, then grows a tree (``grow_tree``) in which every node
-of a beam has a state of its own, computed from its parent's. The state after the emitted tokens is never changed by it.
+A step advances the state by the emitted tokens, then grows a tree (``grow_tree``) in which every beam node has its own
+state, computed from its parent's.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ssm.drafters.network import MambaConfig, MambaNetwork, State
 
 @dataclass(frozen=True)
 class _Settings(TreeShape):
-    """What ``config.json`` holds."""
+    """Contents of ``config.json``."""
 
     network: MambaConfig
 
 
 class Mamba(CapturedDrafter):
-    """Drafter for any target of the vocabulary that its network was trained for. Image placeholders are tokens to it.
+    """Mamba-2 drafter for targets of the same vocabulary. Image placeholders are treated as tokens.
 
     Args:
-        network: the trained network; it is moved to the target's device. There it has the target's precision if the
-            device is a GPU, where reading weights takes the time, else float32.
-        draft_ids: (n,) int64, the tokens that may be drafted; None allows all. A smaller head costs less.
+        network: the trained network, moved to the target's device; in the target's dtype on a GPU, where weight reads
+            dominate, else float32.
+        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full one.
         top_k: nodes extended per level, and children per node.
-        depth: levels of the tree below its root.
-        total_tokens: drafted nodes at most.
-        verifier: the target that it was trained for, as checkpoints name it.
+        depth: maximum tree depth.
+        total_tokens: maximum number of drafted nodes.
+        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
     """
 
     name: ClassVar[str] = "mamba"  # as registered
@@ -74,13 +74,13 @@ class Mamba(CapturedDrafter):
 
     def reset(self, static: bool = False) -> None:
         super().reset(static)
-        self._output = RowTensor(static)  # (rows, hidden), the network's after each row's last token
+        self._output = RowTensor(static)  # (rows, hidden), at each row's last token
         self._state = [(RowTensor(static), RowTensor(static)) for _ in range(self.network.config.layers)]
-        self._buffers: list[list[Tensor]] = []  # for the states of a tree's even and odd levels
+        self._buffers: list[list[Tensor]] = []  # states of even and odd tree levels
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
-        """Read what ``save`` wrote; raises ``UserError`` where it is damaged."""
+        """Load a checkpoint written by ``save``; raises ``UserError`` if it is invalid."""
         settings, verifier, tensors = checkpoint.read(folder, _Settings)
         draft_ids = checkpoint.take_draft_ids(tensors, settings.network.vocab_size, folder)
         with torch.device("meta"):
@@ -131,7 +131,7 @@ class Mamba(CapturedDrafter):
         device = self._head.device
         self.join(len(history), kernels.fixed_shapes(device))
         prompts = replace(prompt, padding_in_history=False).histories()
-        rows = [[*row, said[-1]] for row, said in zip(prompts, history, strict=True)]
+        rows = [[*row, tokens[-1]] for row, tokens in zip(prompts, history, strict=True)]
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         tokens = on_device([row + [0] * (longest - len(row)) for row in rows], device)
@@ -139,21 +139,21 @@ class Mamba(CapturedDrafter):
         keep = None if min(lengths) == longest else torch.arange(longest, device=device) < length[:, None]
         hidden, state = self.network(tokens, keep)
         self._output.append(hidden[torch.arange(len(rows), device=device), length - 1])
-        for held, new in zip(self._state, state, strict=True):
-            for part, value in zip(held, new, strict=True):
+        for buffers, new in zip(self._state, state, strict=True):
+            for part, value in zip(buffers, new, strict=True):
                 part.append(value)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Note the accepted tokens."""
-        self.note((verdict.tokens,), verdict)
+        """Queue the accepted tokens."""
+        self.queue((verdict.tokens,), verdict)
 
     def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
-        """Absorb accepted tokens, (batch, width)."""
+        """Advance the state by accepted tokens, (batch, width)."""
         batch, width = tokens.shape
         keep = torch.arange(width, device=tokens.device) < length[:, None]
         hidden, state = self.network(tokens, keep, self._first(batch))
-        for held, new in zip(self._state, state, strict=True):
-            for part, value in zip(held, new, strict=True):
+        for buffers, new in zip(self._state, state, strict=True):
+            for part, value in zip(buffers, new, strict=True):
                 part.write(value)
         write_last(self._output, hidden, length)
 
@@ -161,7 +161,7 @@ class Mamba(CapturedDrafter):
         rows, width, levels = len(token), 1, 0
         state = self._first(rows)
         if not self.static and (not self._buffers or len(self._buffers[0][0]) < rows * self.top_k):
-            # Fresh memory of this size costs more on a CPU than what is computed in it.
+            # On a CPU, allocating states costs more than computing them.
             self._buffers = [[s.new_empty(rows * self.top_k, *s.shape[1:]) for _, s in state] for _ in range(2)]
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,17 +184,17 @@ class Mamba(CapturedDrafter):
         return grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
 
     def _first(self, rows: int) -> State:
-        """The state of the first rows."""
+        """State of the first rows."""
         return tuple((window.data[:rows], s.data[:rows]) for window, s in self._state)
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens behind states, (rows, hidden), and their log probabilities: (rows, top_k) each."""
+        """Top-k next tokens and log probabilities, (rows, top_k) each, from hidden states, (rows, hidden)."""
         tokens, best = ops.top_log_probs(torch.nn.functional.linear(hidden, self._head), self.top_k)
         return tokens if self.draft_ids is None else self.draft_ids[tokens], best
 
 
 def _select(states: Tensor, rows: Tensor, buffer: Tensor | None) -> Tensor:
-    """A copy of some rows, written to ``buffer`` if there is one."""
+    """Copy some rows, to ``buffer`` if given."""
     if buffer is None:
         return states.index_select(0, rows)
     return torch.index_select(states, 0, rows, out=buffer[: len(rows)])

@@ -1,12 +1,12 @@
-"""A small Mamba-2 language model (arXiv 2405.21060) that drafts for a larger model of the same vocabulary.
+"""Small Mamba-2 language model (arXiv 2405.21060) for drafting.
 
-Each layer, with u its normed input: ``z, x, B, C, dt = in_proj(u)``; x, B and C pass a short causal convolution; then,
-in each head, ``S_t = exp(dt_t A) S_{t-1} + B_t (x) dt_t x_t`` and ``y_t = C_t S_t + D x_t``; and ``out_proj(norm(y *
-silu(z)))`` is added to the stream. B and C are shared by all heads, ``in_proj`` has a bias in place of those of dt and
-of the convolution, and norms are layer norms, which take one kernel where RMS norms take four.
+Each layer, with u its normalised input: ``z, x, B, C, dt = in_proj(u)``; x, B and C pass a short causal convolution;
+in each head, ``S_t = exp(dt_t A) S_{t-1} + B_t (x) dt_t x_t`` and ``y_t = C_t S_t + D x_t``; ``out_proj(norm(y *
+silu(z)))`` is added to the residual stream. Differences from the paper: all heads share B and C; a bias of ``in_proj``
+replaces those of dt and the convolution; and layer norms replace RMS norms, one kernel instead of four.
 
-Whole sequences are read in chunks whose inside is computed as attention with decays (the paper's section 6), so that a
-prompt takes few kernels; drafting advances one token per node.
+Sequences are processed in chunks, each computed as attention with decays (section 6 of the paper); drafting advances
+one token per node.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from torch.nn import functional as F
 from mmspec.drafters.fields import Checked, Within
 
 CHUNK = 64
-"""Tokens that are read at once."""
+"""Chunk length of the scan, in tokens."""
 
-_LARGEST_TABLE = 2**23  # numbers in a look-up table of the first layer
+_MAX_TABLE = 2**23  # elements of the first layer's look-up table
 
 State = tuple[tuple[Tensor, Tensor], ...]
-"""Of each layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim), in
-float32 whatever the network's precision."""
+"""Per layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim), always
+float32."""
 
 
 @dataclass(frozen=True)
 class MambaConfig(Checked):
-    """The shape of a drafter.
+    """Configuration of a ``MambaNetwork``.
 
     Attributes:
-        vocab_size: the target's.
-        hidden_size: of the residual stream; embeddings serve as the head too.
-        layers: in sequence.
-        heads, head_dim: of each layer's scan; their product is the inner width.
-        state: of each channel.
-        window: tokens that the convolution sees, its own included.
-        norm_eps: of all norms.
+        vocab_size: the target's vocabulary size.
+        hidden_size: width of the residual stream.
+        layers: number of layers.
+        heads, head_dim: shape of the scan; their product is the inner width.
+        state: state size per channel.
+        window: kernel size of the convolution.
+        norm_eps: epsilon of all norms.
     """
 
     vocab_size: Annotated[int, Within(1, 2**24)]
@@ -56,17 +56,17 @@ class MambaConfig(Checked):
 
     @property
     def inner(self) -> int:
-        """Channels of the scan."""
+        """Number of channels of the scan."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: x, B and C."""
+        """Number of channels of the convolution: x, B and C."""
         return self.inner + 2 * self.state
 
 
 class MambaLayer(nn.Module):
-    """One layer; see the module."""
+    """Mamba-2 layer; see the module."""
 
     def __init__(self, config: MambaConfig) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ class MambaLayer(nn.Module):
         self.d = nn.Parameter(torch.ones(c.heads, 1))
         self.gated_norm = nn.LayerNorm(c.inner, c.norm_eps)
         self.out_proj = nn.Linear(c.inner, c.hidden_size, bias=False)
-        self.a: Tensor | None = None  # once weights are frozen
+        self.a: Tensor | None = None  # set by ``freeze``
         with torch.no_grad():
             self.in_proj.bias.zero_()
-            # Steps of 0.001 to 0.1, as in the paper's code: softplus of the bias.
+            # dt of 0.001 to 0.1 after softplus, as in the paper's code.
             steps = torch.exp(torch.empty(c.heads).uniform_(math.log(1e-3), math.log(1e-1)))
             self.in_proj.bias[-c.heads :] = steps + torch.log(-torch.expm1(-steps))
 
@@ -92,12 +92,15 @@ class MambaLayer(nn.Module):
     def read(
         self, projected: Tensor, keep: Tensor | None, state: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Read a sequence behind a state; what it adds to the stream, (batch, length, hidden), and the state behind it.
+        """Process a sequence.
 
         Args:
             projected: (batch, length, ...), see ``project``.
-            keep: (batch, length) bool, False behind a row's end; None keeps all.
-            state: see ``State``.
+            keep: (batch, length) bool, False at right padding; None for no padding.
+            state: initial state, see ``State``.
+
+        Returns:
+            Residual update, (batch, length, hidden), and final state.
         """
         c, (window, s) = self.config, state
         z, inputs, dt = projected.split([c.inner, c.channels, c.heads], dim=-1)
@@ -108,7 +111,7 @@ class MambaLayer(nn.Module):
         x = x.unflatten(-1, (c.heads, c.head_dim))
         dt = F.softplus(dt.float())
         if keep is not None:
-            dt = dt * keep[..., None]  # a step of length 0 changes nothing
+            dt = dt * keep[..., None]  # dt = 0 leaves the state unchanged
         parts = []
         for at in range(0, length, CHUNK):
             piece = slice(at, at + CHUNK)
@@ -118,11 +121,14 @@ class MambaLayer(nn.Module):
         return self._out(y.flatten(2), z), (_tails(seen, keep, c.window - 1), s)
 
     def step(self, projected: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Advance every row by one token; what that adds to the stream, (rows, hidden), and the states behind.
+        """Advance every row by one token.
 
         Args:
             projected: (rows, ...), see ``project``.
             state: see ``State``; S is overwritten.
+
+        Returns:
+            Residual update, (rows, hidden), and new state.
         """
         c, (window, s) = self.config, state
         z, inputs, dt = projected.split([c.inner, c.channels, c.heads], dim=-1)
@@ -142,7 +148,7 @@ class MambaLayer(nn.Module):
         return self.out_proj(self.gated_norm(y * F.silu(z)))
 
     def _chunk(self, x: Tensor, b: Tensor, read: Tensor, dt: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """Scan of a chunk: y without D x, (batch, length, heads, head_dim), and S behind it."""
+        """Scan of a chunk: y without D x, (batch, length, heads, head_dim), and final S."""
         length = x.shape[1]
         decay = (dt * self._a[:, 0]).cumsum(1).transpose(1, 2)  # (batch, heads, length)
         between = decay[..., :, None] - decay[..., None, :]
@@ -158,7 +164,7 @@ class MambaLayer(nn.Module):
 
 
 class MambaNetwork(nn.Module):
-    """Embedding, layers, a norm; the embeddings are the head too."""
+    """Mamba-2 language model with tied embeddings."""
 
     def __init__(self, config: MambaConfig) -> None:
         super().__init__()
@@ -171,35 +177,35 @@ class MambaNetwork(nn.Module):
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Prepare for drafting with the weights as they are: what the first layer makes of each token is looked up."""
+        """Freeze the weights for drafting, and tabulate the first layer's projection of small vocabularies."""
         self.eval().requires_grad_(False)
         for layer in self.layers:
             layer.a = None
             layer.a = layer._a
         embeds, projected = self.embed.weight, self.layers[0].in_proj.out_features
-        if embeds.shape[0] * (embeds.shape[1] + projected) <= _LARGEST_TABLE:
+        if embeds.shape[0] * (embeds.shape[1] + projected) <= _MAX_TABLE:
             self._table = torch.cat([embeds, self.layers[0].project(embeds)], dim=1)
 
-    def begin(self, rows: int) -> State:
-        """The state before any token."""
+    def initial_state(self, rows: int) -> State:
+        """Initial state."""
         c, weight = self.config, self.embed.weight
         window = weight.new_zeros(rows, c.window - 1, c.channels)
         s = torch.zeros(rows, c.state, c.heads, c.head_dim, device=weight.device)
         return tuple((window, s) for _ in range(c.layers))
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
-        """Read sequences.
+        """Process sequences.
 
         Args:
             tokens: (batch, length) int64.
-            keep: (batch, length) bool, False at the padding behind a row's end; None keeps all.
-            state: behind which to read; by default that before any token.
+            keep: (batch, length) bool, False at right padding; None for no padding.
+            state: state to continue from; None is the initial state.
 
         Returns:
-            Hidden states for ``head``, (batch, length, hidden), meaningless at padding, and the state behind each row.
+            Hidden states for the head, (batch, length, hidden), undefined at padding, and final states.
         """
-        state = self.begin(len(tokens)) if state is None else state
-        x, projected = self._entered(tokens)
+        state = self.initial_state(len(tokens)) if state is None else state
+        x, projected = self._embedded(tokens)
         after: list[tuple[Tensor, Tensor]] = []
         for layer, before in zip(self.layers, state, strict=True):
             added, new = layer.read(layer.project(x) if after else projected, keep, before)
@@ -208,9 +214,16 @@ class MambaNetwork(nn.Module):
         return self.norm(x), tuple(after)
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token per row, (rows,) int64: hidden states for ``head``, (rows, hidden), and the new state; S of the old
-        one is overwritten."""
-        x, projected = self._entered(tokens)
+        """Advance every row by one token.
+
+        Args:
+            tokens: (rows,) int64.
+            state: see ``State``; S is overwritten.
+
+        Returns:
+            Hidden states for the head, (rows, hidden), and new state.
+        """
+        x, projected = self._embedded(tokens)
         after: list[tuple[Tensor, Tensor]] = []
         for layer, before in zip(self.layers, state, strict=True):
             added, new = layer.step(layer.project(x) if after else projected, before)
@@ -218,8 +231,8 @@ class MambaNetwork(nn.Module):
             after.append(new)
         return self.norm(x), tuple(after)
 
-    def _entered(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream's beginning, (..., hidden), and the first layer's ``project`` of it."""
+    def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings, (..., hidden), and the first layer's ``project`` of them."""
         if self._table is None:
             x = self.embed(tokens)
             return x, self.layers[0].project(x)
@@ -227,12 +240,12 @@ class MambaNetwork(nn.Module):
         return both[..., : self.config.hidden_size], both[..., self.config.hidden_size :]
 
     def head_rows(self, ids: Tensor | None) -> Tensor:
-        """The weight of the head for some tokens, (n,) int64, or for all: (n, hidden)."""
+        """Head weight of some tokens, (n,) int64, or of all: (n, hidden)."""
         return self.embed.weight if ids is None else self.embed.weight[ids]
 
 
 def _tails(seen: Tensor, keep: Tensor | None, count: int) -> Tensor:
-    """The last ``count`` entries of each row; the first ``count`` of ``seen`` are what was there before."""
+    """Last ``count`` entries of each row without padding; ``seen`` starts with the ``count`` previous ones."""
     if keep is None:
         return seen[:, seen.shape[1] - count :]
     at = keep.sum(1)[:, None] + torch.arange(count, device=seen.device)

@@ -1,4 +1,4 @@
-"""The two operations that make a Mamba-2 mixer verify a tree, and what commits a path: scan and causal convolution."""
+"""Tree scan and tree convolution of Mamba-2, and the commit of a path."""
 
 from ssm.ops.conv import commit_conv, conv_window, tree_conv
 from ssm.ops.scan import commit_scan, tree_scan

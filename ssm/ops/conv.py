@@ -1,4 +1,4 @@
-"""The causal convolution of Mamba-2 over a tree: each node sees its own last inputs, along its own path."""
+"""Causal convolution of Mamba-2 over a tree: each node convolves the last inputs of its own path."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from mmspec.ops import kernels
 
 
 def conv_window(parents: Tensor, width: int) -> Tensor:
-    """Where each node's last ``width`` inputs stand; computed once per tree, for all layers.
+    """Gather indices of each node's convolution window; computed once per tree, for all layers.
 
     Args:
-        parents: (batch, nodes) int64, -1 at the root, else smaller than the node's own index.
-        width: taps of the convolution.
+        parents: (batch, nodes) int64, -1 at the root, else less than the node's index.
+        width: kernel size of the convolution.
 
     Returns:
-        (batch, nodes, width) int64, oldest first, the node's own input last: indices into the sequence of the last
-        ``width - 1`` entries of the convolution's state, followed by the inputs of the nodes.
+        (batch, nodes, width) int64, oldest input first: indices into the last ``width - 1`` entries of the state,
+        followed by the nodes' inputs.
     """
     batch, nodes = parents.shape
     before = width - 1
-    # An entry of the state is preceded by the one before it; the root by the last of them.
+    # Predecessor of each entry: the previous one in the state; of the root, the last one.
     kept = torch.arange(-1, before - 1, device=parents.device).expand(batch, -1)
     previous = torch.cat([kept, parents + before], dim=1)
     taps = [torch.arange(before, before + nodes, device=parents.device).expand(batch, -1)]
@@ -38,19 +38,19 @@ def tree_conv(
     window: Tensor,
     activation: str | None = "silu",
 ) -> Tensor:
-    """The depthwise causal convolution at every node of a tree.
+    """Depthwise causal convolution at every node of a tree.
 
     Args:
         x: (batch, nodes, channels), the nodes' inputs.
-        state: (batch, channels, entries), inputs before the tree, newest last; at least ``width - 1`` entries, of which
-            the last are read (transformers keeps ``width`` of them, other libraries ``width - 1``).
+        state: (batch, channels, entries), inputs before the tree, newest last; the last ``width - 1`` are used
+            (transformers stores ``width``, other libraries ``width - 1``).
         weight: (channels, width).
         bias: (channels,) or None.
         window: (batch, nodes, width), from ``conv_window``.
-        activation: "silu" (also called "swish") or None.
+        activation: "silu" (alias "swish") or None.
 
     Returns:
-        (batch, nodes, channels), in the precision of ``x``; computed in float32.
+        (batch, nodes, channels), in the dtype of ``x``; computed in float32.
 
     Raises:
         ValueError: the state has fewer than ``width - 1`` entries, or the activation is unknown.
@@ -84,8 +84,8 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
 
     Args:
         x: (batch, nodes, channels), the nodes' inputs.
-        state: (batch, channels, entries); becomes the last entries of itself followed by the path's inputs.
-        path: (batch, depth) int64, node indices from the root on, padded with -1 at the end.
+        state: (batch, channels, entries), updated in place.
+        path: (batch, depth) int64, node indices from the root, right-padded with -1.
     """
     if kernels.in_use(x.device) == "triton":
         from ssm.ops import triton_conv

@@ -1,9 +1,9 @@
-"""The same operations by loops that follow parents, one node at a time: slow, and plain enough to be believed.
+"""Reference implementations of ``ssm.ops`` by loops over nodes.
 
 Papers: Mamba-2 (arXiv 2405.21060), whose recurrence this is; STree (arXiv 2505.14969), which runs it over a tree.
 
-    x      (batch, nodes, heads, head_dim)   X, the inputs behind the convolution
-    dt     (batch, nodes, heads)             Delta, the step sizes, behind softplus
+    x      (batch, nodes, heads, head_dim)   X, the convolution's output
+    dt     (batch, nodes, heads)             Delta, the step sizes, after softplus
     a      (heads,)                          A, one negative number per head
     b, c   (batch, nodes, groups, state)     B and C, one pair for all heads of a group
     d      (heads,)                          D, the skip connection
@@ -14,9 +14,9 @@ One step of the recurrence, for one head with A = a:
     S <- exp(dt a) S + dt x (outer product) B
     y  = S C + D x
 
-Nothing here knows of ancestors' sums, masks or windows: a node starts from a copy of its parent's state, the root from
-the state before the tree, and every node's state is kept. Signatures are those of ``ssm.ops``, with ``parents`` (batch,
-nodes), -1 at the root, in place of ``ancestors`` and ``window``.
+Every node's state is materialised: a node starts from a copy of its parent's state, the root from the state before the
+tree. Signatures are those of ``ssm.ops``, with ``parents`` (batch, nodes), -1 at the root, instead of ``ancestors`` and
+``window``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 def tree_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, parents: Tensor
 ) -> Tensor:
-    """(batch, nodes, heads, head_dim) float32: the output at every node."""
+    """Output at every node, (batch, nodes, heads, head_dim) float32."""
     y = torch.empty(x.shape)
     for row, head in _pairs(x):
         group = _group(head, x, b)
@@ -43,7 +43,7 @@ def tree_scan(
 
 
 def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
-    """The state steps through the nodes of each row's path, in place."""
+    """Advance the state along each row's path, in place."""
     for row, head in _pairs(x):
         for node in path[row].tolist():
             if node >= 0:
@@ -53,7 +53,7 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
 def tree_conv(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, parents: Tensor, activation: str | None = "silu"
 ) -> Tensor:
-    """(batch, nodes, channels): each node's last inputs, weighed; the state's entries stand before the root."""
+    """Causal convolution at every node, (batch, nodes, channels); the state precedes the root."""
     y = torch.empty(x.shape, dtype=torch.float32)
     for row in range(x.shape[0]):
         for node in range(x.shape[1]):
@@ -70,7 +70,7 @@ def tree_conv(
 
 
 def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
-    """The inputs along each row's path enter the state one by one, the oldest entry leaves."""
+    """Shift the inputs along each row's path into the state, one by one."""
     for row in range(x.shape[0]):
         for node in path[row].tolist():
             if node >= 0:
@@ -78,7 +78,7 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
 
 
 def _step(before: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, row: int, node: int, head: int) -> Tensor:
-    """One head's state behind a node. (head_dim, state)"""
+    """One head's state after a node, (head_dim, state)."""
     step = dt[row, node, head]
     entering = step * torch.outer(x[row, node, head].float(), b[row, node, _group(head, x, b)].float())
     return torch.exp(step * a[head]) * before + entering

@@ -1,7 +1,7 @@
-"""The scan of Mamba-2 over a tree, in closed form: every node at once, no state but the root's.
+"""Tree scan of Mamba-2 in closed form, all nodes in parallel.
 
-A node's state is never formed. What it reads from the state before the tree, and from each of its ancestors, is decayed
-by sums along its own path, so a tree costs two matrix products, the first of which reads the state once.
+Node states are never materialised. The contributions of the initial state and of each ancestor decay by sums along the
+node's path, so a tree costs two matmuls, one of which reads the state once.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from torch import Tensor
 from mmspec.ops import kernels
 
 _LARGE = 2**18
-"""Elements of an intermediate result, from which on a batch is better computed row by row."""
+"""Intermediate size, in elements, above which rows are computed one by one."""
 
 
 def tree_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Tensor
 ) -> Tensor:
-    """What the selective state space puts out at every node of a tree.
+    """Selective state space output at every node of a tree.
 
     With ``a_t = dt a``, M the ancestors, ``L = M a_t``, and S0 the state before the tree:
 
         y_i = exp(L_i) S0 C_i + sum_j M_ij exp(L_i - L_j) (C_i . B_j) dt_j x_j + D x_i
 
-    Computed in float32 whatever the inputs' precision. Nothing of the size of the state is allocated.
+    Computed in float32 for any input dtype. Nothing of the size of the state is allocated.
 
     Args:
         x: (batch, nodes, heads, head_dim).
-        dt: (batch, nodes, heads) float32, behind bias, softplus and limits.
+        dt: (batch, nodes, heads) float32, after bias, softplus and limits.
         a: (heads,) float32, negative.
-        b, c: (batch, nodes, groups, state), groups divide heads; consecutive heads share a group.
+        b, c: (batch, nodes, groups, state); groups divide heads, consecutive heads share a group.
         d: (heads,) or None.
-        state: (batch, heads, head_dim, state) float32, before the root; only read.
-        ancestors: (batch, nodes, nodes) bool, [i, j] is True where j is i or an ancestor of i.
+        state: (batch, heads, head_dim, state) float32, before the root; not modified.
+        ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
 
     Returns:
         (batch, nodes, heads, head_dim) float32.
@@ -47,7 +47,7 @@ def tree_scan(
         from ssm.ops import triton_scan
 
         return triton_scan.tree_scan(x, dt, a, b, c, d, state, ancestors)
-    # Products that do not fit in the cache are computed row by row.
+    # Row by row if intermediates exceed the CPU cache.
     batch, nodes, heads, head_dim = x.shape
     rows = 1 if batch * heads * nodes * max(nodes, head_dim) > _LARGE else batch
     y = torch.empty(x.shape, device=x.device)
@@ -61,15 +61,14 @@ def tree_scan(
 
 
 def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
-    """Let the state absorb the nodes of a path, in place.
+    """Advance the state along a path, in place.
 
         S = exp(L_n) S0 + sum_{j on the path} exp(L_n - L_j) dt_j x_j (x) B_j
 
     Args:
-        x, dt, a, b: what ``tree_scan`` was given.
-        state: (batch, heads, head_dim, state) float32, contiguous; becomes the state behind each row's path.
-        path: (batch, depth) int64, node indices from the root on, padded with -1 at the end. A row of only -1 keeps its
-            state.
+        x, dt, a, b: as for ``tree_scan``.
+        state: (batch, heads, head_dim, state) float32, contiguous; updated in place.
+        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
 
     Raises:
         ValueError: the state is not contiguous.
@@ -89,11 +88,11 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
     index = (path.clamp(min=0) + nodes * torch.arange(batch, device=path.device)[:, None]).flatten()
     x, dt, b = (t.flatten(0, 1).index_select(0, index).float() for t in (x, dt, b))
     dt = dt.view(batch, depth, heads) * (path >= 0)[..., None]  # padding neither decays nor adds
-    reach = _halvings(dt, a).cumsum(1)
-    weight = _power(reach[:, -1:] - reach).mul_(dt)
+    reach = _log2_decay(dt, a).cumsum(1)
+    weight = _exp2(reach[:, -1:] - reach).mul_(dt)
     x = (x.view(batch, depth, heads, -1) * weight[..., None]).view(batch, depth, groups, -1)
     b = b.view(batch, depth, groups, size).transpose(1, 2).reshape(batch * groups, depth, size)
-    state.mul_(_power(reach[:, -1])[..., None, None])
+    state.mul_(_exp2(reach[:, -1])[..., None, None])
     state.view(batch * groups, -1, size).baddbmm_(x.permute(0, 2, 3, 1).reshape(batch * groups, -1, depth), b)
 
 
@@ -108,19 +107,19 @@ def _scan_rows(
     ancestors: Tensor,
     y: Tensor,
 ) -> None:
-    """``tree_scan`` by two products per head, into ``y``."""
+    """``tree_scan`` by two matmuls per head, into ``y``."""
     batch, nodes, heads, head_dim = x.shape
     groups, size = b.shape[2:]
     split = (batch, groups, heads // groups)
     b, c = (t.transpose(1, 2).reshape(batch * groups, nodes, size).float() for t in (b, c))
     dt = dt.transpose(1, 2)  # (batch, heads, nodes)
 
-    reach = _halvings(dt, a.unsqueeze(1))
+    reach = _log2_decay(dt, a.unsqueeze(1))
     reach = torch.bmm(reach, ancestors.transpose(1, 2).to(reach.dtype))
-    exponent = (reach.unsqueeze(3) - (reach - dt.log2()).unsqueeze(2)).float()  # dt_j is taken in along the way
-    # A node that is no ancestor may lie anywhere: mask before raising to the power, which could overflow.
+    exponent = (reach.unsqueeze(3) - (reach - dt.log2()).unsqueeze(2)).float()  # includes the factor dt_j
+    # Mask before exp2, which could overflow for non-ancestors.
     exponent += torch.where(ancestors, 0.0, -torch.inf).unsqueeze(1)
-    weight = _power(exponent)  # (batch, heads, nodes, nodes)
+    weight = _exp2(exponent)  # (batch, heads, nodes, nodes)
     weight.view(*split, nodes, nodes).mul_(torch.bmm(c, b.transpose(1, 2)).view(batch, groups, 1, nodes, nodes))
     if d is not None:
         weight.diagonal(dim1=2, dim2=3).add_(d.unsqueeze(1))
@@ -130,8 +129,8 @@ def _scan_rows(
     )
     inputs = x.transpose(1, 2).reshape(batch * heads, nodes, head_dim).float()
     within = torch.bmm(weight.view(batch * heads, nodes, nodes), inputs).view(*split, nodes, head_dim)
-    decay = _power(reach).view(*split, nodes, 1)
-    # From heads first to nodes first, while adding.
+    decay = _exp2(reach).view(*split, nodes, 1)
+    # Add, and transpose from heads first to nodes first.
     order = (0, 3, 1, 2, 4)
     out = y.view(batch, nodes, groups, -1, head_dim)
     torch.addcmul(within.permute(order), before.transpose(1, 2), decay.permute(order), out=out)
@@ -153,19 +152,16 @@ def _scan_root(
     out.mul_((dt * a).exp_().view(*split, 1)).addcmul_(x.reshape(*split, head_dim).float(), weight.unsqueeze(3))
 
 
-def _halvings(dt: Tensor, a: Tensor) -> Tensor:
-    """``dt a`` as a power of two, for sums along paths: in double precision, as differences of great sums count.
-
-    Apple's GPUs have float32 alone.
-    """
+def _log2_decay(dt: Tensor, a: Tensor) -> Tensor:
+    """``dt a`` in base 2, in float64, as differences of large path sums are used; on MPS, float32."""
     return (dt * (a * math.log2(math.e))).to(torch.float32 if dt.device.type == "mps" else torch.float64)
 
 
-def _power(exponent: Tensor) -> Tensor:
-    """Two to the power of each, in float32; what is below 2**-100 becomes zero.
+def _exp2(exponent: Tensor) -> Tensor:
+    """``exp2`` in float32 that flushes values below 2**-100 to zero.
 
-    Processors take denormal numbers a hundred times more slowly than others, in every product that they enter. And the
-    exp that torch takes from MKL is as slow on them and on infinities; its exp2 comes from elsewhere.
+    CPUs are about a hundred times slower on denormals, in every later product too. So is torch's ``exp`` (MKL) on
+    denormals and infinities, unlike its ``exp2``.
     """
     return torch.nn.functional.threshold(exponent.float(), -100.0, -torch.inf).exp2_()
 

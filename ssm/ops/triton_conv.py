@@ -1,6 +1,6 @@
-"""``ssm.ops.conv`` in Triton: one program per row and tile of channels (and, of the convolution, of nodes)."""
+"""Triton kernels of ``ssm.ops.conv``: one program per row and tile of channels (``tree_conv``: and of nodes)."""
 
-# Kernels are no Python functions: their arguments are addresses, numbers and what is compiled in.
+# Kernel arguments are pointers, scalars and constexprs, which have no Python types.
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BLOCK_NODES = 8
 def tree_conv(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None
 ) -> Tensor:
-    """As ``ssm.ops.tree_conv``."""
+    """See ``ssm.ops.tree_conv``."""
     batch, nodes, channels = x.shape
     width = weight.shape[1]
     y = torch.empty((batch, nodes, channels), dtype=x.dtype, device=x.device)
@@ -37,7 +37,7 @@ def tree_conv(
 
 
 def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
-    """As ``ssm.ops.commit_conv``."""
+    """See ``ssm.ops.commit_conv``."""
     batch, _, channels = x.shape
     _commit_conv_kernel[(triton.cdiv(channels, _BLOCK_CHANNELS), batch)](
         *(x, state, path),
@@ -130,7 +130,7 @@ def _commit_conv_kernel(
     path += i_row * p_row
     length = tl.sum((tl.load(path + i_depth * p_depth, mask=i_depth < depth, other=-1) >= 0).to(tl.int32))
 
-    # Each new entry comes from the old ones, or from a node on the path.
+    # Each new entry is an old one or the input of a path node.
     i_old = i_entry + length
     m_old = i_old < entries
     p_state = state + i_row * s_row + i_channel[:, None] * s_channel
@@ -139,6 +139,6 @@ def _commit_conv_kernel(
     p_x = x + i_row * x_row + i_node[None, :] * x_node + i_channel[:, None] * x_channel
     b_new = tl.load(p_x, mask=m_entry & (i_old >= entries)[None, :], other=0.0)
     b_entry = tl.where(m_old[None, :], b_old, b_new.to(b_old.dtype))
-    # Another thread may still have to read what this one overwrites.
+    # All loads before any store: they overlap.
     tl.debug_barrier()
     tl.store(p_state + i_entry[None, :] * s_entry, b_entry, mask=m_entry)

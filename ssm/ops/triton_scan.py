@@ -1,11 +1,11 @@
-"""``ssm.ops.scan`` in Triton: one program per row, head and tile of the head's channels.
+"""Triton kernels of ``ssm.ops.scan``: one program per row, head and tile of the head's channels.
 
-In kernels, ``i_`` is an index, ``b_`` a block in registers, ``m_`` a mask. Reading the state is what the time goes to:
-the scan goes over it in parts, the next ones being loaded while one is used, and the commit holds it. Numbers of tiles
-of nodes are compiled in: up to 32 nodes, and up to 16 nodes on a path, there is one.
+Prefixes in kernels: ``i_`` index, ``b_`` block in registers, ``m_`` mask. Both kernels are bound by reading the state:
+the scan streams it in pipelined tiles, the commit keeps its tile in registers. The number of node tiles is a constexpr:
+one for up to 32 nodes, or up to 16 nodes on a path.
 """
 
-# Kernels are no Python functions: their arguments are addresses, numbers and what is compiled in.
+# Kernel arguments are pointers, scalars and constexprs, which have no Python types.
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ import triton.language as tl
 from torch import Tensor
 
 _STATE_TILE = 4096
-"""Elements of the state that a program of a commit holds: 32 registers of each of 128 threads, so that many run."""
+"""State elements per commit program: 32 registers per thread, for occupancy."""
 
 _SCAN_DIM, _SCAN_PART = 32, 32
-"""Channels, and numbers of their states at a time, of a scan's program: with more, compiled programs run out of
-registers."""
+"""Channels and state elements per scan tile; larger tiles spill registers."""
 
 SCAN_STAGES = 3
-"""Parts of the state that a scan's program has under way."""
+"""Pipeline stages of a scan's state loads."""
 
 _NODE_TILE = 32
-"""Nodes at a time: more would be computed for nothing where the tree is smaller, and compile to far longer code."""
+"""Nodes per tile; more waste work on small trees, and compile to far longer code."""
 
 _PRECISION = tl.constexpr("tf32x3")
-"""Of float32 products: three steps of tensor cores, which lose little of float32 and are far faster than its own.
-Inputs of 16 bits need one step, which is exact."""
+"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, far faster than its own units. For
+16-bit inputs a single pass is exact."""
 
 
 def tree_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Tensor
 ) -> Tensor:
-    """As ``ssm.ops.tree_scan``."""
+    """See ``ssm.ops.tree_scan``."""
     batch, nodes, heads, head_dim = x.shape
     y = torch.empty(x.shape, device=x.device)
     block_dim = max(16, min(triton.next_power_of_2(head_dim), _SCAN_DIM))
@@ -58,7 +57,7 @@ def tree_scan(
 
 
 def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
-    """As ``ssm.ops.commit_scan``."""
+    """See ``ssm.ops.commit_scan``."""
     batch, _, heads, head_dim = x.shape
     block_state, block_dim = _tile(head_dim, b.shape[3])
     grid = (triton.cdiv(head_dim, block_dim), heads, batch)
@@ -75,21 +74,21 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
 
 
 def _tile(head_dim: int, size: int) -> tuple[int, int]:
-    """A block of whole states, and of as many channels as fit beside them."""
+    """Commit tile: the full state dimension, and as many channels as fit."""
     block_state = max(16, triton.next_power_of_2(size))
     return block_state, max(16, min(triton.next_power_of_2(head_dim), _STATE_TILE // block_state))
 
 
 @triton.jit
 def _program(head_dim, BLOCK_DIM: tl.constexpr):
-    """The row and the head that a program is for, its channels, and which there are."""
+    """Row, head, channel indices and channel mask of a program."""
     i_dim = tl.program_id(0) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     return tl.program_id(2).to(tl.int64), tl.program_id(1), i_dim, i_dim < head_dim
 
 
 @triton.jit
 def _load(pointer, i, m_i, i_stride, j, m_j, j_stride):
-    """(i, j) float32, zero where masked; which is the row and which the column is up to the strides."""
+    """Load a 2D block, (i, j) float32, zero where masked."""
     p_both = pointer + i[:, None] * i_stride + j[None, :] * j_stride
     return tl.load(p_both, mask=m_i[:, None] & m_j[None, :], other=0.0).to(tl.float32)
 
@@ -111,7 +110,7 @@ def _read(
     BLOCK_PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Products of the nodes' C with a state, or with the nodes' B, which is addressed alike: (nodes, j) float32."""
+    """Matmul of the nodes' C with the state or with the nodes' B: (nodes, j) float32."""
     b_sum = tl.zeros((i_to.shape[0], BLOCK_J), dtype=tl.float32)
     for i_at in range(0, size, BLOCK_PART):
         i_state = i_at + tl.arange(0, BLOCK_PART)
@@ -124,10 +123,10 @@ def _read(
 
 @triton.jit
 def _reach(a_head, dt, ancestors, tile, nodes, stride_dt, stride_i, stride_j, BLOCK_NODES: tl.constexpr):
-    """Sums of ``dt a`` along the path of each of a tile's nodes, in float64: their differences are what counts."""
+    """Sums of ``dt a`` along the paths of a tile's nodes, in float64, as their differences are used."""
     i_end = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     b_reach = tl.zeros((BLOCK_NODES,), dtype=tl.float64)
-    for other in range(tile + 1):  # a path may start in any tile before
+    for other in range(tile + 1):  # ancestors may be in any earlier tile
         i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
         m_on = i_on < nodes
         b_step = tl.load(dt + i_on * stride_dt, mask=m_on, other=0.0) * a_head
@@ -201,7 +200,7 @@ def _tree_scan_kernel(
         i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
         m_to = i_to < nodes
         b_reach = _reach(a_head, dt, ancestors, tile, nodes, dt_node, m_i, m_j, BLOCK_NODES)
-        # (state, head_dim): transposed by how it is addressed.
+        # The state is read as (state, head_dim), transposed by its strides.
         b_y = _read(
             c, i_to, m_to, c_node, c_state, state, i_dim, m_dim, s_dim, s_state, size, BLOCK_DIM, BLOCK_PART, _PRECISION
         )
@@ -229,7 +228,7 @@ def _tree_scan_kernel(
             m_pair = m_to[:, None] & m_on[None, :]
             b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
             b_from = _reach(a_head, dt, ancestors, other, nodes, dt_node, m_i, m_j, BLOCK_NODES)
-            # Mask before exp: between nodes of different paths it could overflow.
+            # Mask before exp, which could overflow between nodes of different paths.
             b_decay = tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))
             b_step = tl.load(dt + i_on * dt_node, mask=m_on, other=0.0)
             b_weight = tl.exp(b_decay) * b_overlap * b_step[None, :]
@@ -296,11 +295,11 @@ def _commit_scan_kernel(
         i_node = tl.load(path + i_depth * p_depth, mask=i_depth < depth, other=-1)
         m_node = i_node >= 0
         b_step = tl.load(dt + i_node * dt_node, mask=m_node, other=0.0)
-        # What still decays a node's input are the steps behind it, within this tile; later tiles decay the whole.
-        m_behind = tl.arange(0, BLOCK_DEPTH)[:, None] < tl.arange(0, BLOCK_DEPTH)[None, :]
-        b_behind = tl.sum(tl.where(m_behind, b_step[None, :], 0.0), axis=1) * a_head
+        # A node's input decays by the later steps of this tile; later tiles decay the whole state.
+        m_later = tl.arange(0, BLOCK_DEPTH)[:, None] < tl.arange(0, BLOCK_DEPTH)[None, :]
+        b_later = tl.sum(tl.where(m_later, b_step[None, :], 0.0), axis=1) * a_head
         b_x = _load(x, i_dim, m_dim, x_dim, i_node, m_node, x_node)
         b_b = _load(b, i_node, m_node, b_node, i_state, m_state, b_state)
         b_tile *= tl.exp(tl.sum(b_step) * a_head)
-        b_tile += tl.dot(b_x * (tl.exp(b_behind) * b_step)[None, :], b_b, input_precision=_PRECISION)
+        b_tile += tl.dot(b_x * (tl.exp(b_later) * b_step)[None, :], b_b, input_precision=_PRECISION)
     tl.store(p_tile, b_tile, mask=m_tile)

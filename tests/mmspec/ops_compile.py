@@ -30,7 +30,7 @@ def attention(shared: int, dtype: torch.dtype, rows: int, head_dim: int, **chang
     blocks["HEAD_DIM"] = head_dim
     flags = {"SPLIT": True, "START": False, "WINDOW": False, "SOFTCAP": False} | changes
     pointers = dict.fromkeys(("query", "key", "value"), "*" + TYPES[dtype])
-    pointers |= {"begin": "*i64", "end": "*i64", "mask": "*u8", "start": "*i64", "depth": "*i64"}
+    pointers |= {"prefix": "*i64", "mask": "*u8", "start": "*i64", "depth": "*i64"}
     pointers |= {"part": "*fp32" if flags["SPLIT"] else pointers["query"], "weight": "*fp32"}
     pointers |= {"scale": "fp32", "softcap": "fp32"}
     none = {name: None for name, used in (("start", "START"), ("depth", "WINDOW")) if not flags[used]}
@@ -60,7 +60,7 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
     low, tree = torch.bfloat16, {"tokens": "*i64", "parents": "*i64", "valid": "*u8", "choices": "*i64"}
     drawn = {"scratch": "*fp32", "chances": "*fp32", "last": "*fp32", "choice": "*i64"}
     grown = {"scores": "*fp32", "tokens": "*i64"}
-    kept = {"storage": "*bf16", "path": "*i64", "ends": "*i64"}
+    kept = {"storage": "*bf16", "path": "*i64", "lengths": "*i64"}
     return [
         attention(shared, low, 60, 128, START=True),
         attention(shared, low, 240, 128, SPLIT=False, START=True),

@@ -30,10 +30,9 @@ class Attention:
     """One shape.
 
     Attributes:
-        prefix: committed slots of the longest row; rows behind it have fewer.
-        padding: slots in front of the first row that hold nothing.
+        prefix: committed slots of the first row; later rows have fewer.
         earlier: nodes forwarded before the tree's, which only some nodes attend to.
-        free: slots behind the tail, as a buffer of fixed size has; the tail's place is then told.
+        free: slots after the tail, as in a buffer of fixed size; ``start`` is then passed.
         window, softcap: of the attention.
     """
 
@@ -45,7 +44,6 @@ class Attention:
     kv_heads: int = 2
     head_dim: int = 64
     dtype: torch.dtype = torch.float32
-    padding: int = 0
     earlier: int = 0
     free: int = 0
     window: int | None = None
@@ -54,15 +52,16 @@ class Attention:
 
 ATTENTION = [
     Attention(1, 1),
-    Attention(1, 17, batch=3, heads=7, kv_heads=1, head_dim=128, dtype=torch.bfloat16, padding=3),
+    Attention(1, 17, batch=3, heads=7, kv_heads=1, head_dim=128, dtype=torch.bfloat16),
     Attention(1, 700, heads=4, kv_heads=1),
     Attention(3, 130, "chain", heads=8, kv_heads=2, head_dim=80),
-    Attention(3, 17, batch=2, head_dim=96, dtype=torch.float16, earlier=5, padding=2),
+    Attention(3, 17, batch=2, head_dim=96, dtype=torch.float16, earlier=5),
     Attention(60, 17, heads=2, kv_heads=1, head_dim=128, dtype=torch.bfloat16),
-    Attention(60, 400, heads=2, kv_heads=1, head_dim=80, batch=2, free=9, padding=140),
+    Attention(60, 400, heads=2, kv_heads=1, head_dim=80, batch=2, free=9),
     Attention(63, 130, "star", heads=4, kv_heads=1),
     Attention(63, 1, "chain", batch=2, head_dim=24),
-    Attention(16, 200, batch=2, window=20, padding=190, heads=4),
+    Attention(16, 10, batch=2, window=20, heads=4),
+    Attention(16, 200, batch=2, window=20, heads=4),
     Attention(20, 300, "chain", window=8, earlier=3, softcap=5.0, free=70),
     Attention(5, 260, batch=3, heads=4, kv_heads=4, softcap=2.0, dtype=torch.bfloat16, free=3),
     Attention(9, 140, batch=1, heads=2, kv_heads=1, head_dim=256, dtype=torch.float16),
@@ -73,36 +72,34 @@ ATTENTION = [
 def check_attention(case: Attention, device: str = "cpu") -> None:
     """Every node of every head against a softmax over the slots that a loop finds."""
     g = torch.Generator().manual_seed(case.nodes + case.prefix)
-    begin = torch.zeros(case.batch, dtype=torch.int32)
-    begin[0] = case.padding
-    end = torch.tensor([max(case.prefix - 2 * b, 0) for b in range(case.batch)], dtype=torch.int32)
+    lengths = torch.tensor([max(case.prefix - 2 * b, 0) for b in range(case.batch)], dtype=torch.int32)
     tree = random_tree(g, case.batch, case.nodes, 999, shape=case.shape, ragged=False)
     mask = torch.rand(case.batch, case.nodes, case.earlier, generator=g) < 0.5
     mask = torch.cat([mask, tree.ancestors], dim=2)
     slots = case.prefix + mask.shape[2] + case.free
     query = torch.randn(case.batch, case.nodes, case.heads, case.head_dim, generator=g).to(case.dtype).transpose(1, 2)
-    # Amid a larger buffer, as a layer's part of the cache is; what nothing may read is NaN.
+    # A view into a larger buffer, as a layer's part of the cache is; slots that must not be read are NaN.
     shape = (2, case.batch, case.kv_heads, slots + 3, case.head_dim)
     buffer = torch.full(shape, torch.nan, dtype=case.dtype)
     attended: list[list[list[int]]] = []
     for b in range(case.batch):
         rows = []
         for i in range(case.nodes):
-            nearest = int(end[b] + tree.depth[b, i]) - (case.window or 10**9)
-            prefix = [s for s in range(int(begin[b]), int(end[b])) if s > nearest]
+            nearest = int(lengths[b] + tree.depth[b, i]) - (case.window or 10**9)
+            prefix = [s for s in range(int(lengths[b])) if s > nearest]
             rows.append(prefix + [case.prefix + j for j in mask[b, i].nonzero().flatten().tolist()])
         attended.append(rows)
-        # What a deeper node no longer sees, or no node, is read along with the rest, and must be finite.
-        written = [*range(int(begin[b]), int(end[b])), *range(case.prefix, case.prefix + mask.shape[2])]
+        # Slots outside of a node's window are read too, and must be finite.
+        written = [*range(int(lengths[b])), *range(case.prefix, case.prefix + mask.shape[2])]
         numbers = torch.randn(2, case.kv_heads, len(written), case.head_dim, generator=g)
         buffer[:, b, :, written] = numbers.to(case.dtype)
     key, value = buffer[:, :, :, :slots]
     start = torch.tensor([case.prefix]) if case.free else None
     if case.window is not None:
         key_read, value_read = key.clone(), value.clone()
-        for b in range(case.batch):  # in front of every window nothing is read at all
-            key_read[b, :, : max(int(end[b]) - case.window + 1, 0)] = torch.nan
-            value_read[b, :, : max(int(end[b]) - case.window + 1, 0)] = torch.nan
+        for b in range(case.batch):  # slots before every window are never read
+            key_read[b, :, : max(int(lengths[b]) - case.window + 1, 0)] = torch.nan
+            value_read[b, :, : max(int(lengths[b]) - case.window + 1, 0)] = torch.nan
         key, value = key_read, value_read
 
     def on(t: Tensor | None) -> Tensor | None:
@@ -110,7 +107,7 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
 
     with patch("torch.empty", _nan_filled), patch("torch.Tensor.new_empty", _new_nan_filled):
         read = ops.tree_attention(
-            *map(on, (query, key, value, begin, end, mask)),  # type: ignore[arg-type]
+            *map(on, (query, key, value, lengths, mask)),  # type: ignore[arg-type]
             scale=0.2,
             start=on(start),
             depth=on(tree.depth) if case.window else None,
@@ -278,17 +275,17 @@ def check_compact(case: Buffer, device: str = "cpu") -> None:
     paths = [root_path(tree, b, int(tree.depth[b].argmax())) if b != 1 else [] for b in range(case.batch)]
     width = max(map(len, paths))
     path = torch.tensor([row + [-1] * (width - len(row)) for row in paths])
-    ends = torch.tensor([case.prefix - b for b in range(case.batch)], dtype=torch.int32)
+    lengths = torch.tensor([case.prefix - b for b in range(case.batch)], dtype=torch.int32)
     shape = (case.planes, case.batch, case.heads, case.prefix + case.nodes + 4, case.head_dim)
     for start in (case.prefix, torch.tensor([case.prefix])):
         storage = torch.randn(shape, generator=g).to(case.dtype)
         expected = storage.clone()
         for b, row in enumerate(paths):
             for i, node in enumerate(row):
-                expected[:, b, :, int(ends[b]) + i] = storage[:, b, :, case.prefix + node]
+                expected[:, b, :, int(lengths[b]) + i] = storage[:, b, :, case.prefix + node]
         moved = storage.to(device)
         at = start.to(device) if isinstance(start, Tensor) else start
-        ops.compact_kv(moved, path.to(device), at, ends.to(device))
+        ops.compact_kv(moved, path.to(device), at, lengths.to(device))
         assert torch.equal(moved[..., :-1, :].cpu(), expected[..., :-1, :])
 
 

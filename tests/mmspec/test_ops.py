@@ -18,13 +18,13 @@ def test_grid(check):
 
 
 def test_shapes_are_checked():
-    q, kv, ends = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 9, 8), torch.tensor([5])
+    q, kv, lengths = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 9, 8), torch.tensor([5])
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"kv_heads dividing heads: got \(1, 3, 9, 8\)"):
-        ops.tree_attention(q, kv[:, [0, 1, 1]], kv[:, [0, 1, 1]], ends, ends, mask)
+        ops.tree_attention(q, kv[:, [0, 1, 1]], kv[:, [0, 1, 1]], lengths, mask)
     with pytest.raises(ValueError, match=r"mask \(batch, nodes, tail\) .* and \(1, 2, 3\)"):
-        ops.tree_attention(q, kv, kv, ends, ends, mask[:, :2])
+        ops.tree_attention(q, kv, kv, lengths, mask[:, :2])
     with pytest.raises(ValueError, match="a window needs the depth of each node"):
-        ops.tree_attention(q, kv, kv, ends, ends, mask, window=4)
-    with pytest.raises(ValueError, match=r"expected storage .* path \(batch, depth\) and ends \(batch,\)"):
-        ops.compact_kv(torch.zeros(2, 1, 2, 9, 8), torch.zeros(2, 1, dtype=torch.long), 5, ends)
+        ops.tree_attention(q, kv, kv, lengths, mask, window=4)
+    with pytest.raises(ValueError, match=r"expected storage .* path \(batch, depth\) and lengths \(batch,\)"):
+        ops.compact_kv(torch.zeros(2, 1, 2, 9, 8), torch.zeros(2, 1, dtype=torch.long), 5, lengths)

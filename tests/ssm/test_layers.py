@@ -54,15 +54,15 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
 
     _check(module_of())
     with pytest.raises(
-        UserError, match=r"^trees .* need mamba2_chunk_scan\(D, dt_bias, dt_softplus\) in .*: trans.* no"
+        UserError, match=r"^tree verification .* requires mamba2_chunk_scan\(D, dt_bias, dt_softplus\) in .*: not found"
     ):
         _check(module_of(mamba2_chunk_scan=older))
     with pytest.raises(
-        UserError, match=r"need causal_conv1d_fn\(hidden_states, weight, bias, activation\) in modeling_"
+        UserError, match=r"requires causal_conv1d_fn\(hidden_states, weight, bias, activation\) in modeling_"
     ):
         _check(module_of(causal_conv1d_fn=None))
     monkeypatch.setattr("ssm.layers._CACHE_METHODS", ("update_conv_state", "rewind"))
-    with pytest.raises(UserError, match=r"need Cache\.rewind in modeling_of_another_time: transformers 5"):
+    with pytest.raises(UserError, match=r"requires Cache\.rewind in modeling_of_another_time: not found in"):
         _check(module_of())
 
 
@@ -73,7 +73,7 @@ def test_mixers_that_go_another_way_are_noticed(name, monkeypatch):
     monkeypatch.setattr(modeling_bamba, name, getattr(modeling_bamba, name).without_tree)
     target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
-    with pytest.raises(RuntimeError, match=r"once per pass: expected 6 calls under a tree, received 3$"):
+    with pytest.raises(RuntimeError, match=r"once per verify pass: expected 6 calls, received 3$"):
         target.commit_nodes(torch.tensor([[0]]), [[0]])
 
 

@@ -236,5 +236,5 @@ def test_a_target_without_a_chat_template_or_data_is_refused(model: str, answere
 def test_a_drafter_of_another_vocabulary_is_refused(model: str, answered: Path, tmp_path: Path) -> None:
     train(tmp_path, model, "--steps", "1", "--prompts", "0", data=answered)
     other = save_text_model(tmp_path / "other", vocab=300)
-    with pytest.raises(UserError, match=r"the drafter was made for .*vocab_size 320.*: got .*vocab_size 300"):
+    with pytest.raises(UserError, match=r"the drafter was trained for .*vocab_size 320.*: got .*vocab_size 300"):
         mmspec.load(str(other), str(tmp_path / DRAFTER))

@@ -102,7 +102,7 @@ def test_pieces_steps_and_padding_give_the_state_of_the_whole(window, monkeypatc
         places = (before[:, None] + torch.arange(max(count))).clamp(max=6)
         state = network(padded.gather(1, places), torch.arange(max(count)) < torch.tensor(count)[:, None], state)[1]
     for number, row in enumerate(rows):
-        stepped = network.begin(1)
+        stepped = network.initial_state(1)
         stepped = tuple((conv.clone(), s.clone()) for conv, s in stepped)
         for token in row:
             stepped = network.step(torch.tensor([token]), stepped)[1]
@@ -221,7 +221,7 @@ def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
     for name, tensor in drafter.network.state_dict().items():
         assert torch.equal(again.network.state_dict()[name], tensor)
     again.attach(target)
-    with pytest.raises(UserError, match=r"made for .*LlamaForCausalLM.*: got .*Qwen3ForCausalLM"):
+    with pytest.raises(UserError, match=r"trained for .*LlamaForCausalLM.*: got .*Qwen3ForCausalLM"):
         again.attach(TransformersTarget(shared_model("qwen3")))
 
 

@@ -278,7 +278,7 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
 def test_layers_are_committed_alike_one_by_one_and_together(monkeypatch):
     target, kept = TransformersTarget(shared_model("bamba")), []
     for entries in (1, 1 << 10, 1 << 30):
-        monkeypatch.setattr("ssm.cache._AT_ONCE", entries)
+        monkeypatch.setattr("ssm.cache._COMMIT_ELEMENTS", entries)
         target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 32)
         tree = random_tree(torch.Generator().manual_seed(2), 1, 8, 90, ragged=False)
         target.forward_tree(tree)
@@ -297,7 +297,7 @@ def test_nodes_behind_uncommitted_ones_are_refused():
     one = torch.tensor([[7]])
     target.forward_nodes(one, None, torch.ones(1, 1, 1, dtype=torch.bool))
     target.keep_nodes(torch.zeros_like(one))
-    with pytest.raises(UserError, match="as a whole: got 1 nodes behind 1 that are not committed"):
+    with pytest.raises(UserError, match="in one pass: got 1 nodes after 1 uncommitted ones"):
         target.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
 
 

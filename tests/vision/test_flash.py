@@ -134,7 +134,7 @@ def test_text_only_narrow_head_norm_and_sampling():
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("widest", [0, 4])
 def test_draft_vocabularies_that_are_looked_up_and_not(slots, widest, monkeypatch):
-    monkeypatch.setattr(levels, "_WIDEST", widest)
+    monkeypatch.setattr(levels, "_MAX_RATIO", widest)
     model = shared_model("llava")
     ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
     drafter = Flash(network_for(model, slots=slots), ids, top_k=4, depth=3)

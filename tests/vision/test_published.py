@@ -296,7 +296,7 @@ def test_wrong_shapes_are_named_with_both(name):
         ({"layers.1.mlp.up_proj.weight": torch.zeros(1)}, "unknown layers.1.mlp.up_proj.weight"),
         ({"fc.bias": None, "lm_head.weight": torch.zeros(1)}, "missing fc.bias; unknown lm_head.weight"),
         ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, "missing layers.0.self_attn.k_proj.bias, layers.0"),
-        ({"fc.bias": torch.zeros(48, dtype=torch.int8)}, "fc.bias must hold floating point numbers: got torch.int8"),
+        ({"fc.bias": torch.zeros(48, dtype=torch.int8)}, "fc.bias must be a floating point tensor: got torch.int8"),
     ],
 )
 def test_missing_and_unknown_tensors_are_named(changes, message):
@@ -397,7 +397,7 @@ def test_an_index_leads_nowhere_else(shard, tmp_path):
     index = folder / "model.safetensors.index.json"
     (tmp_path / "model-1.safetensors").write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes())
     index.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
-    with pytest.raises(UserError, match=rf"index\.json: expected to name files beside it, received '{shard}'"):
+    with pytest.raises(UserError, match=rf"index\.json: expected files in the same folder, received '{shard}'"):
         published.read_published(folder)
     index.write_text("{}")
     with pytest.raises(UserError, match="expected a weight_map"):

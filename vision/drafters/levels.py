@@ -1,4 +1,4 @@
-"""How a tree of a hidden-state drafter grows: some levels from passes of its layer, those between from its cell."""
+"""Tree levels of a hidden-state drafter: from passes of its layer, or of its recurrent cell in between."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from vision.drafters.msd import MSD
 
 
-_WIDEST = 4  # times the hidden size: beyond such a vocabulary a table costs more memory than it saves reading
+_MAX_RATIO = 4  # maximum draft vocabulary of a table, in hidden sizes; larger tables cost too much memory
 
 
 class TokenLinear:
-    """A linear layer over [embedding of a drafted token ; x]. For a small draft vocabulary, what the layer makes of the
-    embeddings is looked up."""
+    """Linear layer over [embedding of a drafted token ; x]. For a small draft vocabulary, its product with the
+    embeddings is tabulated."""
 
     def __init__(
         self, layer: nn.Linear | PackedLinear, embed: Callable[[Tensor], Tensor], draft_ids: Tensor | None
@@ -32,10 +32,10 @@ class TokenLinear:
         self._layer, self._embed, self._draft_ids = layer, embed, draft_ids
         self._table: Tensor | None = None
         width = layer.weight.shape[1] // 2
-        if draft_ids is not None and len(draft_ids) <= _WIDEST * width:
+        if draft_ids is not None and len(draft_ids) <= _MAX_RATIO * width:
             self._table = F.linear(embed(draft_ids), layer.weight[:, :width], layer.bias)
             weight = layer.weight[:, width:]
-            # Laid out in memory as the layer's own.
+            # In the memory layout of the layer's weight.
             by_row = layer.weight.stride(1) == 1
             weight = weight.contiguous() if by_row else weight.t().contiguous().t()
             if isinstance(layer, PackedLinear):
@@ -44,11 +44,11 @@ class TokenLinear:
                 self._product = partial(F.linear, weight=weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
-        # A drafter that is forked shares what nothing learns.
+        # Forked drafters share weights.
         return self
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """(...) int64, numbers of the draft vocabulary, and (..., hidden) -> (..., out)."""
+        """(...) int64, draft-vocabulary indices, and (..., hidden) -> (..., out)."""
         if self._table is not None:
             return self._product(x) + F.embedding(tokens, self._table)
         tokens = tokens if self._draft_ids is None else self._draft_ids[tokens]
@@ -56,14 +56,14 @@ class TokenLinear:
 
 
 class Levels:
-    """The levels of one tree. A beam's guesses come from a pass of the layer, or from its cell where the pass that gave
-    those before has slots left. Tokens are numbers of the draft vocabulary."""
+    """Levels of one tree. A beam's predictions come from the cell while the last pass of the layer has slots left,
+    else from a new pass. Tokens are draft-vocabulary indices."""
 
-    def __init__(self, drafter: MSD, guess: Tensor, carried: Tensor) -> None:
-        self._drafter, self._guess, self._carried = drafter, guess[:, None], carried[:, None]
+    def __init__(self, drafter: MSD, predicted: Tensor, carried: Tensor) -> None:
+        self._drafter, self._predicted, self._carried = drafter, predicted[:, None], carried[:, None]
         self._slots = drafter.network.config.slots
         self._block: list[tuple[Tensor, Tensor, Tensor]] = []  # of each beam since the last pass: its tokens, the
-        # guesses of the beam before, and which of these each token was drafted from
+        # states that predicted it, and the entry of those that each token was drafted from
         self._passes = 0
         self._reach = Reach(self._slots)
         self._allowed = torch.empty(0)
@@ -71,40 +71,40 @@ class Levels:
     def extend(self, beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         """See ``grow_tree``."""
         drafter = self._drafter
-        self._block.append((beam, self._guess, origin))
+        self._block.append((beam, self._predicted, origin))
         if len(self._block) < self._slots:
             carried, cell = take(self._carried, origin), drafter.network.cell
             self._carried = cell.carry(drafter.into(beam, carried), carried)
-            self._guess = cell.guess(self._carried)
+            self._predicted = cell.guess(self._carried)
         else:
-            self._guess, self._carried = self._feed()
-        return drafter.children(self._guess)
+            self._predicted, self._carried = self._feed()
+        return drafter.children(self._predicted)
 
     def _feed(self) -> tuple[Tensor, Tensor]:
-        """Pass the chains of tokens that the last pass gave through the layer; what it says behind their ends."""
+        """Run the layer on the chains of tokens drafted since its last pass; predictions after their ends."""
         drafter, slots = self._drafter, self._slots
-        tokens, guesses, origin = _chains(self._block)
+        tokens, predicted, origin = _chains(self._block)
         self._block = []
         reach = self._reach(origin)
-        x, rotation = drafter.fuse(tokens, guesses), self._rotation(reach.shape[1])
+        x, rotation = drafter.fuse(tokens, predicted), self._rotation(reach.shape[1])
         outputs = drafter.forward(x, rotation, self._mask(reach), drafter.cache)
         self._passes += 1
         drafter.cache.offset += reach.shape[1]
         return drafter.network.begin(outputs[:, slots - 1 :: slots])
 
     def _rotation(self, nodes: int) -> Rotation:
-        """Of the chains of the next pass, which begin at one position of each row."""
+        """Rotation of the next pass's chains, which start at the same position within a row."""
         if self._passes == 0:
-            self._rotations = self._drafter.rotation(len(self._guess), self._drafter.depth)
+            self._rotations = self._drafter.rotation(len(self._predicted), self._drafter.depth)
         begin = self._passes * self._slots
         cos, sin = (x[:, begin : begin + self._slots] for x in self._rotations)
         if self._slots == 1:
-            return cos, sin  # which broadcast
+            return cos, sin  # broadcast
         chains = nodes // self._slots
         return cos.repeat(1, chains, 1, 1), sin.repeat(1, chains, 1, 1)
 
     def _mask(self, reach: Tensor) -> Tensor:
-        """See ``MSD.allowed``. The prefix is the same for all passes."""
+        """See ``MSD.allowed``; all passes share the prefix part."""
         drafter = self._drafter
         if drafter.static:
             return drafter.allowed(reach)
@@ -119,15 +119,19 @@ class Levels:
 
 
 def _chains(block: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """The chain that ends in each entry of the last beam, one behind the other: tokens, (batch, width * levels), and
-    guesses, (..., hidden), and which entry of the beam before the block each chain descends from, (batch, width)."""
+    """Chains that end in the entries of the last beam, concatenated.
+
+    Returns:
+        Tokens, (batch, width * levels); predicted states, (batch, width * levels, hidden); the entry of the beam before
+        the block that each chain descends from, (batch, width).
+    """
     if len(block) == 1:
-        tokens, guesses, origin = block[0]
-        return tokens, take(guesses, origin), origin
+        tokens, predicted, origin = block[0]
+        return tokens, take(predicted, origin), origin
     chains, states, place = [], [], None
-    for tokens, guesses, origin in reversed(block):
+    for tokens, predicted, origin in reversed(block):
         chains.append(tokens if place is None else tokens.gather(1, place))
         place = origin if place is None else origin.gather(1, place)
-        states.append(take(guesses, place))
+        states.append(take(predicted, place))
     assert place is not None
     return torch.stack(chains[::-1], dim=2).flatten(1), torch.stack(states[::-1], dim=2).flatten(1, 2), place

@@ -1,9 +1,9 @@
-"""Drafters that read the target's hidden states: MSD, with text and visual tokens apart (arXiv 2505.14260), and FLASH,
-with a few latents per image and several tokens per pass (arXiv 2505.12728).
+"""Hidden-state drafters: MSD, which decouples text and visual tokens (arXiv 2505.14260), and FLASH, with compressed
+images and semi-autoregressive drafting (arXiv 2505.12728).
 
-Each step they absorb the accepted tokens with their true hidden states, then grow a dynamic tree (EAGLE-2, arXiv
-2406.16858) in which they feed on their own guesses of hidden states. One class runs every network; which of FLASH's two
-ideas are in use, ``MSDConfig`` says.
+A step appends the accepted tokens with the target's hidden states to the drafter's KV cache, then grows a dynamic tree
+(EAGLE-2, arXiv 2406.16858) on predicted hidden states. One class runs all networks; ``MSDConfig`` enables compression
+and semi-autoregression separately.
 """
 
 from __future__ import annotations
@@ -38,35 +38,34 @@ from vision.drafters.levels import Levels, TokenLinear
 from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
 
 _AHEAD = 1024
-"""Entries after a prompt for which KV slots are reserved at first."""
+"""KV slots reserved after a prompt."""
 
 
 @dataclass(frozen=True)
 class _Settings(TreeShape):
-    """What ``config.json`` holds."""
+    """Contents of ``config.json``."""
 
     network: MSDConfig
 
 
 class MSD(CapturedDrafter):
-    """Drafter for any target that shows its hidden states; visual positions are told apart by the target.
+    """MSD drafter, for any target that provides hidden states and the mask of visual positions.
 
     Args:
-        network: the trained network; it is moved to the target's device and dtype.
-        draft_ids: (n,) int64, the tokens that may be drafted; None allows all. A smaller head costs less, and the
-            output stays the target's.
+        network: the trained network, moved to the target's device and dtype.
+        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full one.
         top_k: nodes extended per level, and children per node.
-        depth: levels of the tree below its root.
-        total_tokens: drafted nodes at most.
-        verifier: the target that it was trained for, as checkpoints name it.
+        depth: maximum tree depth.
+        total_tokens: maximum number of drafted nodes.
+        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("msd", "vispec", "eagle3")  # of published checkpoints
-    decoupled: ClassVar[bool] = True  # how those are read
+    decoupled: ClassVar[bool] = True  # setting of published checkpoints
     name: ClassVar[str] = "msd"  # as registered
     learns: ClassVar[bool] = False
     features: ClassVar[tuple[Feature, ...]] = ("last",)
-    published: dict[str, Any] | None = None  # the sizes of the target of a published checkpoint
+    published: dict[str, Any] | None = None  # target sizes of a published checkpoint
 
     def __init__(
         self,
@@ -91,18 +90,18 @@ class MSD(CapturedDrafter):
     def reset(self, static: bool = False) -> None:
         super().reset(static)
         self.cache = TreeCache(1, in_place=static)
-        self._output = RowTensor(static)  # (rows, hidden or 2 * hidden), the network's at each row's last entry
+        self._output = RowTensor(static)  # (rows, hidden or 2 * hidden), at each row's last entry
         self._position = RowTensor(static)  # (rows,) int64, of the next entry
         self._history: list[list[int]] = []
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether a folder holds a published drafter of this kind, or one that is refused by name."""
+        """Whether a folder contains a published drafter of this kind, or one known to be unsupported."""
         return published.recognise(folder) in cls.layouts
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
-        """Read what ``save`` wrote, or a published checkpoint; raises ``UserError`` where it is damaged."""
+        """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
         if checkpoint.drafter_name(folder) is None:
             shape, tensors, found = published.read_published(folder, cls.decoupled)
             drafter = cls(network_from(shape, tensors, folder))
@@ -123,7 +122,7 @@ class MSD(CapturedDrafter):
 
     def attach(self, target: Target) -> None:
         if target is self._target:
-            return  # what was captured looks for weights where they are
+            return  # captured graphs refer to the current weights
         if self.verifier is not None:
             checkpoint.check_verifier(self.verifier, target)
         if self.published is not None:
@@ -147,7 +146,7 @@ class MSD(CapturedDrafter):
             if self.network.config.slots > 1:
                 self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
 
-    # ------------------------------------------------------------------ sequences join and leave
+    # ------------------------------------------------------------------ rows
 
     @property
     def parts(self) -> tuple[RowState, ...]:
@@ -165,7 +164,7 @@ class MSD(CapturedDrafter):
         visual = None if step.visual is None else F.pad(step.visual[:, 1:], (0, 1))
         at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
         if visual is not None and mask is not None:
-            visual = visual & mask  # an image that begins a row has no entry for its first token
+            visual = visual & mask  # an image at the start of a row has no entry for its first token
         images = None if visual is None else network.images(visual)
         if images is not None:
             assert visual is not None
@@ -219,19 +218,19 @@ class MSD(CapturedDrafter):
         self.cache.advance(accepted)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Note the accepted tokens and the target's hidden states at their parents."""
+        """Queue the accepted tokens and the target's hidden states at their parents."""
         hidden, path = step.features["last"], verdict.path.clamp(min=0)
-        self.note((verdict.tokens, take(hidden, path)), verdict)
+        self.queue((verdict.tokens, take(hidden, path)), verdict)
 
     def absorb(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
-        """Absorb accepted tokens, (batch, width), with the true hidden states before them, (batch, width, hidden)."""
-        self.cache.offset = 0  # an attempt to capture may have ended half-way
+        """Append accepted tokens, (batch, width), with the target's previous hidden states, (batch, width, hidden)."""
+        self.cache.offset = 0  # reset after a failed capture
         batch, width = tokens.shape
         x = self.network.combine(self.target.embed(tokens), states, None)
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
         outputs = self.forward(x, self.rotation(batch, width), self.allowed(chain), self.cache)
         if self.static:
-            self.cache.keep(path_of(length, width))
+            self.cache.commit_on_device(path_of(length, width))
         else:
             self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
         self._position.data[:batch] += length
@@ -239,9 +238,9 @@ class MSD(CapturedDrafter):
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
-        guess, carried = self.network.begin(self._output.data[: len(token)])
-        first = self.children(guess)
-        levels = Levels(self, guess, carried)
+        predicted, carried = self.network.begin(self._output.data[: len(token)])
+        first = self.children(predicted)
+        levels = Levels(self, predicted, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
         if self.draft_ids is not None:
@@ -249,12 +248,12 @@ class MSD(CapturedDrafter):
         return tree
 
     def rotation(self, batch: int, count: int) -> Rotation:
-        """The rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
+        """Rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
         step = torch.arange(count, device=self._position.data.device)
         return self._rotary(self._position.data[:batch, None] + step)
 
     def allowed(self, reach: Tensor) -> Tensor:
-        """(batch, 1, nodes, slots) bool: the committed prefix, if shapes are not static, then ``reach``."""
+        """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, after the prefix unless shapes are static."""
         cache = self.cache
         if self.static:
             return reach[:, None]
@@ -263,13 +262,16 @@ class MSD(CapturedDrafter):
         return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
 
     def forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
-        """The network's outputs at new entries, (batch, nodes, hidden or 2 * hidden), which are written to the cache.
+        """Run the network on new entries and write them to the cache.
 
         Args:
-            x: (batch, nodes, hidden), the entries.
-            rotation: of their positions.
-            allowed: see ``allowed``; None for a prompt without padding.
-            cache: what they attend to.
+            x: (batch, nodes, hidden), inputs.
+            rotation: rotation of their positions.
+            allowed: attention mask, see ``allowed``; None for a prompt without padding.
+            cache: the KV cache.
+
+        Returns:
+            (batch, nodes, hidden or 2 * hidden).
         """
         layer: Any = cache.layers[0]
         if cache.in_place:
@@ -278,33 +280,33 @@ class MSD(CapturedDrafter):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = layer.update(k, v)
             if cache.in_place:
-                assert cache.ends is not None
+                assert cache.bounds is not None
                 assert allowed is not None
-                ends = cache.ends.first(len(q))
-                read = ops.tree_attention(q, keys, values, ends.begin, ends.end, allowed[:, 0], start=ends.start)
+                bounds = cache.bounds.first(len(q))
+                read = ops.tree_attention(q, keys, values, bounds.lengths, allowed[:, 0], start=bounds.start)
                 return read.transpose(1, 2)
             return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
 
         return self.network(x, rotation, attend)
 
-    def children(self, guess: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens by guesses of states, (..., hidden), as numbers of the draft vocabulary, and their log
-        probabilities, (..., top_k) each."""
+    def children(self, predicted: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from predicted states,
+        (..., hidden)."""
         assert self._scores is not None, "attach comes first"
-        return ops.top_log_probs(self._scores(guess), self.top_k)
+        return ops.top_log_probs(self._scores(predicted), self.top_k)
 
     @property
     def target(self) -> Target:
-        """What it was attached to."""
+        """The attached target."""
         assert self._target is not None, "attach comes first"
         return self._target
 
 
 def network_from(shape: MSDConfig, tensors: dict[str, Tensor], folder: Path) -> MSDNetwork:
-    """A network that holds exactly these tensors.
+    """Build a network from its tensors.
 
     Raises:
-        UserError: a tensor is missing, unknown or of another shape.
+        UserError: a tensor is missing, unexpected or of the wrong shape.
     """
     with torch.device("meta"):
         network = MSDNetwork(shape)
@@ -313,7 +315,7 @@ def network_from(shape: MSDConfig, tensors: dict[str, Tensor], folder: Path) -> 
 
 
 class Eagle(MSD):
-    """The same without decoupling (EAGLE, arXiv 2401.15077): visual positions are fused as text is."""
+    """EAGLE drafter (arXiv 2401.15077): MSD without decoupling, visual positions are fused as text is."""
 
     layouts = ("eagle",)
     decoupled = False
@@ -324,7 +326,7 @@ class Eagle(MSD):
 
 
 class Flash(MSD):
-    """FLASH (arXiv 2505.12728): the same, for networks with latents or slots."""
+    """FLASH drafter (arXiv 2505.12728): MSD with latents or several slots."""
 
     layouts = ()
     name = "flash"

@@ -1,8 +1,8 @@
-"""The network of MSD and FLASH (arXiv 2505.14260, 2505.12728): one decoder layer between a projection of the target's
-states and its own head.
+"""Network of MSD and FLASH (arXiv 2505.14260, 2505.12728): one decoder layer between an input projection and the
+target's head.
 
-It guesses the target's next hidden state, and with several slots those that follow it. Embedding, final norm and head
-are the target's; none is held here.
+It predicts the target's next hidden state, and with several slots the following ones. Embedding, final norm and head
+are the target's and not part of it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class MSDConfig(Checked):
-    """Shape of an MSD network.
+    """Configuration of an ``MSDNetwork``.
 
     Attributes:
-        hidden_size: the target's.
-        heads, kv_heads, head_dim: of the attention.
-        mlp: width inside the gated MLP.
+        hidden_size: the target's hidden size.
+        heads, kv_heads, head_dim: attention shape.
+        mlp: intermediate size of the gated MLP.
         rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
-        input_norm: RMSNorm before the attention; published drafters for Qwen2-VL have one, those for LLaVA have none.
+        norm_eps: epsilon of RMSNorm.
+        input_norm: RMSNorm before the attention; used by published drafters for Qwen2-VL, but not for LLaVA.
         qkv_bias: bias on queries, keys and values.
-        decoupled: visual positions take the raw visual feature (MSD); False sends them through ``fc`` together with a
-            hidden state, as text (EAGLE, arXiv 2401.15077).
-        visual_states: visual positions have a projection of their own, of feature and hidden state, which is used at
-            prompts only and costs nothing per token. False is MSD as published.
-        latents: entries that stand for an image (FLASH); 0 keeps all its visual tokens.
-        span: visual tokens of an image at most: a longer run of them is taken for several images; 0: any run is one.
-        slots: tokens that are guessed from one pass of the layer (FLASH); 1 is MSD.
+        decoupled: visual positions take the raw visual feature (MSD); False fuses them with a hidden state, as text
+            (EAGLE, arXiv 2401.15077).
+        visual_states: separate projection of feature and hidden state at visual positions, which costs nothing per
+            token. False is MSD as published.
+        latents: latents per image (FLASH); 0 disables compression.
+        span: maximum visual tokens per image: longer runs are split into several images; 0 never splits.
+        slots: tokens drafted per pass of the layer (FLASH); 1 is MSD.
     """
 
     hidden_size: Annotated[int, Within(1, 2**16)]
@@ -68,12 +68,12 @@ class MSDConfig(Checked):
 
     @classmethod
     def like(cls, config: object, **changes: object) -> MSDConfig:
-        """The shape of one layer of a target with this text configuration of transformers."""
+        """Configuration for a target's text configuration."""
         get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
         heads = get("num_attention_heads")
         if heads is None:
             name = type(config).__name__
-            raise UserError(f"the drafter's layer takes the shape of the target's attention: {name} has none")
+            raise UserError(f"the drafter requires a target with attention: {name} has no num_attention_heads")
         rope = get("rope_parameters", {})
         fields = {
             "hidden_size": get("hidden_size"),
@@ -88,15 +88,15 @@ class MSDConfig(Checked):
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm that computes in float32 where autocast hands it less."""
+    """RMSNorm that computes in float32 under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.dtype == self.weight.dtype else x.float())
 
 
 class Cell(nn.Module):
-    """From slot to slot without attention: a vector is carried along, (..., hidden), which takes in each drafted token
-    and gives the next guess."""
+    """Recurrent cell between the slots of a pass: a carried state, (..., hidden), is updated by each drafted token and
+    predicts the next hidden state."""
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__()
@@ -105,19 +105,19 @@ class Cell(nn.Module):
         self.into = nn.Linear(2 * width, width)
         self.out = nn.Linear(width, width, bias=False)
         self.guess = nn.Linear(width, width)
-        # One kernel; RMSNorm takes several on a CPU, half of the cell's time.
+        # LayerNorm is one kernel; RMSNorm is several on a CPU, half of the cell's time.
         self.norm = nn.LayerNorm(width, config.norm_eps)
 
     def begin(self, output: Tensor) -> Tensor:
-        """What the first slot carries, from what the layer gives: (..., 2 * hidden) -> (..., hidden)."""
+        """Initial carried state from the layer's output: (..., 2 * hidden) -> (..., hidden)."""
         return self.norm(self.first(output))
 
     def forward(self, embeds: Tensor, carried: Tensor) -> Tensor:
-        """What the next slot carries: from embeddings of tokens that were drafted behind ``carried``."""
+        """Carried state of the next slot, given the embeddings of tokens drafted from ``carried``."""
         return self.carry(self.into(torch.cat([embeds, carried], dim=-1)), carried)
 
     def carry(self, read: Tensor, carried: Tensor) -> Tensor:
-        """The same from what ``into`` makes of both."""
+        """``forward`` with the output of ``into``."""
         return self.norm(carried + self.out(F.silu(read)))
 
 
@@ -143,13 +143,15 @@ class MSDNetwork(nn.Module):
             self.cell = Cell(config)
 
     def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None) -> Tensor:
-        """The layer's inputs: text positions fuse the next token's embedding with the hidden state before it, visual
-        positions are the visual feature alone (arXiv 2505.14260, section 3.2) or have a projection of their own.
+        """Layer inputs, with decoupled text and visual positions (arXiv 2505.14260, section 3.2).
+
+        Text positions fuse the next token's embedding with the previous hidden state; visual positions are the raw
+        visual feature, or have their own projection.
 
         Args:
-            embeds: (batch, nodes, hidden) input embeddings of the target at the positions that follow ``hidden``'s.
-            hidden: (batch, nodes, hidden) last hidden states, the target's or this network's own.
-            visual: (batch, nodes) bool, which of ``embeds`` are visual features; None where all are text.
+            embeds: (batch, nodes, hidden) input embeddings of the target, one position ahead of ``hidden``.
+            hidden: (batch, nodes, hidden) last hidden states, of the target or predicted.
+            visual: (batch, nodes) bool, which of ``embeds`` are visual features; None if all are text.
         """
         both = torch.cat([embeds, hidden], dim=-1)
         fused = self.fc(both)
@@ -159,29 +161,31 @@ class MSDNetwork(nn.Module):
         return torch.where(visual[..., None], apart, fused)
 
     def images(self, visual: Tensor) -> Images | None:
-        """Where latents replace ``visual`` entries, (batch, entries) bool; None where nowhere."""
+        """Images to compress among ``visual`` entries, (batch, entries) bool; None if there are none."""
         config = self.config
         return find_images(visual, config.latents, config.span) if config.latents else None
 
     def with_latents(self, embeds: Tensor, hidden: Tensor, images: Images) -> tuple[Tensor, Tensor]:
-        """``embeds`` and ``hidden``, as for ``combine``, with latents at their spots, before any entry has left."""
+        """``embeds`` and ``hidden``, see ``combine``, with latents at their spots; no entry is dropped yet."""
         weights = self.latents(hidden, images)
         return compress(embeds, weights, images), compress(hidden, weights, images)
 
     def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The guesses in what the layer gives, and what first slots carry (nothing where there is one slot)."""
+        """Split the layer's output into predictions and the first slots' carried states (empty for one slot)."""
         width = self.config.hidden_size
         return output[..., :width], self.cell.begin(output) if self.config.slots > 1 else output[..., width:]
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Guesses of the hidden states that follow, (batch, nodes, hidden); where there are several slots, with what
-        ``begin`` needs beside, (batch, nodes, 2 * hidden).
+        """Predict the next hidden states.
 
         Args:
             x: (batch, nodes, hidden) from ``combine``.
-            rotation: cosines and sines from ``Rotary``, which broadcast to (batch, nodes, heads, head_dim).
-            attend: from queries, keys and values, (batch, heads or kv_heads, nodes, head_dim), to what the queries
-                read; the caller owns cache and mask.
+            rotation: cosines and sines from ``Rotary``, broadcastable to (batch, nodes, heads, head_dim).
+            attend: attention function of queries, keys and values, (batch, heads or kv_heads, nodes, head_dim); owns
+                cache and mask.
+
+        Returns:
+            (batch, nodes, hidden), or with several slots the input of ``begin``, (batch, nodes, 2 * hidden).
         """
         config = self.config
         batch, nodes, _ = x.shape
@@ -208,10 +212,10 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim, self.theta = head_dim, theta
         self._tables: Rotation | None = None
-        self.version = object()  # another one whenever the tables are made anew
+        self.version = object()  # replaced whenever the tables are recomputed
 
     def reserve(self, length: int, like: Tensor) -> None:
-        """Make tables for positions below ``length``, in the dtype and on the device of ``like``."""
+        """Compute tables for positions below ``length``, in the dtype and on the device of ``like``."""
         have = self._tables[0] if self._tables else None
         if have is not None and have.shape[0] >= length and (have.dtype, have.device) == (like.dtype, like.device):
             return
@@ -225,6 +229,6 @@ class Rotary:
         self._tables = tables[0].to(like.dtype)[:, None], tables[1].to(like.dtype)[:, None]
 
     def __call__(self, positions: Tensor | slice) -> Rotation:
-        """The rotation at positions: a slice, or (...) int64; each result is (..., 1, head_dim)."""
+        """Rotation at positions, a slice or (...) int64: cosines and sines, (..., 1, head_dim) each."""
         assert self._tables is not None, "reserve comes first"
         return self._tables[0][positions], self._tables[1][positions]

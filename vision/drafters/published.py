@@ -1,18 +1,18 @@
-"""Drafters that others published, read strictly and without a line of their code.
+"""Published drafter checkpoints: strict reading, without running their code.
 
-Four layouts are told apart by ``config.json`` and the names of the tensors:
+Four layouts are recognised by ``config.json`` and tensor names:
 
 - ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
-- ``vispec`` (arXiv 2509.15235) and ``eagle3`` (arXiv 2503.01840): refused by name, as the network cannot hold them.
+- ``vispec`` (arXiv 2509.15235) and ``eagle3`` (arXiv 2503.01840): recognised but not supported.
 
-MSD and EAGLE hold the same tensors, and nothing in a folder says how visual positions were fed in training. A folder
-whose ``config.json`` names a text model is read as EAGLE, any other as MSD. Who knows better says so: ``eagle:FOLDER``
-for an EAGLE head that was trained for a vision-language model, ``msd:FOLDER`` for the other way.
+MSD and EAGLE checkpoints have the same tensors and do not record how visual positions were fed in training. Folders
+whose ``config.json`` is of a text model are read as EAGLE, others as MSD; ``eagle:FOLDER`` and ``msd:FOLDER`` override
+this.
 
 Both project ``[embedding of the next token ; hidden state]``, use Llama's rotary positions 0, 1, 2, ... (Qwen2-VL's
-three position axes are equal there) and hold a copy of the target's embedding, which is dropped: it only tells how many
-tokens the drafter knows.
+three position axes are equal there) and contain a copy of the target's embedding, of which only the number of rows, the
+drafter's vocabulary size, is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vision.drafters.weight_files import load_weights, tensor_names, weight_file
 _EMBEDDING = "embed_tokens.weight"
 _INPUT_NORM = "layers.0.input_layernorm.weight"
 _QKV = [f"layers.0.self_attn.{part}_proj" for part in "qkv"]
-# Our parameters, each of the published ones that it stacks.
+# Our parameters, and the published ones that each of them stacks.
 _PARTS = {
     "fc.weight": ["fc.weight"],
     "fc.bias": ["fc.bias"],
@@ -49,7 +49,7 @@ _PARTS = {
     "post_norm.weight": ["layers.0.post_attention_layernorm.weight"],
 }
 _KNOWN = {name for parts in _PARTS.values() for name in parts}
-# Rotary frequencies, which old releases of transformers saved along; they follow from the configuration.
+# Rotary frequencies saved by old releases of transformers; redundant with the configuration.
 _HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
 _USE_INSTEAD = "use an MSD, EAGLE-1 or EAGLE-2 checkpoint of this target, or train a drafter with mmspec train"
 _REFUSED = {
@@ -60,13 +60,13 @@ _TEXT_MODELS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_IMAGE_TEXT_T
 
 
 def recognise(folder: Path) -> str | None:
-    """Which published layout a folder holds, by ``config.json`` and the names of its tensors alone.
+    """Recognise a published layout by ``config.json`` and tensor names.
 
     Returns:
-        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, or None where it holds something else or nothing.
+        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"`` or None.
 
     Raises:
-        UserError: its weights cannot be read.
+        UserError: the weights cannot be read.
     """
     try:
         config = read_json(folder / "config.json")
@@ -81,15 +81,15 @@ def read_published(folder: Path, decoupled: bool | None = None) -> tuple[MSDConf
     """Read a published drafter.
 
     Args:
-        decoupled: whether visual positions take the raw visual feature; None goes by the layout.
+        decoupled: whether visual positions take the raw visual feature; None follows the layout.
 
     Returns:
-        The network's shape; its tensors under the names of ``MSDNetwork``, in the dtype they were saved in; and
-        settings: ``layout``, ``vocab_size`` (the drafter knows the tokens below it), ``verifier`` for ``check_target``.
+        The network's configuration; its tensors under the names of ``MSDNetwork``, in their original dtype; and
+        settings: ``layout``, ``vocab_size`` of the drafter, ``verifier`` for ``check_target``.
 
     Raises:
-        UserError: a damaged or refused checkpoint, or a tensor that is missing, unknown or of another shape than
-            ``config.json`` says.
+        UserError: a damaged or unsupported checkpoint, or a tensor that is missing, unexpected or does not match
+            ``config.json``.
     """
     config = read_json(folder / "config.json")
     tensors: dict[str, Tensor] = {}
@@ -109,12 +109,12 @@ def read_published(folder: Path, decoupled: bool | None = None) -> tuple[MSDConf
 def convert(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str, source: str
 ) -> tuple[MSDConfig, dict[str, Tensor], dict[str, Any]]:
-    """Check published tensors against their configuration and stack them as ``MSDNetwork`` has them.
+    """Validate published tensors and convert them to ``MSDNetwork``'s.
 
     Args:
-        config: what ``config.json`` says.
+        config: contents of ``config.json``.
         layout: ``"msd"`` or ``"eagle"``.
-        source: how messages name the checkpoint.
+        source: name of the checkpoint in error messages.
 
     Returns, raises: as ``read_published``.
     """
@@ -122,7 +122,7 @@ def convert(
     shapes = _shapes(network)
     if config.get("bias") is False and "fc.bias" not in tensors and "fc.weight" in tensors:  # EAGLE heads of Llama-3
         tensors = {**tensors, "fc.bias": tensors["fc.weight"].new_zeros(network.hidden_size)}
-    # Where configuration and embedding differ, the shapes will not fit.
+    # A mismatch of configuration and embedding is found by the shape check.
     rows = tensors[_EMBEDDING].shape[0] if _EMBEDDING in tensors and tensors[_EMBEDDING].dim() else None
     vocab = _number(config, "vocab_size", rows, int, source)
     shapes[_EMBEDDING] = (vocab, network.hidden_size)
@@ -138,19 +138,16 @@ def convert(
 
 
 def check_target(verifier: Mapping[str, Any], target: Any) -> None:
-    """Refuse a published drafter on another target than its own, as far as sizes tell.
+    """Check that a target's sizes match a published drafter's; raises ``UserError`` if not.
 
-    A target may have more tokens than the drafter knows, as transformers' LLaVA-1.5 has (32064 against 32000), but not
-    twice as many: that is another tokenizer.
-
-    Raises:
-        UserError: naming both sides.
+    A target may have more tokens than the drafter, as transformers' LLaVA-1.5 (32064, drafter 32000), but not twice as
+    many: that is another tokenizer.
     """
     width, vocab = verifier["hidden_size"], verifier["vocab_size"]
     here = target.config
     if width != here.hidden_size or not here.vocab_size / 2 < vocab <= here.vocab_size:
         raise UserError(
-            f"the drafter was made for a target of hidden size {width} and {vocab} tokens: "
+            f"the drafter was trained for a target of hidden size {width} and {vocab} tokens: "
             f"got {type(target.model).__name__} with hidden size {here.hidden_size} and {here.vocab_size} tokens"
         )
 
@@ -166,7 +163,7 @@ def _layout(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) -> MSDConfig:
-    """The shape that ``config.json`` tells; norm and biases also by the tensors, as not every file tells them."""
+    """Network configuration from ``config.json``; norm and biases also from tensor names, as files may lack them."""
 
     def count(key: str, default: int | None = None) -> int:
         return _number(config, key, default, int, source)
@@ -179,7 +176,7 @@ def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) ->
             f"{source}/config.json: expected one layer with silu, kv_heads that divide heads and an even head_dim, "
             f"received {layers} with {activation}, {kv_heads} for {heads} and {head_dim}"
         )
-    # MSD's Qwen2-VL drafters are whole Qwen2-VL layers; every other one leaves out the first norm.
+    # MSD's Qwen2-VL drafters are full Qwen2-VL layers; all others lack the first norm.
     qwen = layout == "msd" and config.get("model_type") == "qwen2_vl"
     ours = {
         "hidden_size": width,
@@ -210,7 +207,7 @@ def _rope_theta(config: Mapping[str, Any], source: str) -> float:
 def _number(
     config: Mapping[str, Any], key: str, default: float | None, kind: type[int] | type[float], source: str
 ) -> Any:
-    """A positive number; null counts as not said."""
+    """A positive number; null selects the default."""
     value: Any = default if config.get(key) is None else config[key]
     if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
         expected = "integer" if kind is int else "number"
@@ -219,7 +216,7 @@ def _number(
 
 
 def _shapes(network: MSDConfig) -> dict[str, tuple[int, ...]]:
-    """The published tensors that such a network needs, without the embedding."""
+    """Expected shapes of the published tensors, without the embedding."""
     width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
     layer = "layers.0."
     shapes: dict[str, tuple[int, ...]] = {
@@ -252,4 +249,4 @@ def _check(
         if tuple(tensor.shape) != shapes[name]:
             raise UserError(f"{source}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
         if not tensor.is_floating_point():
-            raise UserError(f"{source}: {name} must hold floating point numbers: got {tensor.dtype}")
+            raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")

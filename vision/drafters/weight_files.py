@@ -1,4 +1,4 @@
-"""Weight files that others wrote: safetensors or pickled, whole or in shards. Nothing in them is ever executed."""
+"""Safe loading of third-party weight files: safetensors or pickled (``weights_only``), single or sharded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmspec.errors import UserError, explained
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder, safetensors if there are any; empty where it holds none.
+    """Weight files of a folder, safetensors preferred; empty if there are none.
 
     Raises:
-        UserError: an index that cannot be read, or names a file that is not beside it.
+        UserError: an invalid index, or one that lists a file outside of its folder.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
@@ -33,16 +33,16 @@ def weight_files(folder: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise UserError(f"{index}: expected a weight_map from tensors to files, received none")
+        raise UserError(f"{index}: expected a weight_map from tensor names to files, received none")
     names = sorted(set(shards.values()))
     for name in names:
         if Path(name).name != name or not (index.parent / name).is_file():
-            raise UserError(f"{index}: expected to name files beside it, received {name!r}")
+            raise UserError(f"{index}: expected files in the same folder, received {name!r}")
     return [index.parent / name for name in names]
 
 
 def tensor_names(file: Path) -> list[str]:
-    """The names alone, without reading the tensors; raises as ``load_weights``."""
+    """Tensor names of a file; raises as ``load_weights``."""
     if file.suffix != ".safetensors":
         return list(load_weights(file))
     with _opened(file) as stored:
@@ -50,13 +50,13 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU; those of pickled files are mapped and read when they are used.
+    """Load the tensors of a file on the CPU; pickled ones are memory-mapped.
 
     Args:
-        shapes_only: these come as meta tensors, which saves reading them.
+        shapes_only: names to return as meta tensors, without reading them.
 
     Raises:
-        UserError: not such a file, a damaged one, or one that holds anything but named tensors.
+        UserError: a damaged file, or one with anything but named tensors.
     """
     if file.suffix != ".safetensors":
         return _unpickle(file)
@@ -65,7 +65,7 @@ def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Ten
             name: torch.empty(stored.get_slice(name).get_shape(), device="meta")
             if name in shapes_only
             else stored.get_tensor(name)
-            for name in stored.keys()  # noqa: SIM118, it is no mapping
+            for name in stored.keys()  # noqa: SIM118, not a mapping
         }
 
 
@@ -77,7 +77,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _unpickle(file: Path) -> dict[str, Tensor]:
     try:
-        # Files of torch before 1.6 are no archives and cannot be mapped.
+        # Files of torch before 1.6 are not zip archives and cannot be mapped.
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # a damaged pickle can raise anything
         raise UserError(f"{file}: expected tensors and nothing else, received {type(error).__name__}") from error

@@ -21,7 +21,7 @@ def entries(ids, layer):
 
 def write(cache, ids):
     """One forward pass: all layers store their keys and values of these tokens; returns what attention would see."""
-    if cache.ends is not None:
+    if cache.bounds is not None:
         cache.reserve_nodes(ids.shape[1])
         cache.set_write_slots(ids.shape[1])
     return [cache.layers[i].update(*entries(ids, i)) for i in range(LAYERS)]
@@ -42,10 +42,10 @@ def start(batch, length, mask=None, **keywords):
 def attended(cache, layer, row):
     """Token numbers in the slots that the row attends to, read back from keys and values of both heads."""
     keys, values = write(cache, torch.zeros(cache.rows, 1, dtype=torch.long))[layer]
-    if cache.ends is None:
+    if cache.bounds is None:
         slots = cache.attended[row].nonzero().flatten()
     else:
-        slots = torch.arange(int(cache.ends.begin[row]), int(cache.ends.end[row]))
+        slots = torch.arange(int(cache.bounds.lengths[row]))
     per_head = [(keys[row, h, slots, 0] - 1000.0 * layer - 0.25 * h).tolist() for h in range(HEADS)]
     assert per_head[0] == per_head[1]
     assert torch.equal(keys[row][:, slots], -values[row][:, slots])
@@ -55,7 +55,7 @@ def attended(cache, layer, row):
 def commit(cache, paths):
     width = max(1, max(map(len, paths)))
     padded = [path + [-1] * (width - len(path)) for path in paths]
-    if cache.ends is not None:  # with idle rows
+    if cache.bounds is not None:  # with idle rows
         padded += [[-1] * width] * (batch_bucket(len(paths)) - len(paths))
     cache.commit(torch.tensor(padded), paths)
 
@@ -63,11 +63,10 @@ def commit(cache, paths):
 def check(cache, rows):
     assert cache.lengths == list(map(len, rows))
     assert cache.length == max(cache.lengths, default=0)
-    if cache.ends is not None:
-        idle = [0] * (len(cache.ends.end) - len(rows))
-        assert cache.ends.end.tolist() == cache.lengths + idle
-        assert not cache.ends.begin.any()
-        assert int(cache.ends.start) == cache.length
+    if cache.bounds is not None:
+        idle = [0] * (len(cache.bounds.lengths) - len(rows))
+        assert cache.bounds.lengths.tolist() == cache.lengths + idle
+        assert int(cache.bounds.start) == cache.length
     for layer in range(LAYERS):
         for b, row in enumerate(rows):
             assert attended(cache, layer, b) == row
@@ -161,8 +160,8 @@ def test_sequences_join_and_leave(in_place, seed):
             rows = [row + new[path].tolist() for row, new, path in zip(rows, ids, paths, strict=True)]
         if rows:
             check(cache, rows)
-        if in_place and cache.ends is not None:
-            now = cache._storage.data_ptr(), cache.ends.end.data_ptr(), cache.ends.start.data_ptr()
+        if in_place and cache.bounds is not None:
+            now = cache._storage.data_ptr(), cache.bounds.lengths.data_ptr(), cache.bounds.start.data_ptr()
             assert (now == address) or cache.version is not version
             version, address = cache.version, now
 

@@ -299,7 +299,7 @@ def test_recycle_checkpoints(tmp_path):
     assert make_drafter("auto", str(home)).entries == 0
     drafter.save(home / "drafter", target)
     assert make_drafter("auto", str(home)).entries == drafter.entries
-    with pytest.raises(UserError, match=r"the drafter was made for .* \(architectures .*Llama.*\): got .*Qwen3"):
+    with pytest.raises(UserError, match=r"the drafter was trained for .* \(architectures .*Llama.*\): got .*Qwen3"):
         again.attach(TransformersTarget(shared_model("qwen3")))
 
 

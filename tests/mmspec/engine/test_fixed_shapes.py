@@ -93,7 +93,7 @@ def test_further_prompts_find_everything_where_it_was():
         torch.testing.assert_close(fresh.forward_tree(tree).logits, step.logits)
         fresh.commit(verdict)
         torch.testing.assert_close(fresh.forward_tree(TokenTree.root(verdict.bonus)).logits, after.logits)
-        kept.append((target.version, target.cache.ends))
+        kept.append((target.version, target.cache.bounds))
         target.select([])
     assert kept[0] == kept[1] == kept[2]
 

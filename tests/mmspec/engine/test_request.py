@@ -132,7 +132,7 @@ def test_params_of_a_request_take_the_place_of_the_calls():
 
 
 def test_params_are_given_in_one_form():
-    with pytest.raises(UserError, match=r"^params hold all sampling parameters: got top_k beside them$"):
+    with pytest.raises(UserError, match=r"^expected either params or sampling keywords: got params and top_k$"):
         parse([{"prompt": "a"}], {"params": SamplingParams(), "top_k": 2})
     with pytest.raises(UserError, match=r"^params must be mmspec.SamplingParams: got 3$"):
         parse([{"prompt": "a"}], {"params": 3})

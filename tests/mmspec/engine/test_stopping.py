@@ -17,7 +17,7 @@ def feed(stopper, tokens, pieces):
     """Hand over tokens in paths of the given lengths; what is kept, and why it ended."""
     history, kept, at = list(PROMPT), [], 0
     for size in pieces:
-        part, reason = stopper.keep(history, len(PROMPT), tokens[at : at + size])
+        part, reason = stopper.append(history, len(PROMPT), tokens[at : at + size])
         kept += part
         at += size
         assert history == PROMPT + kept
@@ -55,7 +55,7 @@ def test_stop_strings_split_over_tokens(stop, pieces):
 def test_stop_strings_are_sought_in_the_answer_alone():
     history = ids_of("say EN")
     stopper = Stopper(99, stop=["END"], tokenizer=byte_tokenizer())
-    kept, reason = stopper.keep(history, len(history), ids_of("D and END."))
+    kept, reason = stopper.append(history, len(history), ids_of("D and END."))
     assert (kept, reason) == (ids_of("D and END"), "stop")
 
 
@@ -90,7 +90,7 @@ def test_each_row_has_room_up_to_the_context_limit():
     assert [stopper.room(length) for length in (1, 5, 6, 9)] == [5, 5, 4, 1]
     assert Stopper(5).room(1000) == 5
     history = list(range(8))
-    assert stopper.keep(history, 8, [20, 21, 22]) == ([20, 21], "length")
+    assert stopper.append(history, 8, [20, 21, 22]) == ([20, 21], "length")
 
 
 def test_stop_strings_need_a_tokenizer():

@@ -374,7 +374,7 @@ def test_a_request_from_within_a_request_is_refused(from_where):
     def asks(*arguments, **_):
         return pipe.generate(PROMPTS[0], **KEYWORDS)
 
-    with pytest.raises(UserError, match=r"^a request cannot be made from within a step of the same pipeline$"):
+    with pytest.raises(UserError, match=r"^a logits processor or stopping criterion cannot call its own pipeline$"):
         pipe.generate(PROMPTS[1], **KEYWORDS, **{from_where: [asks]})
     assert pipe.generate(PROMPTS[0], **KEYWORDS)
 

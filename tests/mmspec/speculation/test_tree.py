@@ -54,7 +54,7 @@ def test_root_alone():
         ([[1, 2]], [[-1, -1]], r"parents\[0, 1\] = -1, expected >= 0 and < 1$"),
         ([[1, 2]], [[0, 0]], r"parents\[0, 0\] = 0, expected -1$"),
         ([[1, 2]], [[-2, 0]], r"parents\[0, 0\] = -2, expected -1$"),
-        ([[1, 7, 7]], [[-1, 0, 0]], r"^siblings must carry different tokens: nodes \[0, 1\] and \[0, 2\] are 7$"),
+        ([[1, 7, 7]], [[-1, 0, 0]], r"^siblings must have different tokens: nodes \[0, 1\] and \[0, 2\] are 7$"),
         ([[1, 7, 7]], [[-1, 0]], r"^parents must have the shape of tokens \(1, 3\): got \(1, 2\)$"),
         ([1, 2], [-1, 0], r"^tokens must be \(batch, nodes\) with at least the root: got shape \(2,\)$"),
         ([[]], [[]], r"at least the root: got shape \(1, 0\)$"),
@@ -159,7 +159,7 @@ def test_a_root_alone_adds_nothing():
 
 def test_what_cannot_be_merged_is_refused():
     fine, plain = scored(0, 2, 4), random_tree(torch.Generator().manual_seed(0), 2, 4, 9)
-    with pytest.raises(ValueError, match=r"^merge needs at least one tree: got none$"):
+    with pytest.raises(ValueError, match=r"^merge requires at least one tree: got none$"):
         merge([])
     with pytest.raises(ValueError, match=r"must have log_probs and no draft_probs: trees\[1\] has no log_probs$"):
         merge([fine, plain])
