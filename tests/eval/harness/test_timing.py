@@ -20,6 +20,7 @@ def pipe(tmp_path, monkeypatch):
     now = [0.0]
     for module in ("mmspec.engine.engine", "eval.harness.timing", "eval.harness.drafters"):
         monkeypatch.setattr(f"{module}.clock", lambda: now[0])
+    monkeypatch.setattr("mmspec.engine.timing.perf_counter", lambda: now[0])
 
     def timed(call, seconds):
         @wraps(call)
