@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mmspec.errors import UserError
 from mmspec.extras import missing
 from mmspec.speculation.calibrate import cache_folder
+from mmspec.targets.support import from_pretrained
 
 _FORMAT = 1  # of the converted folder
 _LOCK = threading.Lock()
@@ -94,8 +95,8 @@ def _convert(file: Path, folder: Path) -> None:
 def _write(file: Path, folder: Path) -> None:
     """Save model and tokenizer as transformers reads them."""
     with _one_reader(file):
-        model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model: Any = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     vars(model.config).pop("quantization_config", None)  # save_pretrained refuses models that were quantised
     model.hf_quantizer = None
     model.save_pretrained(folder)

@@ -180,7 +180,7 @@ def test_info_lists_registered_plug_ins(run: Run) -> None:
         (["generate", "A", "--max-new-tokens", "many"], ["--max-new-tokens", "'many'"]),
         (["generate", "A", "--nodes", "-1"], ["--nodes"]),
         (["generate", "A", "--seed", "-1"], ["--seed"]),
-        (["generate", "A", "--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
+        (["generate", "A", "--dtype", "int3"], ["--dtype", "'int3'", "bfloat16"]),
     ],
 )
 def test_user_errors_found_without_a_model(run: Run, args: list[str], expected: list[str]) -> None:
