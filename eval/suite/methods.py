@@ -20,6 +20,7 @@ from typing import Any
 
 from eval.harness.drafters import as_chain, parse_drafters
 from eval.harness.timing import Method
+from mmspec import plugins
 from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import fork
 from mmspec.errors import UserError, explained
@@ -36,7 +37,8 @@ _LOOKUP = {"prompt_lookup_num_tokens": 10}  # as in transformers' documentation 
 
 def auto_methods(home: Path) -> list[str]:
     """The methods of ``auto``: baselines, drafters without weights, and the drafters in the target's folder."""
-    folders = [home / "drafter", *sorted(home.glob("drafter-*"))]
+    homes = plugins.drafter_homes(home)
+    folders = [folder for at in homes for folder in (at / "drafter", *sorted(at.glob("drafter-*")))]
     own = [name for name in dict.fromkeys(map(checkpoint.drafter_name, folders)) if name and name != "recycle"]
     drafters = [f"{name}{shape}" for name in ("recycle", *own) for shape in ("", "@chain")]
     return [BASELINE, "lookup", PLAIN, "ngram", *drafters]

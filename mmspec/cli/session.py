@@ -21,6 +21,7 @@ from mmspec import plugins
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafters.drafter import Drafter, members
+from mmspec.engine.engine import SLOTS
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling.sampler import SamplingParams
 from mmspec.targets.hub import is_on_hub
@@ -79,7 +80,13 @@ def show_limits(notes: Console, model: str) -> None:
 
 
 def open_pipeline(
-    notes: Console, model: str, drafter: str | None, device: str, dtype: str, trust_remote_code: bool = False
+    notes: Console,
+    model: str,
+    drafter: str | None,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool = False,
+    slots: int = SLOTS,
 ) -> Pipeline:
     """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
@@ -88,7 +95,7 @@ def open_pipeline(
     if not downloading:
         transformers.logging.disable_progress_bar()
     with nullcontext() if downloading else notes.status(f"loading {model}"):
-        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code)
+        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, slots=slots)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)
     return pipe

@@ -34,6 +34,9 @@ DATA = (
     click.option(
         "--held-out", type=Number(0), default=0.02, show_default=True, help="Held-out conversations: share or number."
     ),
+    click.option(
+        "--recorded", type=FOLDER, multiple=True, help="Features that `make-data --record` wrote; repeatable."
+    ),
     click.option("--cache", type=OUT_FOLDER, help="Cache the target's features in this folder."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     click.option("--dtype", default="auto", show_default=True, help="Of the target, as in `mmspec generate`."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -21,16 +22,20 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.feature_cache import FeatureCache
 from mmspec.distil.features import Extractor
 from mmspec.distil.options import RESUMABLE_WITH_OTHER
+from mmspec.distil.recorded import RecordedFeatures
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline, load
 from mmspec.training.console import train_with_progress
 from mmspec.training.plan import TrainingPlan
 from mmspec.training.sampler import MIXED, TEXT
-from mmspec.training.trainer import DRAFTER, Trainer
+from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer
 
 MakeSetup = Callable[[Mapping[str, Any], Pipeline, list[Conversation]], DrafterSetup]
 """Makes network, objective and drafter from the command's options, the target and the training conversations."""
+
+_FITTED = 1024
+"""Conversations that a network is fitted to before it is trained, at most."""
 
 _KINDS = {TEXT: "text", MIXED: "data"}
 _TASK_OPTIONS = ("batch", "prompts", "max_new_tokens", "optimiser", "rate", "text_share", "seed")
@@ -55,6 +60,9 @@ def train_drafter(options: Mapping[str, Any], make_setup: MakeSetup) -> None:
     pipe.model.requires_grad_(False)
     extract = _feature_source(options, accelerator, pipe, [*examples, *held_out], console)
     setup = make_setup(options, pipe, examples)
+    if setup.fit is not None and not (options["out"] / CHECKPOINT).exists():
+        some = random.Random(options["seed"]).sample(examples, min(len(examples), _FITTED))
+        setup.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
     chosen = {name: options[name] for name in _TASK_OPTIONS}
     bfloat16 = _uses_bfloat16(options["precision"], pipe.target)
     task = DrafterTask(pipe, setup, training, held_out, extract, bfloat16=bfloat16, **chosen)
@@ -148,6 +156,9 @@ def _feature_source(
 ) -> ExtractFeatures:
     """An extractor, or with --cache a feature cache that all processes have filled together."""
     extractor = Extractor(pipe)
+    if options["recorded"]:
+        recorded = RecordedFeatures(options["recorded"], pipe.target)
+        return lambda batch: (recorded if all(one in recorded for one in batch) else extractor)(batch)
     if options["cache"] is None:
         return extractor
     with accelerator.main_process_first():
@@ -182,7 +193,8 @@ def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[
             for text, token_ids in zip(texts, conversation.answers, strict=True):
                 yield token_ids or tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    return frequent_tokens(answers(), count, target.eos_token_ids).to(target.device)
+    ids = frequent_tokens(answers(), count, target.eos_token_ids, target.config.vocab_size)
+    return ids.to(target.device)
 
 
 def tree_settings(options: Mapping[str, Any]) -> dict[str, int]:

@@ -41,6 +41,7 @@ class DrafterSetup:
         drafter: called with a network, draft ids and `tree`; returns the drafter.
         draft_ids: token ids of a reduced draft vocabulary, (n,) int64; None drafts all tokens.
         tree: settings of the drafter's trees.
+        fit: called with the features of some training conversations before a run begins; initialises the network.
     """
 
     network: nn.Module
@@ -48,6 +49,7 @@ class DrafterSetup:
     drafter: Callable[..., Any]
     draft_ids: Tensor | None = None
     tree: Mapping[str, int] = field(default_factory=dict)
+    fit: Callable[[Iterable[Features]], None] | None = None
 
 
 class DrafterTask:
@@ -172,11 +174,12 @@ def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
     return list(conversation.messages[: roles.index("assistant")])
 
 
-def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequence[int]) -> Tensor:
-    """Returns a draft vocabulary: `always` and the most frequent tokens of answers, up to `count`; sorted, int64."""
+def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequence[int], vocab: int) -> Tensor:
+    """Returns a draft vocabulary of `count` tokens, sorted, int64: `always`, the most frequent tokens of answers, and,
+    where these have fewer, the first of the vocabulary, which a tokenizer learnt first."""
     seen = Counter(token for answer in answers for token in answer)
-    ranked = [*dict.fromkeys(always), *(token for token, _ in seen.most_common() if token not in always)]
-    return torch.tensor(sorted(ranked[:count]))
+    ranked = dict.fromkeys([*always, *(token for token, _ in seen.most_common()), *range(vocab)])
+    return torch.tensor(sorted(list(ranked)[:count]))
 
 
 def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,6 +175,16 @@ class Recycle:
             for last, (_, tokens) in zip(self._last, verdict.host, strict=True)
         ]
         self._learn(contexts, step.logits.flatten(0, 1))
+
+    def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
+        """Learn from what the target ranks behind each token of a text.
+
+        Args:
+            tokens: of the text.
+            logits: (length, vocab), the target's behind each of them.
+        """
+        self._vocab = logits.shape[-1]
+        self._learn(list(pairwise([_ANY, *tokens])), logits)
 
     def _successors(self, context: Context) -> list[tuple[int, float, Context]]:
         last = context[1]

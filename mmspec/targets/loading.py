@@ -146,8 +146,8 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
 
 
 def _at_home(drafter: str, home: Path) -> str:
-    """The drafter's folder in the target's folder; the name itself if there is none."""
-    for folder in (home / "drafter", home / f"drafter-{drafter}"):
+    """The drafter's folder in the target's folder, or in that of a packaged model; the name itself if there is none."""
+    for folder in [at / name for at in plugins.drafter_homes(home) for name in ("drafter", f"drafter-{drafter}")]:
         name = checkpoint.drafter_name(folder)
         if name and drafter in ("auto", name):
             return str(folder)

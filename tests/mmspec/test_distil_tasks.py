@@ -54,5 +54,8 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_most_frequent_tokens_come_first() -> None:
-    assert frequent_tokens([[5, 5, 5, 9, 9], [9, 5, 7]], 2, [2]).tolist() == [2, 5]
-    assert frequent_tokens([[5, 9]], 99, [2, 9]).tolist() == [2, 5, 9]
+    answers = [[5, 5, 5, 9, 9], [9, 5, 7]]
+    assert frequent_tokens(answers, 2, [2], 10).tolist() == [2, 5]
+    assert frequent_tokens(answers, 3, [2], 10).tolist() == [2, 5, 9]
+    assert frequent_tokens(answers, 6, [2], 10).tolist() == [0, 1, 2, 5, 7, 9]  # then the first of the vocabulary
+    assert frequent_tokens([[5, 9]], 99, [2, 9], 10).tolist() == list(range(10))

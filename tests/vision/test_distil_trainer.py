@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
+from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.targets.loading import make_drafter
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 from tests.standin import save_llava
 from vision.distil.command import flash, msd
+from vision.distil.msd import fit_projection
 from vision.drafters.msd import Flash
+from vision.drafters.network import MSDConfig, MSDNetwork, Rotary
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -267,3 +271,31 @@ def test_processes_launched_by_accelerate_and_killed(model: str, files: dict[str
     for name, value in saved(tmp_path / "alone").items():
         assert torch.equal(value, saved(tmp_path / "killed")[name]), name
         torch.testing.assert_close(value, saved(tmp_path / "both")[name], atol=1e-4, rtol=1e-3)
+
+
+def test_a_network_starts_as_the_best_linear_guess() -> None:
+    """Where the next hidden state is linear in token embedding and hidden state, nothing is left to learn."""
+    torch.manual_seed(0)
+    network = MSDNetwork(MSDConfig(hidden_size=8, heads=2, kv_heads=1, head_dim=4, mlp=12, decoupled=False))
+    step, shift = torch.randn(16, 8) / 4, torch.randn(8)
+    batches = []
+    for _ in range(3):
+        embeds = torch.randn(5, 30, 8)
+        hidden = [torch.randn(5, 8)]
+        for place in range(1, 30):
+            hidden.append(torch.cat([embeds[:, place], hidden[-1]], dim=-1) @ step + shift)
+        answer = torch.zeros(5, 30, dtype=torch.bool)
+        answer[:, 10:] = True
+        states = torch.stack(hidden, dim=1)
+        states[:, :9] = torch.randn(5, 9, 8)  # outside of answers
+        batches.append(Features(answer.long(), states, embeds, torch.zeros_like(answer), answer, ~answer | answer))
+    fit_projection(network, batches, ridge=1e-9)
+    rotation = Rotary(4, 10000.0)
+    rotation.reserve(40, embeds)
+    x = network.combine(embeds[:, 11:], states[:, 10:-1], None)
+    with torch.no_grad():
+        guess = network(x, rotation(slice(0, x.shape[1])), lambda q, k, v: torch.randn_like(q))
+    torch.testing.assert_close(guess, states[:, 11:], atol=1e-4, rtol=1e-4)
+    before = network.fc.weight.clone()
+    fit_projection(network, [replace(batches[0], answer=torch.zeros_like(answer))])
+    assert torch.equal(network.fc.weight, before)  # no answers

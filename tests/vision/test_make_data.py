@@ -12,9 +12,10 @@ from PIL import Image
 
 import mmspec
 from mmspec.distil import data
+from mmspec.distil.answering import AnswerGenerator, PendingConversation, without_answers
 from mmspec.errors import UserError
+from mmspec.sampling.sampler import SamplingParams
 from tests.standin import save_llava, save_text_model
-from vision.distil.answering import AnswerGenerator, PendingConversation, without_answers
 from vision.distil.make_data import Dataset, make_data
 from vision.distil.scenes import KINDS, scene_conversations
 from vision.scenes.conversations import video
@@ -161,27 +162,38 @@ def test_sampling_depends_on_the_seed(model, tmp_path):
     assert answers("a", 1) == answers("b", 1) != answers("c", 2)
 
 
-def test_every_batch_has_its_own_seed():
-    """Seeds differ between batches, turns and seeds of the run."""
+def test_every_answer_has_its_own_seed():
+    """Seeds differ between conversations, turns and seeds of the run, and do not depend on the batch."""
 
     class Recorded:
         io = SimpleNamespace(reads_media=False)
 
-        def __init__(self):
-            self.seeds = []
+        def __init__(self, slots):
+            self.slots, self.seeds = slots, {}
 
-        def generate_batch(self, requests, seed, **keywords):
-            self.seeds.append(seed)
+        def generate_batch(self, requests, nodes):
+            for request in requests:
+                text = request["prompt"][-1]["content"]
+                self.seeds[text, len(request["prompt"])] = request["params"].seed
             return [SimpleNamespace(text="yes", token_ids=[1])] * len(requests)
 
-    def seeds(seed):
-        pipe = Recorded()
-        jobs = [PendingConversation(str(k), [[{"type": "text", "text": "What?"}]] * 2, [1, 1]) for k in range(6)]
-        assert sum(map(len, AnswerGenerator(pipe, 2, seed, {}).run(jobs))) == 6
+    def seeds(seed, slots=2):
+        pipe = Recorded(slots)
+        jobs = [PendingConversation(str(k), [[{"type": "text", "text": f"{k}?"}]] * 2, [1, 1]) for k in range(20)]
+        assert sum(map(len, AnswerGenerator(pipe, seed, SamplingParams(temperature=1.0)).run(jobs))) == 20
         return pipe.seeds
 
-    assert seeds(1) == seeds(1)
-    assert len({*seeds(1), *seeds(2)}) == 2 * len(seeds(1)) == 12
+    assert seeds(1) == seeds(1) == seeds(1, slots=3)
+    assert len({*seeds(1).values(), *seeds(2).values()}) == 80
+
+
+def test_a_share_is_answered_greedily(model, pipe, tmp_path):
+    run("--target", model, "--scenes", 12, "--out", tmp_path, "--temperature", 1.5, "--greedy", 0.5, *NEW)
+    greedy = 0
+    for found in data.read(tmp_path / "data.jsonl").conversations:
+        prompt = [message for message in found.messages[:2] if message["role"] == "user"]
+        greedy += found.answers[0] == tuple(pipe.generate(prompt, max_new_tokens=7).token_ids)
+    assert 2 < greedy < 10
 
 
 def test_text_targets(tmp_path, prompts):
@@ -193,6 +205,24 @@ def test_text_targets(tmp_path, prompts):
     run("--target", folder, "--prompts", prompts, "--out", tmp_path / "out", *NEW)
     (found,) = data.read(tmp_path / "out/data.jsonl").conversations
     assert len(found.answers) == 2
+
+
+def test_a_text_target_writes_its_own_prompts(tmp_path, monkeypatch):
+    # Random weights write no words.
+    monkeypatch.setattr("mmspec.distil.self_prompts._usable", lambda tokenizer, ids: ascii(tokenizer.decode(ids)))
+    folder = save_text_model(tmp_path / "text")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    )
+    arguments = ("--target", folder, "--self-prompts", 40, "--dtype", "float32", *NEW)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(*arguments, "--out", whole)["answers"] == len(records(whole)) > 3
+    run(*arguments[:3], 20, *arguments[4:], "--out", parts)
+    assert run(*arguments, "--out", parts)["answers"] < len(records(whole))
+    assert sorted(records(parts), key=lambda r: r["id"]) == sorted(records(whole), key=lambda r: r["id"])
+    other = sorted(records(whole), key=lambda r: r["id"])[-1]
+    run(*arguments[:3], 1, *arguments[4:], "--first", int(other["id"].split("-")[1]), "--out", tmp_path / "one")
+    assert records(tmp_path / "one") == [other]
 
 
 def test_conversations_that_cannot_be_answered_are_skipped(model, prompts, tmp_path):
@@ -209,9 +239,9 @@ def test_conversations_that_cannot_be_answered_are_skipped(model, prompts, tmp_p
 
 
 def test_sources(model, prompts, tmp_path):
-    with pytest.raises(UserError, match="either --scenes or --prompts, received neither"):
+    with pytest.raises(UserError, match="expected one of --scenes, --prompts, --self-prompts, received none"):
         run("--target", model, "--out", tmp_path)
-    with pytest.raises(UserError, match="received both"):
+    with pytest.raises(UserError, match="received --scenes and --prompts"):
         run("--target", model, "--out", tmp_path, "--scenes", 1, "--prompts", prompts)
     (tmp_path / "data.jsonl").write_text("nonsense\n")
     with pytest.raises(UserError, match=r"data\.jsonl:1: expected a record with an id"):
@@ -221,7 +251,7 @@ def test_sources(model, prompts, tmp_path):
 def test_images_in_memory_and_system_messages(pipe):
     picture = {"type": "image", "image": Image.new("RGB", (9, 9), "green")}
     job = PendingConversation("x", [[picture, {"type": "text", "text": "What?"}]], [0])
-    answering = AnswerGenerator(pipe, 2, 0, {"max_new_tokens": 5})
+    answering = AnswerGenerator(pipe, 0, SamplingParams(max_new_tokens=5))
     ((found,),) = answering.run([job])
     assert len(found.answers[0]) == 5
     system = {"role": "system", "content": "Be brief."}
@@ -230,7 +260,7 @@ def test_images_in_memory_and_system_messages(pipe):
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant"]
 
 
-def test_questions_of_similar_cost_are_batched(pipe):
+def test_questions_of_similar_cost_are_batched(pipe, monkeypatch):
     def job(number, media, length):
         items = [{"type": "image", "image": Image.new("RGB", (9, 9))}] * media
         return PendingConversation(str(number), [[*items, {"type": "text", "text": "What?"}]], [length])
@@ -245,8 +275,9 @@ def test_questions_of_similar_cost_are_batched(pipe):
     mixed = [
         job(n, media, length) for n, (media, length) in enumerate([(0, 50), (1, 5), (0, 3), (1, 60), (0, 4), (1, 6)])
     ]
-    list(Recording(pipe, 2, 0, {"max_new_tokens": 2}).run(mixed))
-    assert seen == [["2", "4"], ["0", "1"], ["5", "3"]]
+    monkeypatch.setattr(pipe, "slots", 1)
+    list(Recording(pipe, 0, SamplingParams(max_new_tokens=2)).run(mixed))
+    assert seen == [["2", "4", "0", "1"], ["5", "3"]]
 
 
 def test_scenes_can_keep_their_reference_answers(tmp_path):

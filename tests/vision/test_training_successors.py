@@ -3,12 +3,15 @@
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
+from safetensors.torch import save_file
 
+import mmspec
 from mmspec import UserError
 from mmspec.targets.loading import make_drafter
-from tests.standin import save_llava
+from tests.standin import save_llava, save_text_model
 from vision.training.successors import recycle
 
 
@@ -50,3 +53,21 @@ def test_bad_prompts_are_named(model, tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         train(model, tmp_path / "r", "--prompts", str(tmp_path / "p.jsonl"))
     assert not (tmp_path / "r").exists()
+
+
+def test_fills_a_table_from_recorded_features(tmp_path):
+    folder = str(save_text_model(tmp_path / "text"))
+    target = mmspec.load(folder, None, "cpu").target
+    text = list(range(5, 45))
+    with torch.no_grad():
+        hidden = target.model.model(torch.tensor([text])).last_hidden_state[0]
+    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1].contiguous()}
+    (tmp_path / "features").mkdir()
+    save_file(tensors, tmp_path / "features" / "a.safetensors")
+    train(folder, tmp_path / "r", "--recorded", str(tmp_path / "features"))
+    drafter = make_drafter(str(tmp_path / "r"))
+    assert drafter.entries == 39 + 38  # of one token and of two
+    likeliest = target.head(hidden)[10].detach().softmax(-1).max(-1)
+    token, p, _ = drafter._successors((text[9], text[10]))[0]
+    assert token == int(likeliest.indices)
+    assert p == pytest.approx(float(likeliest.values), abs=1e-3)

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, Number
+from mmspec.cli.options import OUT_FOLDER, Number, device_options
 from mmspec.distil import data
+from mmspec.distil.options import SHARE
 from mmspec.errors import UserError
 from mmspec.files import write_text
 
 if TYPE_CHECKING:
-    from vision.distil.answering import PendingConversation
+    from rich.console import Console
 
-FILE, SETTINGS = "data.jsonl", "settings.json"
+    from mmspec.distil.answering import AnswerGenerator, PendingConversation
+    from mmspec.pipeline import Pipeline
+
+FILE, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
 
 @click.command("make-data")
@@ -45,12 +50,20 @@ FILE, SETTINGS = "data.jsonl", "settings.json"
 @click.option(
     "--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the media in --prompts."
 )
+@click.option(
+    "--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target itself (text models)."
+)
 @click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Batch size.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--greedy", type=SHARE, default=0.0, show_default=True, help="Share answered greedily all the same.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first scene.")
+@click.option(
+    "--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first scene or prompt."
+)
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Add to the conversations in --out.")
+@click.option("--record", is_flag=True, help="With --self-prompts: keep hidden states for training, in OUT/features.")
+@device_options
 def make_data(
     target: str,
     as_told: bool,
@@ -58,41 +71,78 @@ def make_data(
     scenes: int | None,
     prompts: Path | None,
     images: Path | None,
+    self_prompts: int | None,
     batch: int,
     max_new_tokens: int,
     temperature: float,
+    greedy: float,
     seed: int,
     first: int,
     resume: bool,
+    record: bool,
+    device: str,
+    dtype: str,
 ) -> None:
     """Generate a target's answers to prompts, and write the conversations to OUT/data.jsonl.
 
     The questions of a conversation are answered one after another, each in the context of the target's own earlier
     answers. Run the same command again to resume an interrupted run.
     """
-    if (scenes is None) == (prompts is None):
-        raise UserError("expected either --scenes or --prompts, received " + ("neither" if scenes is None else "both"))
+    sources = {"--scenes": scenes, "--prompts": prompts, "--self-prompts": self_prompts}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        raise UserError(f"expected one of {', '.join(sources)}, received {' and '.join(given) or 'none'}")
     if as_told and scenes is None:
-        raise UserError("--as-told keeps the answers of drawn scenes: expected --scenes, received --prompts")
-    keywords = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    dataset = Dataset(out, {"target": None if as_told else target, **keywords}, resume)
-    jobs: Iterable[PendingConversation]
-    if prompts is not None:
-        from vision.distil.answering import without_answers
-
-        file = data.read(prompts, images, answered=False)
-        jobs, total = [without_answers(conversation) for conversation in file.conversations], len(file.conversations)
-        for reason, count in file.skipped.items():
-            click.echo(f"{prompts}: {count} records skipped: {reason}", err=True)
-    else:
-        assert scenes is not None
+        raise UserError(f"--as-told keeps the answers of drawn scenes: expected --scenes, received {given[0]}")
+    if record and self_prompts is None:
+        raise UserError(f"--record keeps features of text: expected --self-prompts, received {given[0]}")
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "greedy": greedy, "dtype": dtype}
+    dataset = Dataset(out, {"target": None if as_told else target, **settings}, resume)
+    if as_told:
         from vision.distil.scenes import scene_conversations
 
-        jobs, total = scene_conversations(range(first, first + scenes), out), scenes
-    if as_told:
-        dataset.append(_with_known_answers(job) for job in jobs if job.id not in dataset.done)
+        drawn = scene_conversations(range(first, first + (scenes or 0)), out)
+        dataset.append([_with_known_answers(job) for job in drawn if job.id not in dataset.done])
         return
-    _answer_all(target, jobs, total, dataset, batch, seed, keywords)
+    from rich.console import Console
+
+    from mmspec.cli.session import open_pipeline
+    from mmspec.distil.answering import AnswerGenerator
+    from mmspec.distil.recorded import Recorder
+    from mmspec.pipeline import Pipeline
+    from mmspec.sampling.sampler import SamplingParams
+
+    asked = [] if prompts is None else _read_prompts(prompts, images)
+    console = Console(stderr=True)
+    pipe = open_pipeline(console, target, None, device, dtype, slots=batch)
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+    total = len(asked) or scenes or self_prompts or 0
+    jobs = asked or _drawn(pipe, dataset, range(first, first + total), seed, from_target=scenes is None)
+    if record:
+        pipe = Pipeline(pipe.target, pipe.io, Recorder(), pipe.name, slots=batch)
+    _answer_all(AnswerGenerator(pipe, seed, params, greedy), jobs, total, dataset, console)
+
+
+def _drawn(
+    pipe: Pipeline, dataset: Dataset, numbers: range, seed: int, from_target: bool
+) -> Iterable[PendingConversation]:
+    """Conversations that the target opens, or about drawn scenes."""
+    if from_target:
+        from mmspec.distil.self_prompts import self_prompts
+
+        return self_prompts(pipe, numbers, dataset.done, seed=seed)
+    from vision.distil.scenes import scene_conversations
+
+    return scene_conversations(numbers, dataset.out)
+
+
+def _read_prompts(path: Path, images: Path | None) -> list[PendingConversation]:
+    from mmspec.distil.answering import without_answers
+
+    file = data.read(path, images, answered=False)
+    for reason, count in file.skipped.items():
+        click.echo(f"{path}: {count} records skipped: {reason}", err=True)
+    return [without_answers(conversation) for conversation in file.conversations]
 
 
 class Dataset:
@@ -150,9 +200,10 @@ class Dataset:
                 whole += len(line)
             file.truncate(whole)
 
-    def append(self, conversations: Iterable[data.Conversation]) -> None:
+    def append(self, conversations: Sequence[data.Conversation]) -> None:
         """Appends records and flushes them to disk."""
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]
+        self.done.update(conversation.id for conversation in conversations)
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
             file.flush()
@@ -167,16 +218,9 @@ def _with_known_answers(job: PendingConversation) -> data.Conversation:
 
 
 def _answer_all(
-    name: str,
-    jobs: Iterable[PendingConversation],
-    total: int,
-    dataset: Dataset,
-    batch: int,
-    seed: int,
-    keywords: dict[str, Any],
+    answering: AnswerGenerator, jobs: Iterable[PendingConversation], total: int, dataset: Dataset, console: Console
 ) -> None:
     """Generates the answers of missing conversations, with a progress bar."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -186,29 +230,22 @@ def _answer_all(
         TimeRemainingColumn,
     )
 
-    from mmspec.cli.session import open_pipeline
-    from vision.distil.answering import AnswerGenerator
+    from mmspec.distil.recorded import Recorder
 
-    console = Console(stderr=True)
-    pipe = open_pipeline(console, name, None, "auto", "auto")
-    answering = AnswerGenerator(pipe, batch, seed, keywords)
+    start = time.perf_counter()
     columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("answering", total=total)
-
-        def missing() -> Iterator[PendingConversation]:
-            for job in jobs:
-                if job.id in dataset.done:
-                    bar.advance(task)
-                else:
-                    yield job
-
-        for finished in answering.run(missing()):
+        missing = (job for job in jobs if job.id not in dataset.done)
+        for finished in answering.run(missing):
+            if isinstance(recorder := answering.pipe.drafter, Recorder) and finished:
+                recorder.save(dataset.out / FEATURES / f"{finished[0].id}.safetensors", finished, answering.pipe)
             dataset.append(finished)
-            bar.advance(task, len(finished))
+            bar.update(task, completed=len(dataset.done))
     failed = answering.failures
     if failed and not answering.answers:
         raise UserError(failed[0])
     if failed:
         click.echo(f"{len(failed)} conversations skipped or truncated, the first: {failed[0]}", err=True)
-    click.echo(json.dumps({"conversations": total, "answers": answering.answers, "tokens": answering.tokens}))
+    summary = {"conversations": len(dataset.done), "answers": answering.answers, "tokens": answering.tokens}
+    click.echo(json.dumps({**summary, "seconds": round(time.perf_counter() - start, 1)}))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from mmspec.distil.data import Conversation
+from mmspec.distil.features import Features
 from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
@@ -47,7 +49,38 @@ def _setup(
         _load_shared_weights(start, network, options["start"])
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
     chosen = {field.name: options[field.name] for field in fields(HiddenStateObjective) if field.name in options}
-    return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree_settings(options))
+    objective, fit = HiddenStateObjective(**chosen), partial(fit_projection, network) if start is None else None
+    return DrafterSetup(network, objective, kind, draft_ids, tree_settings(options), fit)
+
+
+@torch.no_grad()
+def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: float = 0.01) -> None:
+    """Initialises a network as the best linear guess of the target's next hidden state, by ridge regression.
+
+    The projection of token embedding and hidden state is fitted; attention and MLP add nothing at first.
+
+    Args:
+        network: to initialise.
+        batches: features of conversations.
+        ridge: weight of the penalty, relative to the mean square of the inputs.
+    """
+    width = network.config.hidden_size
+    moments = torch.zeros(2 * width + 1, 3 * width + 1, dtype=torch.float64)
+    for batch in batches:
+        chosen = batch.answer[:, 1:] & batch.answer[:, :-1]
+        inputs = torch.cat([batch.embeds[:, 1:], batch.hidden[:, :-1]], dim=-1)[chosen].double().cpu()
+        inputs = F.pad(inputs, (0, 1), value=1.0)
+        moments += inputs.t() @ torch.cat([inputs, batch.hidden[:, 1:][chosen].double().cpu()], dim=1)
+    square, product = moments.split([2 * width + 1, width], dim=1)
+    scale = square.diagonal()[:-1]
+    penalty = torch.cat([scale[:width].mean().expand(width), scale[width:].mean().expand(width), scale.new_zeros(1)])
+    if bool((penalty[:-1] == 0).any()):
+        return  # no answers
+    solved = torch.linalg.solve(square + torch.diag(ridge * penalty), product)
+    network.fc.weight.copy_(solved[:-1].t())
+    network.fc.bias.copy_(solved[-1])
+    for branch in (network.out, network.down):
+        branch.weight.zero_()
 
 
 def _network_config(options: Mapping[str, Any], target: Any, start: MSD | None) -> MSDConfig:

@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image
 
+from mmspec.distil.answering import PendingConversation
 from mmspec.files import atomic
-from vision.distil.answering import PendingConversation
 from vision.scenes.conversations import SceneConversation, one_image, questions_only, several_images, video, words_only
 from vision.scenes.drawing import draw
 from vision.scenes.scene import seeded

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from PIL import Image
 from rich.progress import track
 
 import mmspec
 from mmspec.cli.options import OUT_FOLDER
+from mmspec.distil.options import FOLDER
+from mmspec.distil.recorded import RecordedFeatures
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError, explained
 from vision.scenes.clips import sample_clip
@@ -31,16 +34,33 @@ _BATCH = 16
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON lines: prompt, images, videos.",
 )
+@click.option("--recorded", type=FOLDER, multiple=True, help="Or features of `make-data --record`; repeatable.")
 @click.option("--scenes", default=800, show_default=True, help="Number of scenes and clips without --prompts.")
 @click.option("--max-new-tokens", default=200, show_default=True)
-def recycle(model: str, out: Path, prompts: Path | None, scenes: int, max_new_tokens: int) -> None:
-    """Fill a recycle drafter's table with the top tokens of a model while it answers prompts.
+@click.option("--dtype", default="auto", show_default=True, help="Of the target, as in `mmspec generate`.")
+def recycle(
+    model: str,
+    out: Path,
+    prompts: Path | None,
+    recorded: tuple[Path, ...],
+    scenes: int,
+    max_new_tokens: int,
+    dtype: str,
+) -> None:
+    """Fill a recycle drafter's table with the top tokens of a model while it answers prompts, or has answered.
 
-    Without --prompts, the model captions drawn scenes and clips of tiny-llava's training data.
+    Without --prompts and --recorded, the model captions drawn scenes and clips of tiny-llava's training data.
     """
-    requests = list(_read(prompts) if prompts else _scene_requests(scenes))
     drafter = Recycle()
-    pipe = mmspec.load(model, drafter=drafter)
+    pipe = mmspec.load(model, drafter=drafter, dtype=dtype)
+    if recorded:
+        with torch.inference_mode():
+            for tokens, hidden in RecordedFeatures(recorded, pipe.target).sequences():
+                drafter.learn(tokens, pipe.target.head(hidden))
+        drafter.save(out, pipe.target)
+        click.echo(f"{drafter.entries} contexts: {out}", err=True)
+        return
+    requests = list(_read(prompts) if prompts else _scene_requests(scenes))
     for start in track(range(0, len(requests), _BATCH), description="answering"):
         # Without drafts, every entry of the table comes from a context of the output.
         pipe.generate_batch(requests[start : start + _BATCH], max_new_tokens=max_new_tokens, nodes=0)

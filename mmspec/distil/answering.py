@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from mmspec.distil import data
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.sampler import SamplingParams
 
-_POOL = 8  # batches sorted together, so that the answers of a batch have similar lengths
+_POOL = 8  # batches sorted together, so that answers of similar lengths are generated together
+_GROUP = 2  # batches generated before they are yielded: a sequence that has ended leaves its place to the next
 
 
 @dataclass
@@ -83,53 +85,57 @@ class AnswerGenerator:
     """Generates answers with a pipeline, batching questions of similar cost.
 
     Args:
-        pipe: of the target.
-        batch: questions per batch.
+        pipe: of the target; its slots are the batch size.
         seed: of sampling.
-        keywords: of `Pipeline.generate_batch`.
+        params: how answers are decoded; each has a seed of its own.
+        greedy: share of conversations that are answered greedily whatever ``params`` say.
 
     Attributes:
         answers, tokens: numbers generated so far.
         failures: errors that ended conversations early, one line each.
     """
 
-    def __init__(self, pipe: Pipeline, batch: int, seed: int, keywords: dict[str, Any]) -> None:
-        self.pipe, self.batch, self.seed, self.keywords = pipe, batch, seed, keywords
+    def __init__(self, pipe: Pipeline, seed: int, params: SamplingParams, greedy: float = 0.0) -> None:
+        self.pipe, self.seed, self.params, self.greedy = pipe, seed, params, greedy
         self.answers = self.tokens = 0
         self.failures: list[str] = []
         self._text_only = not pipe.io.reads_media
 
     def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
-        """Yields the conversations that each batch has completed."""
-        stream = iter(jobs)
-        while pool := list(islice(stream, _POOL * self.batch)):
+        """Yields conversations as they are completed, some batches at a time."""
+        stream, size = iter(jobs), _GROUP * self.pipe.slots
+        while pool := list(islice(stream, _POOL * self.pipe.slots)):
             while pool:
                 pool.sort(key=lambda job: job.cost)
-                for start in range(0, len(pool), self.batch):
-                    group = pool[start : start + self.batch]
+                for start in range(0, len(pool), size):
+                    group = pool[start : start + size]
                     self._answer(group)
                     yield [job.result() for job in group if not job.pending and job.answers]
                 pool = [job for job in pool if job.pending]
 
     def _answer(self, group: list[PendingConversation]) -> None:
-        first = group[0]
-        # Batches with the same seed would draw the same random numbers.
-        seed = zlib.crc32(f"{self.seed} {first.id} {len(first.answers)}".encode())
         try:
-            requests = [{"prompt": self._formatted(job.prompt())} for job in group]
-            answers = self.pipe.generate_batch(requests, seed=seed, **self.keywords)
+            requests = [{"prompt": self._formatted(job.prompt()), "params": self._params(job)} for job in group]
+            answers = self.pipe.generate_batch(requests, nodes=0)
         except UserError as error:
             if len(group) > 1:
-                for job in group:
-                    self._answer([job])
+                self._answer(group[: len(group) // 2])
+                self._answer(group[len(group) // 2 :])
                 return
-            self.failures.append(f"{first.id}: {error}")
-            del first.questions[len(first.answers) :]
+            (job,) = group
+            self.failures.append(f"{job.id}: {error}")
+            del job.questions[len(job.answers) :]
             return
         for job, answer in zip(group, answers, strict=True):
             job.add_answer(answer.text, answer.token_ids)
             self.answers += 1
             self.tokens += len(answer.token_ids)
+
+    def _params(self, job: PendingConversation) -> SamplingParams:
+        """How the next answer is decoded: the same in every run."""
+        if zlib.crc32(f"greedy {job.id}".encode()) < self.greedy * 2**32:
+            return replace(self.params, temperature=0.0)
+        return replace(self.params, seed=zlib.crc32(f"{self.seed} {job.id} {len(job.answers)}".encode()))
 
     def _formatted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return data.as_text(messages) if self._text_only else messages

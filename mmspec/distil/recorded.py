@@ -1,0 +1,133 @@
+"""Features that are recorded while a target generates its answers: training then needs no pass of it over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmspec.distil import data
+from mmspec.distil.data import Conversation
+from mmspec.distil.features import ConversationFeatures, Features, collate
+from mmspec.errors import UserError
+from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Feature, Prompt, Step, Target
+from mmspec.files import atomic
+
+
+class Recorder:
+    """A drafter that drafts nothing and keeps the target's last hidden states of whole sequences of text.
+
+    Attributes:
+        finished: hidden states, (length - 1, hidden), of sequences that have ended, by their tokens, prompt included.
+            The last token was never fed.
+    """
+
+    learns: ClassVar[bool] = False
+    features: ClassVar[tuple[Feature, ...]] = ("last",)
+
+    def __init__(self) -> None:
+        self.finished: dict[tuple[int, ...], Tensor] = {}
+        self._rows: list[tuple[list[int], list[Tensor]]] = []
+
+    def attach(self, target: Target) -> None:
+        """See ``Drafter``."""
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        """See ``Drafter``."""
+        for row, tokens in enumerate(history):
+            hidden = step.features["last"][row]
+            mask = None if prompt.attention_mask is None else prompt.attention_mask[row].bool()
+            self._rows.append((tokens, [hidden.clone() if mask is None else hidden[mask]]))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """See ``Drafter``."""
+        for row in set(range(len(self._rows))) - set(rows):
+            tokens, hidden = self._rows[row]
+            self.finished[tuple(tokens)] = torch.cat(hidden)[: len(tokens) - 1].cpu()
+        self._rows = [self._rows[row] for row in rows]
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        """See ``Drafter``."""
+        return TokenTree.root(token)
+
+    @torch.inference_mode()
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """See ``Drafter``."""
+        for (_, hidden), state in zip(self._rows, step.features["last"][:, :1].clone(), strict=True):
+            hidden.append(state)
+
+    def save(self, file: Path, conversations: Sequence[Conversation], pipe: Any) -> None:
+        """Writes the features of conversations of one question and answer; forgets all sequences that have ended."""
+        tensors = {}
+        for one in conversations:
+            answer = one.answers[-1]
+            assert answer is not None
+            prompt = pipe.encode([{"prompt": data.as_text(one.messages[:-1])}]).input_ids[0].tolist()
+            hidden = self.finished.get((*prompt, *answer))
+            if hidden is not None:  # an answer of one token has none
+                tensors[f"{one.id}/tokens"] = torch.tensor([*prompt, *answer], dtype=torch.int32)
+                tensors[f"{one.id}/hidden"] = hidden.clone()
+        self.finished.clear()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(file) as part:
+            save_file(tensors, part)
+
+
+class RecordedFeatures:
+    """The features in folders that `Recorder` wrote, with the call interface of `Extractor`.
+
+    Args:
+        folders: of files, as `make-data --record` writes them.
+        target: that generated the conversations.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+
+    def __init__(self, folders: Sequence[Path], target: Any) -> None:
+        self.target = target
+        self._files: dict[str, Any] = {}
+        for path in sorted(path for folder in folders for path in folder.glob("*.safetensors")):
+            try:
+                file = safe_open(path, "pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: expected recorded features, received {error}") from error
+            names = {key.rpartition("/")[0] for key in list(file.keys())}
+            self._files |= dict.fromkeys(names, file)
+
+    def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yields the tokens of each conversation but the last, and the hidden states at them, (length, hidden)."""
+        for name, file in self._files.items():
+            hidden = file.get_tensor(f"{name}/hidden").to(self.target.device)
+            yield file.get_tensor(f"{name}/tokens")[: len(hidden)].tolist(), hidden
+
+    def __contains__(self, conversation: Conversation) -> bool:
+        return _name(conversation) in self._files
+
+    def __call__(self, conversations: Sequence[Conversation]) -> Features:
+        """Returns the features of a batch."""
+        return collate([self._row(conversation) for conversation in conversations], self.target)
+
+    def _row(self, conversation: Conversation) -> ConversationFeatures:
+        file, name = self._files[_name(conversation)], _name(conversation)
+        tokens, hidden = (file.get_tensor(f"{name}/{part}") for part in ("tokens", "hidden"))
+        answer = conversation.answers[-1]
+        if answer is None or tokens[-len(answer) :].tolist() != list(answer):
+            raise UserError(f"the recorded features of conversation {name} are of another answer")
+        mark = torch.arange(len(tokens)) >= len(tokens) - len(answer)
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))  # of the last token, which predicts nothing
+        return ConversationFeatures(tokens.long(), hidden, hidden[:0], torch.zeros_like(mark), mark)
+
+
+def _name(conversation: Conversation) -> str:
+    """Its id in its own file."""
+    return conversation.id.rpartition("/")[2]

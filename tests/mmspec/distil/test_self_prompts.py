@@ -1,0 +1,83 @@
+"""Prompts that a target writes itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.distil.self_prompts import _usable, prompt_id, self_prompts, user_opening
+from mmspec.errors import UserError
+from tests.standin import save_text_model
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+NUMBERS = range(48)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    folder = save_text_model(tmp_path_factory.mktemp("text"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    pipe = mmspec.load(str(folder), None, "cpu", slots=8)
+    with torch.no_grad():  # a letter, blanks and ends: short prompts that repeat
+        words = [pipe.io.tokenizer(text)["input_ids"][0] for text in ("a", " ")]
+        head = pipe.model.get_output_embeddings()
+        allowed = torch.zeros(320, dtype=torch.bool).index_fill_(0, torch.tensor([2, *words]), True)
+        head.weight.mul_(0.1)
+        head.bias = torch.nn.Parameter(torch.where(allowed, 0.0, -50.0))
+    return pipe
+
+
+def texts(pipe, numbers=NUMBERS, done=(), **keywords):
+    return {job.id: job.questions[0][0]["text"] for job in self_prompts(pipe, numbers, done, **keywords)}
+
+
+def test_a_prompt_depends_on_its_number_and_the_seed_only(pipe):
+    drawn = texts(pipe)
+    assert drawn == texts(pipe, chunk=5)
+    assert drawn != texts(pipe, seed=1)
+    alone = dict(texts(pipe, [number]).popitem() for number in NUMBERS if prompt_id(number) in drawn)
+    assert alone == drawn
+
+
+def test_repeated_and_unusable_prompts_are_dropped(pipe):
+    drawn = texts(pipe)
+    assert 3 < len(drawn) < len(NUMBERS)
+    assert len({text.lower() for text in drawn.values()}) == len(drawn)
+    every = [text for number in NUMBERS for text in texts(pipe, [number]).values()]
+    assert len(every) > len(drawn)  # there were repeated ones
+    assert all(text == text.strip() and len(text.split()) > 1 for text in every)
+
+
+def test_existing_conversations_are_not_drawn_again(pipe, monkeypatch):
+    drawn = texts(pipe)
+    added = []
+    add = pipe.engine.add
+    monkeypatch.setattr(pipe.engine, "add", lambda *arguments: added.append(0) or add(*arguments))
+    assert not drawn.keys() & texts(pipe, done=set(drawn)).keys()
+    assert len(added) == len(NUMBERS) - len(drawn)
+
+
+def test_the_opening_is_what_precedes_a_users_words(pipe):
+    tokenizer = pipe.io.tokenizer
+    assert tokenizer.decode(user_opening(tokenizer)) == "<s>user: "
+    for template in (None, "{{ messages[0]['content'] }}", "no words"):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match="chat template"):
+            user_opening(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [("two words</s>", "two words"), (" one </s>", None), ("</s>", None), ("an <s> inside</s>", None)],
+)
+def test_usable_prompts(pipe, text, usable):
+    tokenizer = pipe.io.tokenizer
+    assert _usable(tokenizer, tokenizer(text)["input_ids"]) == usable
+
+
+def test_broken_characters_are_dropped(pipe):
+    tokenizer = pipe.io.tokenizer
+    half = tokenizer("é")["input_ids"][0]
+    assert _usable(tokenizer, [*tokenizer("two words")["input_ids"], half, 2]) is None

