@@ -15,11 +15,11 @@ from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import ConversationFeatures, Features, collate
 from mmspec.errors import UserError
+from mmspec.files import atomic
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Feature, Prompt, Step, Target
-from mmspec.files import atomic
 
 
 class Recorder:

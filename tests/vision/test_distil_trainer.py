@@ -299,3 +299,12 @@ def test_a_network_starts_as_the_best_linear_guess() -> None:
     before = network.fc.weight.clone()
     fit_projection(network, [replace(batches[0], answer=torch.zeros_like(answer))])
     assert torch.equal(network.fc.weight, before)  # no answers
+
+
+def test_a_fitted_network_starts_better(train: Callable[..., str], tmp_path: Path) -> None:
+    losses = []
+    for options in ((), ("--fit",)):
+        folder = tmp_path / str(len(options))
+        train(folder, "--steps", "1", "--prompts", "0", *options)
+        losses.append(rows(folder)[0]["loss"])
+    assert losses[1] < 0.8 * losses[0]

@@ -277,7 +277,7 @@ def test_questions_of_similar_cost_are_batched(pipe, monkeypatch):
     ]
     monkeypatch.setattr(pipe, "slots", 1)
     list(Recording(pipe, 0, SamplingParams(max_new_tokens=2)).run(mixed))
-    assert seen == [["2", "4", "0", "1"], ["5", "3"]]
+    assert seen == [["2", "4"], ["0", "1"], ["5", "3"]]
 
 
 def test_scenes_can_keep_their_reference_answers(tmp_path):

@@ -36,6 +36,11 @@ DRAFTER = (
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
     ),
+    click.option(
+        "--fit",
+        is_flag=True,
+        help="Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
+    ),
     click.option("--decoupled/--no-decoupled", default=None, help="Off: plain EAGLE.  [default: on]"),
     click.option(
         "--visual-states/--no-visual-states",

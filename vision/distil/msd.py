@@ -49,8 +49,8 @@ def _setup(
         _load_shared_weights(start, network, options["start"])
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
     chosen = {field.name: options[field.name] for field in fields(HiddenStateObjective) if field.name in options}
-    objective, fit = HiddenStateObjective(**chosen), partial(fit_projection, network) if start is None else None
-    return DrafterSetup(network, objective, kind, draft_ids, tree_settings(options), fit)
+    fit = partial(fit_projection, network) if options["fit"] and start is None else None
+    return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree_settings(options), fit)
 
 
 @torch.no_grad()
