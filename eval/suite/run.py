@@ -21,6 +21,7 @@ from eval.suite.tasks import TASKS
 from mmspec import plugins
 from mmspec.files import write_text
 from mmspec.jobs import run_jobs
+from mmspec.targets import gguf
 
 
 def is_visual(model: str) -> bool:
@@ -30,7 +31,7 @@ def is_visual(model: str) -> bool:
         UserError: the model cannot be loaded.
     """
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    config = load_pretrained(AutoConfig, folder, "model")
+    config = load_pretrained(AutoConfig, gguf.resolved(folder), "model")
     return plugins.target_class(config).processor_class.reads_media
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mmspec
+from eval.suite.run import is_visual
 from mmspec import plugins
 from mmspec.drafters import checkpoint
 from mmspec.drafters.recycle import Recycle
@@ -37,7 +38,7 @@ def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     assert found.stats.mean_acceptance_length > 1.3
     if dtype != "float32":
         return
-    plain = mmspec.Pipeline(pipe.target).generate(PROMPT, max_new_tokens=48)
+    plain = mmspec.Pipeline(pipe.target, pipe.io).generate(PROMPT, max_new_tokens=48)
     assert found.token_ids == plain.token_ids
     inputs = pipe.processor.apply_chat_template(
         [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -45,3 +46,8 @@ def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     with torch.no_grad():
         expected = pipe.model.generate(**inputs, max_new_tokens=48, do_sample=False)
     assert found.token_ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@needs_packages
+def test_the_suite_reads_its_configuration() -> None:
+    assert not is_visual("smollm2")
