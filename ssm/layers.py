@@ -1,8 +1,8 @@
 """Tree verification for transformers' Mamba-2 layers, with unmodified mixers.
 
 The mixers of all six modelling files call two module-level functions: the causal convolution and the chunked scan. Both
-are replaced by dispatchers. In a verify pass, marked by a keyword argument of the decoder's forward, they call the
-``StateCache``; otherwise transformers' own function, with whatever kernels are installed.
+are replaced by dispatchers during passes of a target. Calls with a keyword argument that only verify passes have go to
+the ``StateCache``; others, of other threads too, to transformers' own function, with whatever kernels are installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +35,9 @@ _FUNCTIONS = {
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
 _RECURRENT, _BOTH = "linear_attention", "hybrid"
 
+_LOCK = threading.Lock()
+_PASSES: Counter[ModuleType] = Counter()  # that run now
+
 
 class Mamba2Layers:
     """``TreeLayers`` plug-in for the Mamba-2 layers of a model.
@@ -44,10 +50,8 @@ class Mamba2Layers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.get_decoder()
-        module = sys.modules[type(decoder).__module__]
-        _check(module)
-        for name, (method, _) in _FUNCTIONS.items():
-            _install(module, name, method)
+        self._module = sys.modules[type(decoder).__module__]
+        _check(self._module)
         types = list(decoder.config.layer_types)
         self._layers = len(types)
         self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH)]
@@ -57,6 +61,9 @@ class Mamba2Layers:
     @classmethod
     def supports(cls, config: Any) -> bool:
         return getattr(config, "model_type", None) in FAMILIES
+
+    def applied(self) -> AbstractContextManager[None]:
+        return _dispatching(self._module)
 
     def cache(self, reserve: int, in_place: bool = False) -> StateCache:
         return StateCache(self._layers, self._recurrent, attending=self._attending, reserve=reserve, in_place=in_place)
@@ -76,11 +83,27 @@ def _check(module: ModuleType) -> None:
         )
 
 
-def _install(module: ModuleType, name: str, method: str) -> None:
-    """Replace a module-level function by a dispatcher, once."""
-    original: Callable[..., Any] = getattr(module, name)
-    if hasattr(original, "without_tree"):
-        return
+@contextmanager
+def _dispatching(module: ModuleType) -> Iterator[None]:
+    """Replaces a modelling file's functions by dispatchers during a pass. Passes of several threads may overlap."""
+    with _LOCK:
+        if not _PASSES[module]:
+            for name, (method, _) in _FUNCTIONS.items():
+                setattr(module, name, _dispatcher(getattr(module, name), method))
+        _PASSES[module] += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _PASSES[module] -= 1
+            if not _PASSES[module]:
+                for name in _FUNCTIONS:
+                    setattr(module, name, getattr(module, name).without_tree)
+
+
+@functools.cache
+def _dispatcher(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+    """``original``, except for calls with a ``StateCache``, whose ``method`` takes them."""
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -88,4 +111,4 @@ def _install(module: ModuleType, name: str, method: str) -> None:
         return original(*args, **kwargs) if states is None else getattr(states, method)(*args, **kwargs)
 
     dispatch.without_tree = original  # type: ignore[attr-defined]
-    setattr(module, name, dispatch)
+    return dispatch

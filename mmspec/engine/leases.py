@@ -37,25 +37,26 @@ class Lease:
             pending += [*getattr(part, "drafters", ()), *([wrapped] if wrapped is not None else [])]
         self._held = False
         self._driver: threading.Thread | None = None  # runs a step now
-        self._last_driver = threading.current_thread()
+        self._users: set[threading.Thread] = set()  # that have added or driven sequences since the lock was acquired
         self._since = 0.0
 
     def acquire(self) -> None:
         """Acquire the lock; blocks until other holders have no sequences left.
 
         Raises:
-            UserError: possible deadlock: the holder was last driven by this thread or by a dead one, or no step ran for
-                ``PATIENCE`` seconds.
+            UserError: possible deadlock: only this thread and dead ones have used the holder, or no step ran
+                for ``PATIENCE`` seconds.
         """
         with _CHANGED:
             if self._held:
+                self._users.add(threading.current_thread())
                 return
             while holders := [_HOLDERS[id(part)] for part in self._parts if id(part) in _HOLDERS]:
                 for holder in holders:
                     holder._check_deadlock()
                 _CHANGED.wait(PATIENCE / 10)
             _HOLDERS.update({id(part): self for part in self._parts})
-            self._held, self._last_driver, self._since = True, threading.current_thread(), clock()
+            self._held, self._users, self._since = True, {threading.current_thread()}, clock()
         if self._drafter is not None:
             try:
                 self._drafter.attach(self._target)  # another engine may have attached it elsewhere
@@ -75,17 +76,19 @@ class Lease:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Mark the current thread as the engine's driver."""
-        self._driver = self._last_driver = threading.current_thread()
+        self._driver = threading.current_thread()
+        self._users.add(self._driver)
         try:
             yield
         finally:
             self._driver, self._since = None, clock()
 
     def _check_deadlock(self) -> None:
-        mine = self._last_driver is threading.current_thread()
-        if self._driver is not None and not mine:
+        me = threading.current_thread()
+        if self._driver is not None and self._driver is not me:
             return
-        if mine or not self._last_driver.is_alive() or clock() - self._since > PATIENCE:
+        others = any(user.is_alive() for user in self._users - {me})
+        if self._driver is me or not others or clock() - self._since > PATIENCE:
             raise UserError(
                 "a target or drafter serves one pipeline at a time: another pipeline has a stream that is not "
                 "finished, finish or close it first"

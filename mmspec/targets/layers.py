@@ -6,6 +6,7 @@ verify trees and returns the ``TreeCache`` that owns and commits their states.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
@@ -32,6 +33,9 @@ class TreeLayers(Protocol):
     @classmethod
     def supports(cls, config: Any) -> bool:
         """Whether this class supports models of this text configuration."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Whatever the layers need changed outside the model during a pass over a tree."""
 
     def cache(self, reserve: int, in_place: bool = False) -> TreeCache:
         """An empty cache with ``reserve`` KV slots; ``in_place`` as for ``TreeCache``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from math import inf
 from typing import Any, ClassVar
@@ -81,7 +81,7 @@ class TransformersTarget:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.layers = tree_layers(self.model, self.config)  # patches the modelling module of this process
+        self.layers = tree_layers(self.model, self.config)
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -261,7 +261,8 @@ class TransformersTarget:
 
     def _decoded(self, inputs: dict[str, Any], cache: TreeCache) -> dict[Feature, Tensor]:
         """Features of one pass of the decoder, including ``"last"``."""
-        with self.attention.applied(), self._reading() as features:
+        layers = self.layers.applied() if self.layers is not None else nullcontext()
+        with self.attention.applied(), layers, self._reading() as features:
             out = self.decoder(use_cache=True, **{self._cache_argument: cache}, **inputs)
         features["last"] = self._in_dtype(out[0])
         return features

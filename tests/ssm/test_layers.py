@@ -1,17 +1,19 @@
 """What stands in the modelling modules' place: transformers' own functions as long as there is no tree."""
 
 import inspect
+from contextlib import ExitStack
 from types import ModuleType
 
 import pytest
 import torch
 from transformers.models.bamba import modeling_bamba
 
+import ssm.layers
 from mmspec import UserError
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
-from ssm.layers import FAMILIES, Mamba2Layers, _check, _install
+from ssm.layers import FAMILIES, Mamba2Layers, _check, _dispatching
 from tests.tiny import random_tree, shared_model
 
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
@@ -32,21 +34,30 @@ def test_without_a_tree_everything_is_handed_on():
         return "result"
 
     module = module_of(mamba2_chunk_scan=kernel)
-    _install(module, "mamba2_chunk_scan", "scan")
     x = torch.zeros(1)
-    assert module.mamba2_chunk_scan(x, 3, D=None, return_final_states=True, seq_idx=x) == "result"
-    assert module.mamba2_chunk_scan(x, **{STATES: None}) == "result"
+    with _dispatching(module):
+        assert module.mamba2_chunk_scan(x, 3, D=None, return_final_states=True, seq_idx=x) == "result"
+        assert module.mamba2_chunk_scan(x, **{STATES: None}) == "result"
     assert seen == [((x, 3), {"D": None, "return_final_states": True, "seq_idx": x}), ((x,), {})]
 
 
-def test_dispatchers_are_installed_once():
-    TransformersTarget(shared_model("bamba"))
+def test_functions_are_replaced_during_passes_only():
+    """Of several threads the last one to leave restores them, in any order and after an error."""
     before = [getattr(modeling_bamba, name) for name in NAMES]
-    TransformersTarget(shared_model("bamba"))
+    assert not any(hasattr(function, "without_tree") for function in before)
+    first, second = (Mamba2Layers(shared_model("bamba")).applied() for _ in range(2))
+    first.__enter__()
+    during = [getattr(modeling_bamba, name) for name in NAMES]
+    assert [function.without_tree for function in during] == before
+    for function, original in zip(during, before, strict=True):
+        assert inspect.signature(function) == inspect.signature(original)
+    with ExitStack() as passes:
+        passes.enter_context(pytest.raises(ZeroDivisionError))
+        passes.enter_context(second)
+        first.__exit__(None, None, None)
+        assert [getattr(modeling_bamba, name) for name in NAMES] == during
+        raise ZeroDivisionError
     assert [getattr(modeling_bamba, name) for name in NAMES] == before
-    for function in before:
-        assert not hasattr(function.without_tree, "without_tree")
-        assert inspect.signature(function) == inspect.signature(function.without_tree)
 
 
 def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
@@ -70,7 +81,7 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
 @torch.inference_mode()
 def test_mixers_that_go_another_way_are_noticed(name, monkeypatch):
     target = TransformersTarget(shared_model("bamba"))
-    monkeypatch.setattr(modeling_bamba, name, getattr(modeling_bamba, name).without_tree)
+    monkeypatch.delitem(ssm.layers._FUNCTIONS, name)
     target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
     with pytest.raises(RuntimeError, match=r"once per verify pass: expected 6 calls, received 3$"):

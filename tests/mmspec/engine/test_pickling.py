@@ -24,12 +24,9 @@ def answers(pipes):
     return [pipe.generate(**ASKED).token_ids for pipe in pipes]
 
 
-def test_a_round_trip_gives_the_same_tokens(monkeypatch):
+def test_a_round_trip_gives_the_same_tokens():
     pipes = pipelines()
     expected, sent = answers(pipes), pickle.dumps(pipes)
-    module = sys.modules[type(shared_model("bamba").get_decoder()).__module__]
-    for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):  # another process has not replaced them yet
-        monkeypatch.setattr(module, name, getattr(module, name).without_tree)
     assert answers(pickle.loads(sent)) == expected
 
 

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -56,10 +57,10 @@ def streamed(pieces):
     return [token for piece in pieces for token in piece.token_ids]
 
 
-def in_thread(function, *arguments):
+def in_thread(function, *arguments, **keywords):
     """The result of a call made in another thread; a deadlock fails the test."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *arguments).result(timeout=300)
+        return pool.submit(function, *arguments, **keywords).result(timeout=300)
 
 
 def shared_pipelines(kind):
@@ -338,6 +339,31 @@ def test_a_stream_of_a_thread_that_has_ended_is_not_waited_for():
         second.generate(PROMPTS[0], **KEYWORDS)
     stream.close()
     assert second.generate(PROMPTS[0], **KEYWORDS)
+
+
+@pytest.mark.parametrize("last", ["this thread", "a dead thread"])
+def test_another_thread_that_has_not_finished_is_waited_for(last, alone):
+    """Whoever drove the other pipeline last: a thread whose request is still unfinished will go on."""
+    first, second, _ = shared_pipelines("target")
+    going, found = threading.Event(), []
+
+    def slowly():
+        for piece in first.stream(PROMPTS[1], **KEYWORDS):
+            found.append(piece)
+            going.set()
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=slowly)
+    thread.start()
+    assert going.wait(20)
+    short = KEYWORDS | {"max_new_tokens": 1}
+    if last == "this thread":
+        first.generate(PROMPTS[2], **short)
+    else:
+        in_thread(first.generate, PROMPTS[2], **short)
+    assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
+    thread.join()
+    assert streamed(found) == alone[PROMPTS[1]]
 
 
 def test_who_waits_for_a_stream_that_nobody_resumes_is_refused_in_the_end(monkeypatch, alone):
