@@ -5,7 +5,9 @@ prompt, interleaved, on one and on two threads. Beside them, where ``--llama-pyt
 package xllamacpp, llama.cpp decodes the same GGUF file plainly with as many threads; and the bytes of the bfloat16
 weights are read from memory. Columns of ratios are medians over the rounds of ratios within a round.
 
-First, each form decodes a prompt with a look-up drafter and plainly: the tokens must be equal.
+First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. Products
+give every row the same bits in a pass of any size; attention on several threads may sum in another order, which can
+decide a near tie.
 """
 
 from __future__ import annotations
@@ -46,10 +48,12 @@ _PROMPT = "List five animals and their colours. Then list them again."
 def main(model: str, threads: tuple[int, ...], out: Path | None, llama_python: Path | None, **options: Any) -> None:
     """Measure verify passes: a table per number of threads, then one JSON line."""
     folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    targets = {}
+    targets, equal = {}, {}
     for form in FORMS:
         targets[form], processor = load_as(folder, form)
-        check(form, targets[form], processor)
+        equal[form] = decodes_equally(targets[form], processor)
+        if not equal[form]:
+            click.echo(f"{form}: speculative and plain decoding differ", err=True)
         start(targets[form], options["prefix"], room=max(options["nodes"]))
     tables, file = {}, file_in(folder)
     for count in threads:
@@ -61,17 +65,19 @@ def main(model: str, threads: tuple[int, ...], out: Path | None, llama_python: P
             if peer is not None:
                 peer.close()
         wide_console().print(make_table(_COLUMNS, tables[count], title=f"milliseconds per pass, threads: {count}"))
-    print_result({"model": model, "prefix": options["prefix"], "rounds": options["rounds"], "threads": tables}, out)
+    print_result(
+        {"model": model, "equal": equal, "prefix": options["prefix"], "rounds": options["rounds"], "threads": tables},
+        out,
+    )
 
 
-def check(form: str, target: TransformersTarget, processor: Processor) -> None:
-    """Fail where speculative and plain decoding of one form of the weights differ."""
+def decodes_equally(target: TransformersTarget, processor: Processor) -> bool:
+    """Whether speculative and plain decoding of one form of the weights give equal tokens."""
     answers = [
         mmspec.Pipeline(target, processor, drafter).generate(_PROMPT, max_new_tokens=48).token_ids
         for drafter in (Ngram(), None)
     ]
-    if answers[0] != answers[1]:
-        raise mmspec.UserError(f"{form}: speculative and plain decoding must give equal tokens: they differ")
+    return answers[0] == answers[1]
 
 
 def measure(
