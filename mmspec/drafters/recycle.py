@@ -8,7 +8,7 @@ calibrates it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -112,6 +112,11 @@ class Recycle:
         """Number of contexts in the table."""
         return len(self._rankings())
 
+    def keep_tokens(self, tokens: Iterable[int]) -> None:
+        """Drop all contexts but those of one token, of these tokens."""
+        table, kept = self._rankings(), [(_ANY, token) for token in tokens]
+        self._table, self._recycled = {context: table[context] for context in kept if context in table}, None
+
     def attach(self, target: Target) -> None:
         if target is self._target:
             return
@@ -177,11 +182,11 @@ class Recycle:
         self._learn(contexts, step.logits.flatten(0, 1))
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Learn from what the target ranks behind each token of a text.
+        """Learn from the logits of the target at each token of a text.
 
         Args:
             tokens: of the text.
-            logits: (length, vocab), the target's behind each of them.
+            logits: (length, vocab), the target's after each token.
         """
         self._vocab = logits.shape[-1]
         self._learn(list(pairwise([_ANY, *tokens])), logits)

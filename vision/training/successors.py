@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ _BATCH = 16
     help="JSON lines: prompt, images, videos.",
 )
 @click.option("--recorded", type=FOLDER, multiple=True, help="Or features of `make-data --record`; repeatable.")
+@click.option(
+    "--contexts",
+    type=click.IntRange(1),
+    help="With --recorded: keep only contexts of one token, of so many most frequent tokens.",
+)
 @click.option("--scenes", default=800, show_default=True, help="Number of scenes and clips without --prompts.")
 @click.option("--max-new-tokens", default=200, show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Of the target, as in `mmspec generate`.")
@@ -43,6 +49,7 @@ def recycle(
     out: Path,
     prompts: Path | None,
     recorded: tuple[Path, ...],
+    contexts: int | None,
     scenes: int,
     max_new_tokens: int,
     dtype: str,
@@ -53,10 +60,16 @@ def recycle(
     """
     drafter = Recycle()
     pipe = mmspec.load(model, drafter=drafter, dtype=dtype)
+    if contexts and not recorded:
+        raise UserError("--contexts counts the tokens of --recorded: expected both, received no --recorded")
     if recorded:
+        seen: Counter[int] = Counter()
         with torch.inference_mode():
             for tokens, hidden in RecordedFeatures(recorded, pipe.target).sequences():
                 drafter.learn(tokens, pipe.target.head(hidden))
+                seen.update(tokens)
+        if contexts:
+            drafter.keep_tokens(token for token, _ in seen.most_common(contexts))
         drafter.save(out, pipe.target)
         click.echo(f"{drafter.entries} contexts: {out}", err=True)
         return
