@@ -12,6 +12,13 @@ from typing import Any
 from mmspec.errors import UserError
 
 
+def cache_folder() -> Path:
+    """Cache folder: ``$MMSPEC_CACHE``, else ``mmspec`` in the user's cache folder."""
+    if folder := os.environ.get("MMSPEC_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
+
+
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write to, and renames it to `path` if the block succeeds. Creates parent folders."""

@@ -38,7 +38,7 @@ def info(as_json: bool) -> None:
 
 def collect() -> dict[str, Any]:
     """Returns what ``mmspec info`` shows, as JSON values."""
-    from mmspec.speculation.calibrate import cache_folder
+    from mmspec.files import cache_folder
 
     return {
         "mmspec": __version__,

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import copy
 import sys
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmspec.quantisation.linear import PackedLinear
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import BlockLinear
+from mmspec.quantisation.linear import GROUP, PackedLinear
+from mmspec.targets.attention import NAME, PASS
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -58,26 +61,60 @@ class MergedLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         assert position_embeddings is not None
-        x, turned = hidden_states.float(), self.heads + self.kv_heads
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.head_dim))
-        pairs = torch.view_as_complex(qkv[..., :turned, :].unflatten(-1, (-1, 2)))
-        qk = torch.view_as_real(pairs * _rotation(*position_embeddings)).flatten(-2)
-        query, key, value = qk[..., : self.heads, :], qk[..., self.heads :, :], qkv[..., turned:, :]
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        x, rotation = hidden_states.float(), _rotation(*position_embeddings)
+        qkv = self._qkv(x, rotation)
+        query, key, value = qkv.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.self_attn.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager(self.self_attn))
-        read, _ = attend(
-            self.self_attn, query, key, value, attention_mask, dropout=0.0, scaling=self.self_attn.scaling, **kwargs
-        )
-        x = x + self.out(read.flatten(2))
-        gate, up = self._gate_up(self.norms[1](x)).chunk(2, dim=-1)
-        x = x + self.down(self.act_fn(gate) * up)
+        read = self._attend(query, key, value, attention_mask, kwargs)
+        x = self._outputs(read.flatten(2), x)
         return x.bfloat16() if self.last and isinstance(self.down, PackedLinear) else x
 
-    def _gate_up(self, x: Tensor) -> Tensor:
-        """In the precision of the products, as nothing but the next one reads it."""
-        return self.gate_up(x.bfloat16() if isinstance(self.gate_up, PackedLinear) else x)
+    def _qkv(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Queries, keys and values, (batch, tokens, heads + 2 * kv_heads, head_dim), the first two rotated."""
+        if self._native is not None:
+            rotation = rotation.expand(len(x), -1, -1, -1).contiguous()
+            return cpu.attention_inputs(self._native, x.contiguous(), rotation)
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.head_dim))
+        turned = self.heads + self.kv_heads
+        pairs = torch.view_as_complex(qkv[..., :turned, :].unflatten(-1, (-1, 2)))
+        return torch.cat([torch.view_as_real(pairs * rotation).flatten(-2), qkv[..., turned:, :]], dim=-2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """What attention reads, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
+        implementation = self.config._attn_implementation
+        nodes = query.shape[2]
+        small = nodes == 1 if mask is None else nodes <= cpu.MAX_NODES
+        if self._native is not None and small and implementation == NAME and PASS not in options:
+            mask = None if mask is None else _allowed(mask)
+            return cpu.attention(query.transpose(1, 2), key, value, mask, self.self_attn.scaling)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
+        scaling = self.self_attn.scaling
+        return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
+
+    def _outputs(self, read: Tensor, x: Tensor) -> Tensor:
+        """The layer's output, from what attention read and the layer's input."""
+        if self._native is not None:
+            return cpu.layer_outputs(self._native, read.contiguous(), x.contiguous())
+        x = x + self.out(read)
+        after = self.norms[1](x)
+        # In the precision of the products, as nothing but the next one reads it.
+        gate, up = self.gate_up(after.bfloat16() if isinstance(self.gate_up, PackedLinear) else after).chunk(2, dim=-1)
+        return x + self.down(self.act_fn(gate) * up)
+
+    @cached_property
+    def _native(self) -> Any:
+        """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
+        linears = self.qkv, self.out, self.gate_up, self.down
+        whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
+        if not all(isinstance(layer, BlockLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
+            return None
+        native = tuple(layer.native for layer in linears)
+        norms = tuple((norm.weight, norm.epsilon.item()) for norm in self.norms)
+        return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_native"}
 
 
 class _Norm(nn.Module):
@@ -163,6 +200,18 @@ def _merged(parts: list[tuple[Tensor, Tensor | None]]) -> nn.Linear:
 def _eager(attention: nn.Module) -> Any:
     """The eager attention of a layer's modelling file."""
     return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+
+
+def _is_silu(function: Any) -> bool:
+    x = torch.linspace(-3, 3, 7)
+    return torch.allclose(function(x), nn.functional.silu(x))
+
+
+@lru_cache(maxsize=4)
+def _allowed(mask: Tensor) -> Tensor:
+    """A mask as bool with contiguous slots; made once per pass, not per layer."""
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    return allowed if allowed.stride(-1) == 1 else allowed.contiguous()
 
 
 @lru_cache(maxsize=4)

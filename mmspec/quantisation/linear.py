@@ -6,6 +6,7 @@ rounds it in another way. So a tree's node and the same token in plain decoding 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ GROUP = 32  # weights that share an int4 scale
 _SINGLE_DIFFERS: dict[tuple[Any, ...], bool] = {}
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module, ABC):
     """A linear layer with its weight in a kernel's layout; for inference on a CPU.
 
     ``weight`` and ``state_dict`` give the weight unpacked, as bfloat16, computed at each use.
@@ -86,17 +87,17 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         return self._unpacked()
 
-    def _pack(self, weight: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _pack(self, weight: Tensor) -> None: ...
 
-    def _unpacked(self) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _unpacked(self) -> Tensor: ...
 
-    def _select(self, whole: Any, index: Tensor | slice) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _select(self, whole: Any, index: Tensor | slice) -> None: ...
 
-    def _product(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _product(self, rows: Tensor) -> Tensor: ...
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         moved = fn(torch.empty(0, dtype=torch.bfloat16))

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmspec.extras import missing
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.decoder_layer import merge_layers
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
 from mmspec.targets.support import lay_out_for_few_rows
@@ -34,13 +36,17 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     merge_layers(decoder)
     kinds = {id(layer): kind for layer in decoder.modules()}
-    kinds[id(output)] = "float16" if kind in QUANTISED else kind
+    kinds[id(output)] = kind if kind not in QUANTISED else "int8" if cpu.available() else "float16"
     _pack(model, kinds)
+    if isinstance(head := model.get_output_embeddings(), BlockLinear):
+        head.takes = torch.float32
     model.bfloat16()
 
 
 def packed(layer: nn.Linear, kind: str) -> nn.Module:
-    """A linear layer packed as ``kind``, else, where the kernel does not take its shape, as bfloat16."""
+    """A linear layer packed as ``kind``; by torch's kernels only in shapes that they take, else as bfloat16."""
+    if cpu.available():
+        return BLOCKS[kind](layer.weight, layer.bias)
     shape = layer.out_features, layer.in_features
     cls = KINDS[kind] if KINDS[kind].fits(*shape) else Bfloat16Linear
     return cls(layer.weight, layer.bias)
@@ -75,7 +81,7 @@ def packs_bfloat16() -> bool:
 
 def weights_kind(model: nn.Module) -> str | None:
     """How a model's decoder is packed; None where it is not."""
-    kinds = {cls: kind for kind, cls in KINDS.items()}
+    kinds = {cls: kind for group in (KINDS, BLOCKS) for kind, cls in group.items()}
     found = {kinds[type(module)] for module in model.modules() if isinstance(module, PackedLinear)}
     return next((kind for kind in (*QUANTISED, "bfloat16") if kind in found), None)
 

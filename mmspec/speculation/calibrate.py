@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from mmspec.files import write_text
+from mmspec.files import cache_folder, write_text
 from mmspec.quantisation.packing import weights_kind
 from mmspec.speculation.budget import CostTable
 from mmspec.speculation.tree import TokenTree
@@ -120,13 +119,6 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def cache_folder() -> Path:
-    """Cache folder: ``$MMSPEC_CACHE``, else ``mmspec`` in the user's cache folder."""
-    if folder := os.environ.get("MMSPEC_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
 
 
 def _comb(size: int, vocab: int, device: torch.device) -> TokenTree:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmspec.errors import UserError
 from mmspec.extras import missing
-from mmspec.speculation.calibrate import cache_folder
+from mmspec.files import cache_folder
 from mmspec.targets.support import from_pretrained
 
 _FORMAT = 1  # of the converted folder

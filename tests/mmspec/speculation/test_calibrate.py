@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mmspec.speculation.calibrate as calibrate
+from mmspec.files import cache_folder
 from mmspec.speculation.budget import CostTable
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
@@ -40,7 +41,7 @@ def test_refresh_measures_again(target, measured):
 
 def test_the_file_says_what_was_measured(target, measured):
     calibrate.cost_table(target)
-    (path,) = calibrate.cache_folder().iterdir()  # written whole: nothing else is left there
+    (path,) = cache_folder().iterdir()  # written whole: nothing else is left there
     stored = json.loads(path.read_text())
     assert stored["architecture"] == "LlamaForCausalLM"
     assert stored["dtype"] == "float32"
@@ -69,7 +70,7 @@ def test_the_file_says_what_was_measured(target, measured):
 )
 def test_a_damaged_file_is_measured_anew(target, measured, content):
     calibrate.cost_table(target)
-    (path,) = calibrate.cache_folder().iterdir()
+    (path,) = cache_folder().iterdir()
     path.write_text(content)
     assert calibrate.cost_table(target) == TABLE
     assert len(measured) == 2
@@ -112,7 +113,7 @@ def test_other_threads_software_and_processors_are_measured_apart(target, measur
         monkeypatch.setattr(place, name, value if name == "__version__" else lambda value=value: value)
         assert calibrate.stored_cost(target) is None
         calibrate.cost_table(target)
-        assert len(measured) == len(list(calibrate.cache_folder().iterdir())) == count
+        assert len(measured) == len(list(cache_folder().iterdir())) == count
 
 
 def test_a_measurement_is_the_median_pass_of_each_size(target, monkeypatch):

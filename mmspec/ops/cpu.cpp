@@ -1,0 +1,493 @@
+// CPU kernels: products with quantised weights, tree attention, and what a decoder layer does around them.
+//
+// Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
+// the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
+//
+// Weights lie in blocks of 16 output features. A block is a sequence of groups of 32 input features:
+//   int4      256 bytes of codes, 16 scales, 16 values of code 0 (float16): the layout of GGUF's Q4_1, transposed
+//   int8      512 bytes of codes plus 128, 16 scales (float16): Q8_0
+//   bfloat16  1024 bytes
+// Within a group, 4 input features (bfloat16: 2) of all 16 output features are neighbours, the operand of a dot product
+// instruction. Inputs of int4 and int8 are quantised to int8, per row and group.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t LANES = 16, GROUP = 32, TILE = 8, CHUNK = 128;
+constexpr int64_t AHEAD = 4096;  // bytes of weights to prefetch where products with many rows keep the core busy
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint8_t bytes __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+template <class T>
+inline T load(const void* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline void store(float* to, floats value) { std::memcpy(to, &value, sizeof value); }
+inline floats splat(float value) { return value - floats{}; }
+inline floats as_floats(ints value) { return reinterpret_cast<floats>(value); }
+
+inline floats fma(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<floats>(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
+#else
+  for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+inline float sum(floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)value);
+#endif
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) value[i] += value[i + width];
+  return value[0];
+}
+
+inline float greatest(floats value) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)value);
+#endif
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) value[i] = std::max(value[i], value[i + width]);
+  return value[0];
+}
+
+// float16 without infinities: the exponent is moved by a multiplication, which also covers subnormal numbers.
+inline floats widen(halves value) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<floats>(_mm512_maskz_cvtph_ps(0xffff, (__m256i)value));
+#endif
+  ints bits = __builtin_convertvector(value, ints);
+  return as_floats(((bits & 0x8000) << 16) | ((bits & 0x7fff) << 13)) * 0x1p112f;
+}
+
+// exp(x) for x <= 0: 2^n times the Taylor polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2].
+inline floats exponential(floats x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  floats n = x * 1.44269504f + 12582912.0f;  // rounded to an integer in the low bits
+  ints power = reinterpret_cast<ints>(n) - 0x4b400000;
+  n -= 12582912.0f;
+  floats r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  floats p = splat(1.0f / 720);
+  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(factor));
+  return as_floats(reinterpret_cast<ints>(p) + (power << 23));
+}
+
+// accumulator + 4 weights of each lane times the 4 inputs
+inline ints dot(ints accumulator, bytes weights, const int8_t* inputs) {
+#if defined(__AVX512VNNI__) && !defined(MMSPEC_PORTABLE)
+  return reinterpret_cast<ints>(
+      _mm512_dpbusd_epi32((__m512i)accumulator, (__m512i)weights, _mm512_set1_epi32(load<int32_t>(inputs))));
+#else
+  for (int lane = 0; lane < LANES; lane++)
+    for (int i = 0; i < 4; i++) accumulator[lane] += int32_t(weights[4 * lane + i]) * inputs[i];
+  return accumulator;
+#endif
+}
+
+// accumulator + 2 bfloat16 weights of each lane times the 2 inputs
+inline floats dot(floats accumulator, ints weights, const uint16_t* inputs) {
+#if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
+  return reinterpret_cast<floats>(
+      _mm512_dpbf16_ps((__m512)accumulator, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(load<int32_t>(inputs))));
+#else
+  ints even = ints{} + (int32_t(inputs[0]) << 16), odd = ints{} + (int32_t(inputs[1]) << 16);
+  accumulator = fma(as_floats(weights << 16), as_floats(even), accumulator);
+  return fma(as_floats(weights & int32_t(0xffff0000)), as_floats(odd), accumulator);
+#endif
+}
+
+enum Kind : int64_t { INT4, INT8, BFLOAT16 };
+
+}  // namespace
+
+extern "C" {
+
+struct Linear {
+  const uint8_t* blocks;
+  const float* bias;  // may be null
+  int64_t kind, in, out;
+};
+
+struct Layer {
+  Linear qkv, read, gate_up, down;
+  const float *attention_norm, *mlp_norm;
+  float attention_epsilon, mlp_epsilon;
+  int64_t heads, kv_heads, head_dim;
+};
+
+struct Attention {
+  const float *query, *key, *value;
+  const uint8_t* mask;  // null: every slot
+  float* read;
+  float scale;
+  int64_t batch, nodes, slots, heads, kv_heads, head_dim;
+  int64_t query_row, query_node;  // strides in elements; heads of a query are neighbours
+  int64_t key_row, key_head, key_slot;
+  int64_t mask_row, mask_node;
+};
+
+}  // extern "C"
+
+namespace {
+
+inline int64_t groups_of(int64_t features) { return (features + GROUP - 1) / GROUP; }
+
+// Rows of inputs in the form that a kind of weights takes, padded to whole groups.
+struct Rows {
+  int64_t width, groups;
+  std::vector<int8_t> codes;
+  std::vector<uint16_t> half;
+  std::vector<float> scale, total_scaled;
+  std::vector<int32_t> total;
+
+  // Makes room for CHUNK rows.
+  void shape(int64_t features) {
+    groups = groups_of(features), width = groups * GROUP;
+    if (codes.size() < size_t(CHUNK * width)) {
+      codes.resize(CHUNK * width), half.resize(CHUNK * width);
+      scale.resize(CHUNK * groups), total_scaled.resize(CHUNK * groups), total.resize(CHUNK * groups);
+    }
+  }
+
+  // Stores 32 features of a row.
+  void set(Kind kind, int64_t row, int64_t group, const float* x) {
+    if (kind == BFLOAT16) return set_half(half.data() + row * width + group * GROUP, x);
+    float magnitude = 0;
+    floats low = load<floats>(x), high = load<floats>(x + LANES);
+    floats a = low < 0 ? -low : low, b = high < 0 ? -high : high;
+    magnitude = greatest(a > b ? a : b);
+    float step = magnitude / 127, inverse = magnitude > 0 ? 127 / magnitude : 0;
+    int8_t* code = codes.data() + row * width + group * GROUP;
+    int32_t sum = 0;
+    for (int i = 0; i < GROUP; i++) code[i] = int8_t(int32_t(__builtin_rintf(x[i] * inverse)));
+    for (int i = 0; i < GROUP; i++) sum += code[i];
+    int64_t at = row * groups + group;
+    scale[at] = step, total[at] = sum, total_scaled[at] = step * float(sum);
+  }
+
+  // Rounds to nearest, ties to even.
+  static void set_half(uint16_t* to, const float* x) {
+    for (int i = 0; i < GROUP; i++) {
+      uint32_t bits = load<uint32_t>(x + i);
+      to[i] = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    }
+  }
+};
+
+// A block's codes lie before its scales, so that no load crosses a cache line.
+constexpr int64_t code_bytes[] = {256, 512, 1024}, scale_bytes[] = {64, 32, 0};
+
+// Adds the products of one group of a block and the same group of several rows, for which weights are loaded once.
+template <Kind kind, int tile>
+inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
+                      floats* sums) {
+  if constexpr (tile >= 4)
+    for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + AHEAD + i);
+  if constexpr (kind == BFLOAT16) {
+    const uint16_t* input = x.half.data() + first * x.width + group * GROUP;
+    for (int i = 0; i < 16; i += 2) {
+      ints even = load<ints>(from + 64 * i), odd = load<ints>(from + 64 * i + 64);
+#pragma GCC unroll 8
+      for (int row = 0; row < tile; row++) {
+        sums[row] = dot(sums[row], even, input + row * x.width + 2 * i);
+        sums[tile + row] = dot(sums[tile + row], odd, input + row * x.width + 2 * i + 2);
+      }
+    }
+  } else {
+    bytes codes[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      if constexpr (kind == INT8) {
+        codes[i] = load<bytes>(from + 64 * i);
+      } else {
+        bytes both = load<bytes>(from + 64 * (i / 2));
+        codes[i] = i % 2 ? both >> 4 : both & 15;
+      }
+    }
+    floats scale = widen(load<halves>(scales)), low{};
+    if constexpr (kind == INT4) low = widen(load<halves>(scales + 32));
+#pragma GCC unroll 8
+    for (int row = 0; row < tile; row++) {
+      int64_t at = (first + row) * x.groups + group;
+      const int8_t* input = x.codes.data() + (first + row) * x.width + group * GROUP;
+      ints even{}, odd{};
+      if constexpr (kind == INT8) even -= 128 * x.total[at];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i += 2) {
+        even = dot(even, codes[i], input + 4 * i), odd = dot(odd, codes[i + 1], input + 4 * i + 4);
+      }
+      if constexpr (kind == INT4) sums[row] = fma(low, splat(x.total_scaled[at]), sums[row]);
+      sums[row] = fma(__builtin_convertvector(even + odd, floats) * scale, splat(x.scale[at]), sums[row]);
+    }
+  }
+}
+
+template <Kind kind, int tile>
+void block_product(const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
+  floats local[2 * tile] = {};
+  const uint8_t* scales = block + x.groups * code_bytes[kind];
+  for (int64_t group = 0; group < x.groups; group++)
+    add_group<kind, tile>(block + group * code_bytes[kind], scales + group * scale_bytes[kind], x, first, group, local);
+  for (int row = 0; row < tile; row++) sums[row] += local[row] + local[tile + row];
+}
+
+template <Kind kind>
+void tile_product(int tile, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
+  switch (tile) {
+    case 1: return block_product<kind, 1>(block, x, first, sums);
+    case 2: return block_product<kind, 2>(block, x, first, sums);
+    case 3: return block_product<kind, 3>(block, x, first, sums);
+    case 4: return block_product<kind, 4>(block, x, first, sums);
+    case 5: return block_product<kind, 5>(block, x, first, sums);
+    case 6: return block_product<kind, 6>(block, x, first, sums);
+    case 7: return block_product<kind, 7>(block, x, first, sums);
+    default: return block_product<kind, 8>(block, x, first, sums);
+  }
+}
+
+// out = x W^T + bias (+ residual); called by all threads of a team.
+template <Kind kind>
+void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
+  int64_t block_size = x.groups * (code_bytes[kind] + scale_bytes[kind]);
+#pragma omp for schedule(static)
+  for (int64_t block = 0; block < (layer.out + LANES - 1) / LANES; block++) {
+    int64_t column = block * LANES, columns = std::min(LANES, layer.out - column);
+    floats bias{};
+    if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
+    for (int64_t first = 0; first < rows; first += TILE) {
+      int tile = int(std::min(TILE, rows - first));
+      floats sums[TILE];
+      for (int i = 0; i < tile; i++) sums[i] = bias;
+      tile_product<kind>(tile, layer.blocks + block * block_size, x, first, sums);
+      for (int i = 0; i < tile; i++) {
+        int64_t at = (first + i) * layer.out + column;
+        floats earlier{};
+        if (residual) std::memcpy(&earlier, residual + at, columns * sizeof(float));
+        earlier += sums[i];
+        std::memcpy(out + at, &earlier, columns * sizeof(float));
+      }
+    }
+  }
+}
+
+void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+  if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, residual);
+  if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, residual);
+  product_of<BFLOAT16>(layer, x, rows, out, residual);
+}
+
+// Rows as the inputs of a layer; called by all threads of a team.
+void take(const Linear& layer, Rows& x, const float* from, int64_t rows) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t group = 0; group < x.groups; group++) {
+      const float* part = from + row * layer.in + group * GROUP;
+      float padded[GROUP] = {};
+      int64_t left = layer.in - group * GROUP;
+      if (left < GROUP) std::memcpy(padded, part, left * sizeof(float));
+      x.set(Kind(layer.kind), row, group, left < GROUP ? padded : part);
+    }
+}
+
+// RMSNorm(rows) as the inputs of a layer; ``in`` is a multiple of 32.
+void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; row++) {
+    const float* input = from + row * layer.in;
+    floats low{}, high{};
+    for (int64_t i = 0; i < layer.in; i += GROUP) {
+      floats a = load<floats>(input + i), b = load<floats>(input + i + LANES);
+      low = fma(a, a, low), high = fma(b, b, high);
+    }
+    floats factor = splat(1 / std::sqrt(sum(low + high) / float(layer.in) + epsilon));
+    float normed[GROUP];
+    for (int64_t group = 0; group < x.groups; group++) {
+      for (int64_t i = 0; i < GROUP; i += LANES) {
+        int64_t at = group * GROUP + i;
+        store(normed + i, load<floats>(input + at) * factor * load<floats>(weight + at));
+      }
+      x.set(Kind(layer.kind), row, group, normed);
+    }
+  }
+}
+
+// silu(gate) * up as the inputs of a layer; ``in`` is a multiple of 32.
+void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows) {
+#pragma omp for schedule(static) collapse(2)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t group = 0; group < x.groups; group++) {
+      const float* gate = gate_up + 2 * row * layer.in + group * GROUP;
+      float gated[GROUP];
+      for (int64_t i = 0; i < GROUP; i += LANES) {
+        floats z = load<floats>(gate + i), one = splat(1);
+        floats small = exponential(z < 0 ? z : -z);  // of -|z|, so that it cannot overflow
+        store(gated + i, z * (z < 0 ? small : one) / (one + small) * load<floats>(gate + layer.in + i));
+      }
+      x.set(Kind(layer.kind), row, group, gated);
+    }
+}
+
+// Attention of one node's heads that share a key head.
+template <int parts>
+void attend(const Attention& a, int64_t row, int64_t node, int64_t kv, std::vector<int32_t>& slots,
+            std::vector<float>& scores) {
+  slots.resize(a.slots);
+  const uint8_t* mask = a.mask ? a.mask + row * a.mask_row + node * a.mask_node : nullptr;
+  int64_t count = 0, group = a.heads / a.kv_heads;
+  for (int64_t slot = 0; slot < a.slots; slot++) slots[count] = int32_t(slot), count += mask ? mask[slot] : 1;
+  scores.resize((count + LANES - 1) / LANES * LANES);
+  const float* keys = a.key + row * a.key_row + kv * a.key_head;
+  const float* values = a.value + row * a.key_row + kv * a.key_head;
+  for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
+    const float* from = a.query + row * a.query_row + node * a.query_node + head * a.head_dim;
+    floats query[parts];
+    for (int i = 0; i < parts; i++) query[i] = load<floats>(from + LANES * i);
+    floats most = splat(-INFINITY);
+    std::fill(scores.begin() + count, scores.end(), -INFINITY);
+    for (int64_t j = 0; j < count; j++) {
+      const float* key = keys + slots[j] * a.key_slot;
+      floats product{};
+      for (int i = 0; i < parts; i++) product = fma(query[i], load<floats>(key + LANES * i), product);
+      scores[j] = sum(product) * a.scale;
+    }
+    for (size_t j = 0; j < scores.size(); j += LANES) {
+      floats x = load<floats>(scores.data() + j);
+      most = x > most ? x : most;
+    }
+    floats top = splat(greatest(most)), total{};
+    for (size_t j = 0; j < scores.size(); j += LANES) {
+      floats x = load<floats>(scores.data() + j), share = exponential(x - top);
+      share = x == -INFINITY ? floats{} : share;
+      store(scores.data() + j, share);
+      total += share;
+    }
+    floats read[parts] = {};
+    for (int64_t j = 0; j < count; j++) {
+      const float* value = values + slots[j] * a.key_slot;
+      for (int i = 0; i < parts; i++) read[i] = fma(splat(scores[j]), load<floats>(value + LANES * i), read[i]);
+    }
+    floats inverse = splat(1 / sum(total));
+    float* to = a.read + ((row * a.nodes + node) * a.heads + head) * a.head_dim;
+    for (int i = 0; i < parts; i++) store(to + LANES * i, read[i] * inverse);
+  }
+}
+
+template <int parts>
+void attend_all(const Attention& a, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<int32_t> slots;
+    std::vector<float> scores;
+#pragma omp for schedule(static) collapse(3)
+    for (int64_t row = 0; row < a.batch; row++)
+      for (int64_t node = 0; node < a.nodes; node++)
+        for (int64_t kv = 0; kv < a.kv_heads; kv++) attend<parts>(a, row, node, kv, slots, scores);
+  }
+}
+
+thread_local Rows inputs, hidden;
+thread_local std::vector<float> gates;
+
+}  // namespace
+
+extern "C" {
+
+// out (rows, out) = x (rows, in) W^T + bias
+void linear(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
+  Rows& given = inputs;
+  given.shape(layer->in);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first);
+    take(*layer, given, x + first * layer->in, count);
+    product(*layer, given, count, out + first * layer->out);
+  }
+}
+
+// Queries and keys, rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim) of x (rows, hidden).
+// rotation: (rows, head_dim / 2, 2), cosine and sine for each pair of neighbouring features.
+void attention_inputs(const Layer* layer, const float* x, const float* rotation, int64_t rows, float* qkv,
+                      int threads) {
+  const Linear& linear = layer->qkv;
+  int64_t head_dim = layer->head_dim, turned = layer->heads + layer->kv_heads;
+  Rows& given = inputs;
+  given.shape(linear.in);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first);
+    float* out = qkv + first * linear.out;
+    take_normed(linear, given, x + first * linear.in, count, layer->attention_norm, layer->attention_epsilon);
+    product(linear, given, count, out);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+      const float* turn = rotation + (first + row) * head_dim;
+      for (int64_t head = 0; head < turned; head++) {
+        float* pair = out + row * linear.out + head * head_dim;
+        for (int64_t i = 0; i < head_dim; i += 2) {
+          float a = pair[i], b = pair[i + 1], cosine = turn[i], sine = turn[i + 1];
+          pair[i] = a * cosine - b * sine, pair[i + 1] = a * sine + b * cosine;
+        }
+      }
+    }
+  }
+}
+
+// Softmax attention of nodes to the slots that the mask allows them; 1 if head_dim is not supported.
+int attention(const Attention* a, int threads) {
+  switch (a->head_dim) {
+    case 16: return attend_all<1>(*a, threads), 0;
+    case 32: return attend_all<2>(*a, threads), 0;
+    case 48: return attend_all<3>(*a, threads), 0;
+    case 64: return attend_all<4>(*a, threads), 0;
+    case 80: return attend_all<5>(*a, threads), 0;
+    case 96: return attend_all<6>(*a, threads), 0;
+    case 112: return attend_all<7>(*a, threads), 0;
+    case 128: return attend_all<8>(*a, threads), 0;
+    case 256: return attend_all<16>(*a, threads), 0;
+    default: return 1;
+  }
+}
+
+// The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x.
+void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, int threads) {
+  const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
+  Rows &given = inputs, &gated = hidden;
+  std::vector<float>& between = gates;
+  given.shape(std::max(first_linear.in, gate_up.in));
+  gated.shape(down.in);
+  if (between.size() < size_t(CHUNK * gate_up.out)) between.resize(CHUNK * gate_up.out);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first), at = first * first_linear.out;
+#pragma omp single
+    given.shape(first_linear.in);
+    take(first_linear, given, read + first * first_linear.in, count);
+    product(first_linear, given, count, out + at, x + at);
+#pragma omp single
+    given.shape(gate_up.in);
+    take_normed(gate_up, given, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
+    product(gate_up, given, count, between.data());
+    take_gated(down, gated, between.data(), count);
+    product(down, gated, count, out + at, out + at);
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,228 @@
+"""CPU kernels in C++ (``cpu.cpp``), compiled for this processor at first use and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.files import cache_folder
+
+MAX_NODES = 64
+"""Passes over more tokens are prefill: torch's attention is faster there."""
+
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
+
+_SOURCE = Path(__file__).with_name("cpu.cpp")
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+_LINK = ["-shared", "-fPIC"]
+_SECONDS = 120  # that a compiler may take
+_KINDS = {"int4": 0, "int8": 1, "bfloat16": 2}
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        ("blocks", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs")),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Linear) for name in ("qkv", "read", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
+        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim")),
+    ]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "read")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("batch", "nodes", "slots", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_node", "key_row", "key_head", "key_slot")),
+        *((name, ctypes.c_int64) for name in ("mask_row", "mask_node")),
+    ]
+
+
+def available() -> bool:
+    """Whether the kernels run here: a C++ compiler is found, and ``MMSPEC_KERNELS`` is ``auto``."""
+    return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(_library(), ctypes.CDLL)
+
+
+def problem() -> str | None:
+    """Why the kernels cannot be compiled or loaded here; None if they can."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> _Linear:
+    """A linear layer's weights for the kernels.
+
+    Args:
+        kind: ``"int4"``, ``"int8"`` or ``"bfloat16"``.
+        blocks: uint8, in the layout of ``cpu.cpp``; must outlive the result, as must ``bias``.
+        bias: (outputs,) float32.
+    """
+    return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), _KINDS[kind], inputs, outputs)
+
+
+def layer_weights(
+    linears: tuple[_Linear, _Linear, _Linear, _Linear],
+    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> _Layer:
+    """A pre-norm decoder layer's weights for the kernels.
+
+    Args:
+        linears: queries, keys and values; attention's output; gate and up; down.
+        norms: weight (hidden,) float32 and epsilon of the RMSNorm before attention and of the one before the MLP.
+    """
+    (first, epsilon), (second, mlp_epsilon) = norms
+    return _Layer(*linears, first.data_ptr(), second.data_ptr(), epsilon, mlp_epsilon, heads, kv_heads, head_dim)
+
+
+def linear(weights: _Linear, x: Tensor) -> Tensor:
+    """``x @ weight.T + bias``.
+
+    Args:
+        x: (..., inputs) float32. For int4 and int8 it is quantised to int8, per row and group of 32 features.
+    """
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], weights.outputs)
+    rows = x.numel() // weights.inputs
+    _functions().linear(weights, x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def attention_inputs(weights: _Layer, x: Tensor, rotation: Tensor) -> Tensor:
+    """RMSNorm, then queries, keys and values, of which queries and keys are rotated.
+
+    Args:
+        x: (batch, nodes, hidden) float32, contiguous.
+        rotation: (batch, nodes, head_dim / 2) complex64, contiguous, for pairs of neighbouring features.
+
+    Returns:
+        (batch, nodes, heads + 2 * kv_heads, head_dim).
+    """
+    batch, nodes, _ = x.shape
+    out = x.new_empty(batch, nodes, weights.heads + 2 * weights.kv_heads, weights.head_dim)
+    _functions().attention_inputs(
+        weights, x.data_ptr(), rotation.data_ptr(), batch * nodes, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention whose result does not depend on where the attended slots lie.
+
+    Args:
+        query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
+        key, value: (batch, kv_heads, slots, head_dim) float32 with equal strides, slots contiguous.
+        mask: (batch, 1, nodes, slots) bool, slots contiguous; None means all slots.
+
+    Returns:
+        (batch, nodes, heads * head_dim).
+    """
+    batch, nodes, heads, head_dim = query.shape
+    _, kv_heads, slots, _ = key.shape
+    out = query.new_empty(batch, nodes, heads * head_dim)
+    masked = (None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
+    task = _Attention(
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), masked[0], out.data_ptr(), scale),
+        *(batch, nodes, slots, heads, kv_heads, head_dim),
+        *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), key.stride(2), *masked[1:]),
+    )
+    _functions().attention(task, torch.get_num_threads())
+    return out
+
+
+def layer_outputs(weights: _Layer, read: Tensor, x: Tensor) -> Tensor:
+    """A decoder layer from its attention on: output projection, MLP (SwiGLU) and both residuals.
+
+    Args:
+        read: (batch, nodes, heads * head_dim) float32, contiguous: what attention read.
+        x: (batch, nodes, hidden) float32, contiguous: the layer's input.
+    """
+    out = torch.empty_like(x)
+    rows = x.shape[0] * x.shape[1]
+    _functions().layer_outputs(
+        weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def _functions() -> Any:
+    library = _library()
+    assert isinstance(library, ctypes.CDLL), library
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The compiled kernels, or why there are none."""
+    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
+    if compiler is None:
+        return "expected a C++ compiler (g++ or clang++), found none"
+    try:
+        library = ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{compiler} cannot compile {_SOURCE.name}: {error}"
+    pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    given = ctypes.POINTER
+    library.linear.argtypes = [given(_Linear), pointer, count, pointer, threads]
+    library.attention_inputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
+    library.attention.argtypes = [given(_Attention), threads]
+    library.layer_outputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
+    for function in (library.linear, library.attention_inputs, library.layer_outputs):
+        function.restype = None
+    return library
+
+
+def _compiled(compiler: str) -> Path:
+    """The library, compiled unless the cache has it for this source, compiler and processor; it appears whole."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
+    identity = [_SOURCE.read_bytes(), compiler.encode(), version, _processor().encode(), " ".join(_FLAGS).encode()]
+    name = hashlib.sha256(b"\0".join(identity)).hexdigest()[:16]
+    file = cache_folder() / "kernels" / f"{name}.so"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            part = Path(folder) / file.name
+            _run_compiler([compiler, *_FLAGS, *_LINK, "-o", str(part), str(_SOURCE)])
+            os.replace(part, file)
+    return file
+
+
+def _run_compiler(command: list[str]) -> None:
+    """With OpenMP, else without: Apple's clang has none."""
+    for options in (["-fopenmp"], []):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=_SECONDS)
+        if done.returncode == 0:
+            return
+    raise OSError(next((line for line in done.stderr.splitlines() if "error" in line), f"exit {done.returncode}"))
+
+
+def _processor() -> str:
+    """What this processor is and can do: folders may be shared by machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        about = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+        return "".join(about.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,174 @@
+"""Linear layers for the kernels of ``mmspec.ops.cpu``: int4, int8 or bfloat16 weights in blocks of 16 output features.
+
+A row of a product has the same bits for any number of rows and threads. The inputs of int4 and int8 are quantised to
+int8, per row and group of 32 features.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.ops import cpu
+from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
+
+LANES = 16  # output features of a block
+
+
+class BlockLinear(PackedLinear):
+    """A linear layer in the kernels' layout. Any shape fits: blocks and groups are padded with zeros.
+
+    Attributes:
+        takes: outputs are not rounded to less than this dtype; bfloat16, float32 for logits.
+    """
+
+    kind: ClassVar[str]
+    _blocks: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return super().forward(x)
+        return cpu.linear(self.native, x.float()).to(torch.promote_types(x.dtype, self.takes))
+
+    @property
+    def native(self) -> Any:
+        """The weights for functions of ``mmspec.ops.cpu``."""
+        made = self.__dict__.get("_native")
+        if made is None:
+            self._bias = None if self.bias is None else self.bias.float()
+            made = cpu.linear_weights(self.kind, self._blocks, self._bias, self.in_features, self.out_features)
+            self.__dict__["_native"] = made
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_native", "_bias")}
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return cpu.linear(self.native, rows.float())
+
+    def _store(self, *parts: Tensor) -> None:
+        """Keep the parts of a weight, (out_features, ...) each, in blocks."""
+        self.out_features = len(parts[0])
+        padded = [F.pad(part, (0, 0, 0, -self.out_features % LANES)) for part in parts]
+        self.register_buffer("_blocks", self._laid_out(*padded), persistent=False)
+
+    def _select(self, whole: Any, index: Tensor | slice) -> None:
+        self.takes = whole.takes
+        self._store(*(part[: whole.out_features][index] for part in whole._parts()))
+
+    @abstractmethod
+    def _laid_out(self, *parts: Tensor) -> Tensor:
+        """(blocks, bytes) uint8, from the parts of a weight, whose rows are a multiple of 16."""
+
+    @abstractmethod
+    def _parts(self) -> list[Tensor]:
+        """The parts that ``_laid_out`` was given."""
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.in_features // GROUP)
+
+
+class Bfloat16Blocks(BlockLinear):
+    """bfloat16 weights; inputs are rounded to bfloat16."""
+
+    kind = "bfloat16"
+
+    def _pack(self, weight: Tensor) -> None:
+        self._store(_whole_groups(weight.bfloat16()))
+
+    def _unpacked(self) -> Tensor:
+        (weight,) = self._parts()
+        return weight[: self.out_features, : self.in_features].contiguous()
+
+    def _laid_out(self, *parts: Tensor) -> Tensor:
+        return _interleaved(parts[0], 2).flatten(1).view(torch.uint8)
+
+    def _parts(self) -> list[Tensor]:
+        return [_rows(self._blocks.view(torch.bfloat16).unflatten(1, (self._groups, 16, LANES, 2)))]
+
+
+class Int8Blocks(BlockLinear):
+    """int8 weights, one float16 scale per row and group: what Q8_0 of GGUF holds, exactly."""
+
+    kind = "int8"
+
+    def _pack(self, weight: Tensor) -> None:
+        groups = _whole_groups(weight.float()).unflatten(1, (-1, GROUP))
+        scale = (groups.abs().amax(-1) / 127).half()
+        step = scale.float()[..., None]
+        codes = (groups / torch.where(step == 0, 1.0, step)).round().clamp(-127, 127)
+        self._store((codes + 128).to(torch.uint8).flatten(1), scale)
+
+    def _unpacked(self) -> Tensor:
+        codes, scale = self._parts()
+        weight = (codes.unflatten(1, (-1, GROUP)) - 128.0) * scale.float()[..., None]
+        return weight.flatten(1)[: self.out_features, : self.in_features].bfloat16()
+
+    def _laid_out(self, *parts: Tensor) -> Tensor:
+        codes, scale = parts
+        return torch.cat([_interleaved(codes, 4).flatten(1), _grid(scale).flatten(1)], dim=1)
+
+    def _parts(self) -> list[Tensor]:
+        codes, scale = self._blocks.split([512 * self._groups, 32 * self._groups], dim=1)
+        return [_rows(codes.unflatten(1, (self._groups, 8, LANES, 4))), _rows_of_grid(scale, self._groups)]
+
+
+class Int4Blocks(BlockLinear):
+    """int4 weights, a float16 scale and value of code 0 per row and group: what Q4_0 and Q4_1 of GGUF hold, exactly."""
+
+    kind = "int4"
+
+    def _pack(self, weight: Tensor) -> None:
+        codes, scale, zero = quantise_int4(_whole_groups(weight))
+        self._store(codes, scale.half(), (zero - 8 * scale).half())
+
+    def _unpacked(self) -> Tensor:
+        codes, scale, low = self._parts()
+        weight = codes.unflatten(1, (-1, GROUP)) * scale.float()[..., None] + low.float()[..., None]
+        return weight.flatten(1)[: self.out_features, : self.in_features].bfloat16()
+
+    def _laid_out(self, *parts: Tensor) -> Tensor:
+        codes, scale, low = parts
+        even, odd = _interleaved(codes, 4).unflatten(2, (4, 2)).unbind(3)
+        scales = torch.cat([_grid(scale), _grid(low)], dim=2)
+        return torch.cat([(even | odd << 4).flatten(1), scales.flatten(1)], dim=1)
+
+    def _parts(self) -> list[Tensor]:
+        codes, scales = self._blocks.split([256 * self._groups, 64 * self._groups], dim=1)
+        both = codes.unflatten(1, (self._groups, 4, 1, LANES, 4))
+        codes = _rows(torch.cat([both & 15, both >> 4], dim=3).flatten(2, 3))
+        scale, low = scales.unflatten(1, (self._groups, 2, 32)).unbind(2)
+        return [codes, *(_rows_of_grid(part.flatten(1), self._groups) for part in (scale, low))]
+
+
+def _whole_groups(weight: Tensor) -> Tensor:
+    return F.pad(weight, (0, -weight.shape[1] % GROUP))
+
+
+def _interleaved(rows: Tensor, together: int) -> Tensor:
+    """(blocks, groups, 32 / together, 16, together), from (rows, features)."""
+    blocks = rows.unflatten(1, (-1, GROUP // together, together)).unflatten(0, (-1, LANES))
+    return blocks.permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _rows(blocks: Tensor) -> Tensor:
+    """(rows, features), of the result of ``_interleaved``."""
+    return blocks.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
+
+
+def _grid(scale: Tensor) -> Tensor:
+    """(blocks, groups, 32) uint8, from (rows, groups) float16."""
+    return scale.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def _rows_of_grid(grid: Tensor, groups: int) -> Tensor:
+    """(rows, groups) float16, of the result of ``_grid``."""
+    return grid.contiguous().view(torch.float16).unflatten(1, (groups, LANES)).transpose(1, 2).flatten(0, 1)
+
+
+BLOCKS: dict[str, type[BlockLinear]] = {cls.kind: cls for cls in (Bfloat16Blocks, Int8Blocks, Int4Blocks)}
