@@ -55,11 +55,11 @@ def test_bad_prompts_are_named(model, tmp_path, text, message):
     assert not (tmp_path / "r").exists()
 
 
-def save_features(folder, target, text):
+def save_features(folder, target, text, dtype=torch.float32):
     """The file of `make-data --record` with one text; returns the hidden states."""
     with torch.no_grad():
         hidden = target.model.model(torch.tensor([text])).last_hidden_state[0]
-    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1].contiguous()}
+    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1].to(dtype)}
     folder.mkdir()
     save_file(tensors, folder / "a.safetensors")
     return hidden
@@ -82,7 +82,7 @@ def test_fills_a_table_from_recorded_features(tmp_path):
 def test_contexts_keeps_the_most_frequent_tokens(tmp_path):
     folder = str(save_text_model(tmp_path / "text"))
     text = [5, 6, 7, 8, 7, 9, 8, 7, 8, 10, 11]  # token 7 three times, 8 three times, others once
-    save_features(tmp_path / "features", mmspec.load(folder, None, "cpu").target, text)
+    save_features(tmp_path / "features", mmspec.load(folder, None, "cpu").target, text, torch.bfloat16)
     tables = {}
     for name, options in {"whole": (), "two": ("--contexts", "2")}.items():
         train(folder, tmp_path / name, "--recorded", str(tmp_path / "features"), *options)
