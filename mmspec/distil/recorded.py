@@ -105,7 +105,7 @@ class RecordedFeatures:
             widths = {file.get_slice(f"{name}/hidden").get_shape()[-1] for name in names}
             if wrong := widths - {width := target.config.hidden_size}:
                 raise UserError(
-                    f"{path}: expected the model's hidden states, of size {width}, received size {min(wrong)}"
+                    f"{path}: expected hidden states of size {width}, the model's, received size {min(wrong)}"
                 )
             self._files |= dict.fromkeys(names, file)
         if not self._files:
