@@ -13,10 +13,11 @@ import click
 
 from eval.decoding.losslessness import compare_cases, select_cases
 from eval.decoding.tiny_models import VOCAB
+from eval.harness.output import BenchmarkCommand
 
 
-@click.command()
-@click.option("--cases", type=int, help="Compare this many cases instead of all.")
+@click.command(cls=BenchmarkCommand)
+@click.option("--cases", type=click.IntRange(1), help="Compare this many cases instead of all.")
 @click.option("--new-tokens", default=24, show_default=True, help="Tokens per output.")
 @click.option("--json", "json_only", is_flag=True, help="Print the JSON line only.")
 def main(cases: int | None, new_tokens: int, json_only: bool) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
+import mmspec
 from eval.harness.output import Column, benchmark, make_table
-from mmspec.targets.support import from_pretrained
-from vision.embedded import tiny_llava
 from vision.training.accuracy import scene_accuracy
 
 GOALS = {"objects": 0.9, "words": 0.8}
@@ -31,17 +29,16 @@ def accuracy_table(report: dict[str, float]) -> Table:
 
 
 @benchmark
-@click.option("--model", default=None, help="Folder or hub id; the embedded model by default.")
+@click.option("--model", default="tiny-llava", show_default=True, help="Embedded name, folder or hub id.")
 @click.option("--scenes", type=click.IntRange(1), default=200, show_default=True, help="Scenes to caption.")
-def main(model: str | None, scenes: int) -> dict[str, Any]:
+def main(model: str, scenes: int) -> dict[str, Any]:
     """Print a table of accuracies, then one JSON line."""
-    folder = model or tiny_llava()
     began = time.monotonic()
-    network = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")
-    report = scene_accuracy(network, from_pretrained(AutoProcessor, folder), scenes)
+    pipe = mmspec.load(model, drafter=None, dtype="float32")
+    report = scene_accuracy(pipe.model, pipe.processor, scenes)
     Console().print(accuracy_table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
-    about = {"model": model or "tiny-llava", "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}
+    about = {"model": model, "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}
     return about | figures
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 import mmspec
+from eval.harness.output import BenchmarkCommand
 from eval.harness.prompts import held_out_requests
 from mmspec.cli.options import OUT_FILE
 from mmspec.files import write_text
@@ -20,7 +21,7 @@ from mmspec.speculation.trace import JudgedTree
 _MAX_DEPTH = 6  # deeper trees are too wide to read
 
 
-@click.command()
+@click.command(cls=BenchmarkCommand)
 @click.option("--model", default="tiny-llava", show_default=True)
 @click.option("--drafter", default="auto", show_default=True)
 @click.option("--out", type=OUT_FILE, required=True)

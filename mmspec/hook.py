@@ -25,8 +25,8 @@ from transformers.generation import (
 from mmspec import plugins
 from mmspec.checks import shown
 from mmspec.engine.engine import Engine
-from mmspec.engine.engine import Sequence as Row
 from mmspec.engine.request import NODES
+from mmspec.engine.sequence import Sequence as Row
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from mmspec import plugins
 from mmspec.cli import main
@@ -20,6 +22,10 @@ COMMANDS = {
     **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name != "train"},
     **{("train", name): plugins.find("train", name) for name in plugins.names("train")},
 }
+# eval.flash trains first, in processes of `mmspec train flash`.
+MEASURING = sorted(
+    path.stem for path in (ROOT / "eval").glob("*.py") if '"--model"' in path.read_text() and path.stem != "flash"
+)
 POSITIONAL = {("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
 OUTPUTS, INPUTS = (
     [
@@ -93,6 +99,16 @@ def test_an_input_that_is_not_there(
     assert option.opts[0] in error
     assert "'nowhere' does not exist" in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_a_benchmark_of_a_model_that_is_not_there(name: str, tmp_path: Path) -> None:
+    command = importlib.import_module(f"eval.{name}").main
+    required = ["--out", str(tmp_path / "out")] if any(one.required for one in command.params) else []
+    found = CliRunner().invoke(command, ["--model", str(tmp_path / "none"), *required])
+    assert found.exit_code == 2, found.exception
+    assert f"Error: cannot load model '{tmp_path / 'none'}'" in found.stderr
+    assert found.stderr.count("\n") == 1
 
 
 def test_missing_extras_are_one_line(tmp_path: Path) -> None:

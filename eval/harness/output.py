@@ -17,8 +17,8 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from mmspec.cli.module import ModuleCommand
 from mmspec.cli.options import OUT_FILE
-from mmspec.errors import UserError
 from mmspec.files import write_text
 
 WIDTH = 120
@@ -27,19 +27,12 @@ Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
 """Header and cell of a table's column: a format string over the row's fields, or a function of the row."""
 
 
-class BenchmarkCommand(click.Command):
-    """A click command that reports a ``UserError`` in one line and exits with status 2."""
+class BenchmarkCommand(ModuleCommand):
+    """The command of a benchmark: without progress bars of loading weights."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        transformers.logging.disable_progress_bar()  # of loading weights
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            raise _UsageError(str(error)) from error
-
-
-class _UsageError(click.ClickException):
-    exit_code = 2
+        transformers.logging.disable_progress_bar()
+        return super().invoke(ctx)
 
 
 def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:

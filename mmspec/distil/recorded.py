@@ -90,7 +90,7 @@ class RecordedFeatures:
         target: that generated the conversations.
 
     Raises:
-        UserError: a file is damaged.
+        UserError: a file is damaged or of a model with another hidden size; there is none.
     """
 
     def __init__(self, folders: Sequence[Path], target: Any) -> None:
@@ -102,12 +102,20 @@ class RecordedFeatures:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path}: expected recorded features, received {error}") from error
             names = {key.rpartition("/")[0] for key in list(file.keys())}
+            widths = {file.get_slice(f"{name}/hidden").get_shape()[-1] for name in names}
+            if wrong := widths - {width := target.config.hidden_size}:
+                raise UserError(
+                    f"{path}: expected hidden states of size {width}, the model's, received size {min(wrong)}"
+                )
             self._files |= dict.fromkeys(names, file)
+        if not self._files:
+            raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
 
     def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yields the tokens of each conversation but the last, and the hidden states at them, (length, hidden)."""
+        """Yields the tokens of each conversation but the last, and the hidden states at them, (length, hidden),
+        in the target's dtype."""
         for name, file in self._files.items():
-            hidden = file.get_tensor(f"{name}/hidden").to(self.target.device)
+            hidden = file.get_tensor(f"{name}/hidden").to(self.target.device, self.target.dtype)
             yield file.get_tensor(f"{name}/tokens")[: len(hidden)].tolist(), hidden
 
     def __contains__(self, conversation: Conversation) -> bool:

@@ -1,12 +1,13 @@
 """Prompts that a target writes itself: after its chat template's opening of a user's turn it continues with one.
 
-The method is Magpie's (arXiv 2406.08464). Prompts are sampled at temperature 1 and need no data of anybody's.
+The method is Magpie's (arXiv 2406.08464); it needs no data of anybody's.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,16 +25,16 @@ MAX_TOKENS = 128
 _MARK = "mmspec-user-turn"
 
 
-def self_prompts(
-    pipe: Pipeline, numbers: Sequence[int], done: Collection[str], *, seed: int = 0, chunk: int = 256
+def draw_prompts(
+    pipe: Pipeline, numbers: Sequence[int], done: Collection[str], params: SamplingParams, *, chunk: int = 256
 ) -> Iterator[PendingConversation]:
     """Draws prompts and yields them as conversations to be answered; repeated and unusable ones are dropped.
 
     Args:
         pipe: of a target with a chat template.
-        numbers: of the prompts; a number and the seed give the same prompt in every run.
+        numbers: of the prompts; a number and ``params`` give the same prompt in every run.
         done: ids of conversations that exist, which are not drawn again.
-        seed: of sampling.
+        params: of sampling, seed included.
         chunk: prompts drawn at a time.
     """
     opening = user_opening(pipe.io.tokenizer)
@@ -41,7 +42,7 @@ def self_prompts(
     left = [number for number in numbers if prompt_id(number) not in done]
     for start in range(0, len(left), chunk):
         drawn = left[start : start + chunk]
-        for number, text in zip(drawn, _draw(pipe, opening, drawn, seed), strict=True):
+        for number, text in zip(drawn, _draw(pipe, opening, drawn, params), strict=True):
             if text is not None and text.lower() not in seen:
                 seen.add(text.lower())
                 yield PendingConversation(prompt_id(number), [[{"type": "text", "text": text}]], [0])
@@ -67,14 +68,14 @@ def user_opening(tokenizer: Any) -> list[int]:
     return tokenizer(opening, add_special_tokens=False)["input_ids"]
 
 
-def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], seed: int) -> list[str | None]:
+def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: SamplingParams) -> list[str | None]:
     """Samples prompts; None for unusable ones."""
     target = pipe.target
     prompt = torch.tensor([opening], device=target.device)
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
     sequences = []
     for number in numbers:
-        drawn = SamplingParams(temperature=1.0, seed=zlib.crc32(f"prompt {seed} {number}".encode()))
+        drawn = replace(params, seed=zlib.crc32(f"prompt {params.seed} {number}".encode()))
         sequences += pipe.engine.add(Prompt(prompt, None), drawn.sampler(), stopper, 0)
     try:
         pipe.engine.wait(lambda: all(sequence.done for sequence in sequences))

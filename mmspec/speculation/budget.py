@@ -303,7 +303,7 @@ class SteadyBudget(Budget):
     def drafts(self) -> bool:
         self._steps += 1
         best = max(self._seconds, key=self._rate)
-        if self._steps % _TRY_AGAIN == 0:  # probe the neighbouring sizes in turn
+        if self._steps % _TRY_AGAIN == 0:  # measure the next larger and the next smaller size, alternately
             tried = sorted(self._seconds)
             side = 1 if self._steps % (2 * _TRY_AGAIN) else -1
             best = tried[min(max(tried.index(best) + side, 0), len(tried) - 1)]

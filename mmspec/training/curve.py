@@ -12,12 +12,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mmspec.cli.module import ModuleCommand
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic
 
 
-@click.command()
+@click.command(cls=ModuleCommand)
 @click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--out", required=True, type=OUT_FILE, help="Plot to write, SVG or PNG.")
 @click.option("--name", "names", multiple=True, help="Legend names of the logs; by default their folders' names.")

@@ -223,6 +223,12 @@ def test_a_text_target_writes_its_own_prompts(tmp_path, monkeypatch):
     other = sorted(records(whole), key=lambda r: r["id"])[-1]
     run(*arguments[:3], 1, *arguments[4:], "--first", int(other["id"].split("-")[1]), "--out", tmp_path / "one")
     assert records(tmp_path / "one") == [other]
+    settings = json.loads((whole / "settings.json").read_text())
+    assert (settings["prompt_temperature"], settings["prompt_top_p"]) == (0.8, 0.95)
+    for option in ("--prompt-temperature", "--prompt-top-p"):
+        with pytest.raises(UserError, match="holds answers made with"):
+            run(*arguments, option, 0.01, "--out", whole)
+        assert run(*arguments, option, 0.01, "--out", tmp_path / option)["answers"] < 2
 
 
 def test_conversations_that_cannot_be_answered_are_skipped(model, prompts, tmp_path):

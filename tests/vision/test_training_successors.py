@@ -55,15 +55,21 @@ def test_bad_prompts_are_named(model, tmp_path, text, message):
     assert not (tmp_path / "r").exists()
 
 
+def save_features(folder, target, text, dtype=torch.float32):
+    """The file of `make-data --record` with one text; returns the hidden states."""
+    with torch.no_grad():
+        hidden = target.model.model(torch.tensor([text])).last_hidden_state[0]
+    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1].to(dtype)}
+    folder.mkdir()
+    save_file(tensors, folder / "a.safetensors")
+    return hidden
+
+
 def test_fills_a_table_from_recorded_features(tmp_path):
     folder = str(save_text_model(tmp_path / "text"))
     target = mmspec.load(folder, None, "cpu").target
     text = list(range(5, 45))
-    with torch.no_grad():
-        hidden = target.model.model(torch.tensor([text])).last_hidden_state[0]
-    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1].contiguous()}
-    (tmp_path / "features").mkdir()
-    save_file(tensors, tmp_path / "features" / "a.safetensors")
+    hidden = save_features(tmp_path / "features", target, text)
     train(folder, tmp_path / "r", "--recorded", str(tmp_path / "features"))
     drafter = make_drafter(str(tmp_path / "r"))
     assert drafter.entries == 39 + 38  # of one token and of two
@@ -71,3 +77,19 @@ def test_fills_a_table_from_recorded_features(tmp_path):
     token, p, _ = drafter._successors((text[9], text[10]))[0]
     assert token == int(likeliest.indices)
     assert p == pytest.approx(float(likeliest.values), abs=1e-3)
+
+
+def test_contexts_keeps_the_most_frequent_tokens(tmp_path):
+    folder = str(save_text_model(tmp_path / "text"))
+    text = [5, 6, 7, 8, 7, 9, 8, 7, 8, 10, 11]  # token 7 three times, 8 three times, others once
+    save_features(tmp_path / "features", mmspec.load(folder, None, "cpu").target, text, torch.bfloat16)
+    tables = {}
+    for name, options in {"whole": (), "two": ("--contexts", "2")}.items():
+        train(folder, tmp_path / name, "--recorded", str(tmp_path / "features"), *options)
+        tables[name] = make_drafter(str(tmp_path / name))._table
+    assert tables["two"] == {context: tables["whole"][context] for context in [(-1, 7), (-1, 8)]}
+
+
+def test_contexts_without_recorded_features_raises_before_loading(tmp_path):
+    with pytest.raises(UserError, match="expected both, received no --recorded"):
+        train(str(tmp_path / "no model"), tmp_path / "r", "--contexts", "2")

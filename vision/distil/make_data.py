@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mmspec.distil.answering import AnswerGenerator, PendingConversation
-    from mmspec.pipeline import Pipeline
 
 FILE, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
@@ -53,6 +52,12 @@ FILE, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 @click.option(
     "--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target itself (text models)."
 )
+@click.option(
+    "--prompt-temperature", type=Number(0, min_open=True), default=0.8, show_default=True, help="Of --self-prompts."
+)
+@click.option(
+    "--prompt-top-p", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="Of --self-prompts."
+)
 @click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Batch size.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy.")
@@ -73,15 +78,12 @@ def make_data(
     images: Path | None,
     self_prompts: int | None,
     batch: int,
-    max_new_tokens: int,
-    temperature: float,
-    greedy: float,
     seed: int,
     first: int,
     resume: bool,
     record: bool,
     device: str,
-    dtype: str,
+    **settings: Any,
 ) -> None:
     """Generate a target's answers to prompts, and write the conversations to OUT/data.jsonl.
 
@@ -96,11 +98,10 @@ def make_data(
         raise UserError(f"--as-told keeps the answers of drawn scenes: expected --scenes, received {given[0]}")
     if record and self_prompts is None:
         raise UserError(f"--record keeps features of text: expected --self-prompts, received {given[0]}")
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "greedy": greedy, "dtype": dtype}
     dataset = Dataset(out, {"target": None if as_told else target, **settings}, resume)
-    if as_told:
-        from vision.distil.scenes import scene_conversations
+    from vision.distil.scenes import scene_conversations
 
+    if as_told:
         drawn = scene_conversations(range(first, first + (scenes or 0)), out)
         dataset.append([_with_known_answers(job) for job in drawn if job.id not in dataset.done])
         return
@@ -109,31 +110,23 @@ def make_data(
     from mmspec.cli.session import open_pipeline
     from mmspec.distil.answering import AnswerGenerator
     from mmspec.distil.recorded import Recorder
+    from mmspec.distil.self_prompts import draw_prompts
     from mmspec.pipeline import Pipeline
     from mmspec.sampling.sampler import SamplingParams
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)
-    pipe = open_pipeline(console, target, None, device, dtype, slots=batch)
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature)
+    pipe = open_pipeline(console, target, None, device, settings["dtype"], slots=batch)
+    params = SamplingParams(max_new_tokens=settings["max_new_tokens"], temperature=settings["temperature"])
     total = len(asked) or scenes or self_prompts or 0
-    jobs = asked or _drawn(pipe, dataset, range(first, first + total), seed, from_target=scenes is None)
+    numbers = range(first, first + total)
+    jobs: Iterable[PendingConversation] = asked or scene_conversations(numbers, out)
+    if self_prompts is not None:
+        sampling = SamplingParams(temperature=settings["prompt_temperature"], top_p=settings["prompt_top_p"], seed=seed)
+        jobs = draw_prompts(pipe, numbers, dataset.done, sampling)
     if record:
         pipe = Pipeline(pipe.target, pipe.io, Recorder(), pipe.name, slots=batch)
-    _answer_all(AnswerGenerator(pipe, seed, params, greedy), jobs, total, dataset, console)
-
-
-def _drawn(
-    pipe: Pipeline, dataset: Dataset, numbers: range, seed: int, from_target: bool
-) -> Iterable[PendingConversation]:
-    """Conversations that the target opens, or about drawn scenes."""
-    if from_target:
-        from mmspec.distil.self_prompts import self_prompts
-
-        return self_prompts(pipe, numbers, dataset.done, seed=seed)
-    from vision.distil.scenes import scene_conversations
-
-    return scene_conversations(numbers, dataset.out)
+    _answer_all(AnswerGenerator(pipe, seed, params, settings["greedy"]), jobs, total, dataset, console)
 
 
 def _read_prompts(path: Path, images: Path | None) -> list[PendingConversation]:

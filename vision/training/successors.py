@@ -58,10 +58,10 @@ def recycle(
 
     Without --prompts and --recorded, the model captions drawn scenes and clips of tiny-llava's training data.
     """
-    drafter = Recycle()
-    pipe = mmspec.load(model, drafter=drafter, dtype=dtype)
     if contexts and not recorded:
         raise UserError("--contexts counts the tokens of --recorded: expected both, received no --recorded")
+    drafter = Recycle()
+    pipe = mmspec.load(model, drafter=drafter, dtype=dtype)
     if recorded:
         seen: Counter[int] = Counter()
         with torch.inference_mode():

@@ -18,7 +18,7 @@ REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
 def pipe(tmp_path, monkeypatch):
     """A pipeline whose calls take ``SECONDS`` on the fake clock."""
     now = [0.0]
-    for module in ("mmspec.engine.engine", "eval.harness.timing", "eval.harness.drafters"):
+    for module in ("mmspec.engine.engine", "mmspec.engine.sequence", "eval.harness.timing", "eval.harness.drafters"):
         monkeypatch.setattr(f"{module}.clock", lambda: now[0])
     monkeypatch.setattr("mmspec.engine.timing.perf_counter", lambda: now[0])
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import mmspec
 from mmspec.distil.answering import AnswerGenerator, PendingConversation
@@ -71,4 +72,12 @@ def test_features_belong_to_their_answers(target, conversations, tmp_path):
         recorded([replace(found[0], answers=((5, 6, 7),))])
     (tmp_path / "damaged.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match="expected recorded features"):
+        RecordedFeatures([tmp_path], target)
+
+
+def test_features_of_another_model_and_none_are_refused(target, tmp_path):
+    with pytest.raises(UserError, match=r"expected features of make-data --record in .*, received none"):
+        RecordedFeatures([tmp_path], target)
+    save_file({"a/tokens": torch.ones(3), "a/hidden": torch.zeros(2, 6)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=rf"of size {target.config.hidden_size}, .* received size 6"):
         RecordedFeatures([tmp_path], target)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.distil.self_prompts import _usable, prompt_id, self_prompts, user_opening
+from mmspec.distil.self_prompts import _usable, draw_prompts, prompt_id, user_opening
 from mmspec.errors import UserError
+from mmspec.sampling.sampler import SamplingParams
 from tests.standin import save_text_model
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
@@ -28,8 +29,9 @@ def pipe(tmp_path_factory):
     return pipe
 
 
-def texts(pipe, numbers=NUMBERS, done=(), **keywords):
-    return {job.id: job.questions[0][0]["text"] for job in self_prompts(pipe, numbers, done, **keywords)}
+def texts(pipe, numbers=NUMBERS, done=(), chunk=256, **sampling):
+    params = SamplingParams(**{"temperature": 1.0, "seed": 0, **sampling})
+    return {job.id: job.questions[0][0]["text"] for job in draw_prompts(pipe, numbers, done, params, chunk=chunk)}
 
 
 def test_a_prompt_depends_on_its_number_and_the_seed_only(pipe):
@@ -38,6 +40,12 @@ def test_a_prompt_depends_on_its_number_and_the_seed_only(pipe):
     assert drawn != texts(pipe, seed=1)
     alone = dict(texts(pipe, [number]).popitem() for number in NUMBERS if prompt_id(number) in drawn)
     assert alone == drawn
+
+
+def test_sampling_parameters_reach_the_prompts(pipe):
+    assert len(texts(pipe)) > 3
+    for nearly_greedy in ({"temperature": 0.001}, {"top_p": 0.01}):
+        assert len(texts(pipe, **nearly_greedy)) < 2  # the same prompt again and again
 
 
 def test_repeated_and_unusable_prompts_are_dropped(pipe):

@@ -2,7 +2,6 @@
 
 import pytest
 
-import mmspec.engine.engine
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import BatchSampler, Sampler
 from mmspec.speculation.budget import Budget
@@ -26,8 +25,8 @@ SECONDS = {  # powers of two: any sum tells its parts
 def now(monkeypatch):
     """The time, a list of one number, as the engine reads it."""
     time = [0.0]
-    monkeypatch.setattr(mmspec.engine.engine, "clock", lambda: time[0])
-    monkeypatch.setattr(mmspec.engine.engine, "mark", lambda device: time[0])
+    for name in ("engine.clock", "engine.mark", "sequence.clock"):
+        monkeypatch.setattr(f"mmspec.engine.{name}", lambda *device: time[0])
     return time
 
 

@@ -1,0 +1,83 @@
+"""State of a sequence in the engine: its tokens, stopping, statistics and unread output."""
+
+from __future__ import annotations
+
+from time import perf_counter as clock
+
+import torch
+
+from mmspec.engine.stats import Stats
+from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.sampling.sampler import Sampled, Sampler
+from mmspec.speculation.trace import JudgedTree
+
+
+class Sequence(Sampled):
+    """One sequence of a batch: history, stopping, statistics and unread output.
+
+    Attributes:
+        stats: statistics.
+        finish_reason: set when the sequence has finished.
+        cancelled: whether the client has dropped the sequence.
+        added: time of queueing, ``perf_counter`` seconds.
+        trees: verified trees, one per step; None if not recorded.
+    """
+
+    def __init__(
+        self,
+        history: list[int],
+        sampler: Sampler,
+        stopper: Stopper,
+        index: int = 0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(history, sampler, index, generator)
+        self.stopper = stopper
+        self.stats = Stats()
+        self.finish_reason: FinishReason | None = None
+        self.cancelled = False
+        self.added = clock()
+        self.trees: list[JudgedTree] | None = None
+        self._read = len(history)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All generated tokens."""
+        return self.history[self.prompt_length :]
+
+    @property
+    def room(self) -> int:
+        """Tokens left to generate."""
+        return self.stopper.room(self.prompt_length) - (len(self.history) - self.prompt_length)
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.error is not None or self.cancelled
+
+    @property
+    def has_output(self) -> bool:
+        """Whether there are unread tokens, or the sequence is done."""
+        return self.done or len(self.history) > self._read
+
+    def take(self) -> list[int]:
+        """Tokens since the last call."""
+        new = self.history[self._read :]
+        self._read += len(new)
+        return new
+
+    def append(self, path: list[int], tokens: list[int]) -> int:
+        """Append accepted tokens up to a stop or a failed logits processor, and return their number.
+
+        Args:
+            path: nodes of the accepted path.
+            tokens: the target's token after each of them.
+        """
+        failed = next((number for number, node in enumerate(path) if node in self.failures), len(path))
+        try:
+            emitted, self.finish_reason = self.stopper.append(self.history, self.prompt_length, tokens[:failed])
+        except Exception as error:  # raised by a custom stopping criterion
+            self.error = error
+            return 0
+        if failed < len(path) and self.finish_reason is None:
+            self.error = self.failures[path[failed]]
+        return len(emitted)
