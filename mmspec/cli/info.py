@@ -82,12 +82,14 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _kernels() -> dict[str, str]:
-    """Kernel implementation in use, by device."""
+    """Kernel implementation in use, by device, and that of packed weights on the CPU."""
     import torch
 
-    from mmspec.ops import kernels
+    from mmspec.ops import cpu, kernels
 
-    return {device["name"]: kernels.in_use(torch.device(device["name"])) for device in _devices()}
+    packed = "C++" if cpu.available() else f"torch ({cpu.problem() or 'MMSPEC_KERNELS'})"
+    in_use = {device["name"]: kernels.in_use(torch.device(device["name"])) for device in _devices()}
+    return {**in_use, "cpu, packed weights": packed}
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Non-GEMM decode-step ops: tree attention, verification, KV compaction, tree growth.
 
-Each op has a torch reference and a Triton kernel of the same signature; ``mmspec.ops.kernels`` selects one.
+Each op has a torch reference and a Triton kernel of the same signature; ``mmspec.ops.kernels`` selects one. The C++
+kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights.
 """
 
 from mmspec.ops.attention import tree_attention

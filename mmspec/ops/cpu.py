@@ -160,9 +160,7 @@ def layer_outputs(weights: _Layer, read: Tensor, x: Tensor) -> Tensor:
     """
     out = torch.empty_like(x)
     rows = x.shape[0] * x.shape[1]
-    _functions().layer_outputs(
-        weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads()
-    )
+    _functions().layer_outputs(weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -175,8 +173,7 @@ def _functions() -> Any:
 @cache
 def _library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
-    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
+    compiler = _compiler()
     if compiler is None:
         return "expected a C++ compiler (g++ or clang++), found none"
     try:
@@ -192,6 +189,11 @@ def _library() -> ctypes.CDLL | str:
     for function in (library.linear, library.attention_inputs, library.layer_outputs):
         function.restype = None
     return library
+
+
+def _compiler() -> str | None:
+    names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def _compiled(compiler: str) -> Path:

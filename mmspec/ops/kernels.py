@@ -1,6 +1,6 @@
 """Kernel selection by device, or by the environment variable ``MMSPEC_KERNELS``.
 
-auto       Triton on the current CUDA device if supported, else plain torch
+auto       Triton on the current CUDA device if supported, else plain torch; C++ for packed weights on a CPU
 reference  plain torch
 triton     Triton; on a CPU only through its interpreter (``TRITON_INTERPRET=1``), for tests
 """

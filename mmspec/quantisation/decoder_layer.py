@@ -80,7 +80,9 @@ class MergedLayer(nn.Module):
         pairs = torch.view_as_complex(qkv[..., :turned, :].unflatten(-1, (-1, 2)))
         return torch.cat([torch.view_as_real(pairs * rotation).flatten(-2), qkv[..., turned:, :]], dim=-2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
         """What attention reads, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
         implementation = self.config._attn_implementation
         nodes = query.shape[2]

@@ -45,7 +45,7 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
 
 def packed(layer: nn.Linear, kind: str) -> nn.Module:
     """A linear layer packed as ``kind``; by torch's kernels only in shapes that they take, else as bfloat16."""
-    if cpu.available():
+    if kind in BLOCKS and cpu.available():
         return BLOCKS[kind](layer.weight, layer.bias)
     shape = layer.out_features, layer.in_features
     cls = KINDS[kind] if KINDS[kind].fits(*shape) else Bfloat16Linear
@@ -80,10 +80,10 @@ def packs_bfloat16() -> bool:
 
 
 def weights_kind(model: nn.Module) -> str | None:
-    """How a model's decoder is packed; None where it is not."""
-    kinds = {cls: kind for group in (KINDS, BLOCKS) for kind, cls in group.items()}
-    found = {kinds[type(module)] for module in model.modules() if isinstance(module, PackedLinear)}
-    return next((kind for kind in (*QUANTISED, "bfloat16") if kind in found), None)
+    """The class of a model's packed linear layers, of the smallest weights; None where none is packed."""
+    order = [cls for kind in ("int4", "int8", "bfloat16") for cls in (KINDS[kind], BLOCKS[kind])]
+    found = {type(module) for module in model.modules()}
+    return next((cls.__name__ for cls in order if cls in found), None)
 
 
 def quantise_on_cuda(model: PreTrainedModel, kind: str) -> None:

@@ -10,8 +10,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 
 import mmspec
 from mmspec.drafters.ngram import Ngram
+from mmspec.ops import cpu
 from mmspec.quantisation.decoder_layer import MergedLayer, merge_layers
 from mmspec.quantisation.packing import pack_model, weights_kind
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import verify_greedy
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -49,14 +52,16 @@ def test_layers_with_other_parts_stay(config_class):
     assert {type(layer) for layer in model.get_decoder().layers} == {kind}
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_class, kind):
+def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_class, kind, kernels, monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", kernels)
     model = model_of(config_class, tie_word_embeddings=True)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(8)  # logits apart
     pack_model(model, kind)
-    assert weights_kind(model) == kind
+    assert weights_kind(model).lower().startswith(kind)
     target = TransformersTarget(model)
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
     plain = model.generate(
@@ -66,3 +71,52 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
     assert found.tolist() == plain.tolist()
     step = target.prefill(Prompt(ids), room=4)
     assert torch.equal(step.logits[:, -1].argmax(-1), plain[:, ids.shape[1]])
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_logits_of_a_tree_have_the_bits_of_plain_decoding(config_class, kind):
+    """A path whose nodes lie among those of other branches, against the same tokens one at a time."""
+    model = model_of(config_class)
+    pack_model(model, kind)
+    assert all(layer._native is not None for layer in model.get_decoder().layers)
+    ids = torch.randint(120, (1, 21))
+    path = torch.randint(120, (5,)).tolist()
+    tokens, parents = [path[0]], [-1]
+    kept = [0]
+    for token in path[1:]:  # each node of the path has two siblings before it
+        tokens += [7, 8, token]
+        parents += 3 * [kept[-1]]
+        kept.append(len(tokens) - 1)
+    target = TransformersTarget(model)
+    target.cost = None
+    target.prefill(Prompt(ids), room=40)
+    found = target.forward_tree(TokenTree(torch.tensor([tokens]), torch.tensor([parents]))).logits[0, kept]
+    assert found.dtype == torch.float32
+    for token, expected in zip(path, found, strict=True):
+        tree = TokenTree.root(torch.tensor([token]))
+        step = target.forward_tree(tree)
+        assert torch.equal(step.logits[0, 0], expected)
+        target.commit(verify_greedy(tree, step.logits.argmax(-1)))
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
+def test_compiled_layers_compute_what_their_parts_compute(config_class):
+    model = model_of(config_class)
+    pack_model(model, "int8")
+    apart = copy.deepcopy(model)
+    for layer in apart.get_decoder().layers:
+        layer.__dict__["_native"] = None
+    ids = torch.randint(120, (2, 9))
+    torch.testing.assert_close(model(ids).logits, apart(ids).logits, atol=0.02, rtol=0.02)

@@ -10,10 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import mmspec
+from mmspec.ops import cpu
 from mmspec.quantisation.linear import GROUP, quantise_int4
 from mmspec.quantisation.packing import KINDS, pack_drafter, packed
 
 SHAPES = [(192, 576), (576, 1536), (48, 64)]
+
+
+@pytest.fixture(autouse=True, params=["auto", "reference"])
+def kernels(request, monkeypatch):
+    """C++ kernels, and torch's own."""
+    monkeypatch.setenv("MMSPEC_KERNELS", request.param)
+    if request.param == "auto" and not cpu.available():
+        pytest.skip(f"C++ kernels: {cpu.problem()}")
 
 
 def layer_of(kind: str, rows: int, columns: int, bias: bool = False) -> tuple[nn.Module, Tensor]:
@@ -76,7 +85,8 @@ def test_weights_that_were_quantised_to_four_bits_keep_their_codes(symmetric):
     torch.testing.assert_close(again.flatten(1), weight, atol=1e-7, rtol=1e-5)
 
 
-def test_a_layer_whose_shape_a_kernel_does_not_take_is_bfloat16():
+def test_a_layer_whose_shape_torchs_kernel_does_not_take_is_bfloat16(monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
     assert type(packed(nn.Linear(40, 48), "int4")) is KINDS["bfloat16"]
 
 

@@ -1,0 +1,195 @@
+"""The C++ kernels: products and attention against torch, bits that do not depend on what else a pass computes."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear
+from mmspec.quantisation.linear import GROUP
+
+SHAPES = [(192, 576), (576, 1536), (48, 64), (50, 72), (3, 5)]
+THREADS = (1, 2, 3)
+
+needs_compiler = pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def layer_of(kind: str, rows: int, columns: int, bias: bool = False) -> tuple[BlockLinear, Tensor]:
+    torch.manual_seed(rows + columns)
+    weight = torch.randn(rows, columns) / columns**0.5
+    return BLOCKS[kind](weight, torch.randn(rows) if bias else None), weight
+
+
+def quantised(x: Tensor) -> Tensor:
+    """Inputs as the kernels of int4 and int8 take them."""
+    groups = F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    most = groups.abs().amax(-1, keepdim=True)
+    codes = (groups * (127 / most)).round()
+    return (codes * (most / 127)).flatten(-2)[..., : x.shape[-1]]
+
+
+def exact_weight(layer: BlockLinear) -> Tensor:
+    """The weight before it is rounded to bfloat16."""
+    parts = [part.float() for part in layer._parts()]
+    if layer.kind == "bfloat16":
+        whole = parts[0]
+    else:
+        shifted = parts[0] - (128 if layer.kind == "int8" else 0)
+        low = parts[2][..., None] if layer.kind == "int4" else 0
+        whole = (shifted.unflatten(1, (-1, GROUP)) * parts[1][..., None] + low).flatten(1)
+    return whole[: layer.out_features, : layer.in_features]
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 130])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_products_are_those_of_the_quantised_weight_and_inputs(kind, count):
+    layer, _ = layer_of(kind, 50, 72, bias=True)
+    x = torch.randn(count, 72)
+    inputs = x.bfloat16().float() if kind == "bfloat16" else quantised(x)
+    expected = inputs @ exact_weight(layer).T + layer.bias.float()
+    torch.testing.assert_close(layer(x), expected, atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_have_the_same_bits_for_any_number_of_rows_and_threads(kind, rows, columns):
+    layer, _ = layer_of(kind, rows, columns)
+    x = torch.randn(133, columns)
+    whole = layer(x)
+    for count in THREADS:
+        torch.set_num_threads(count)
+        for size in (1, 2, 3, 5, 8, 9, 133):
+            assert torch.equal(layer(x[:size]), whole[:size])
+            assert torch.equal(layer(x[-size:]), whole[-size:])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_greatest_codes_do_not_saturate(kind):
+    layer = BLOCKS[kind](torch.full((16, 1536), 127 / 256))
+    x = torch.tensor([2.0, 0.0, -2.0])[:, None].expand(3, 1536)
+    torch.testing.assert_close(layer(x), x[:, :16] * 1536 * 127 / 256)
+
+
+def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(slots)
+    query = torch.randn(batch, nodes, heads + 2, head_dim)[:, :, :heads]
+    key, value = torch.randn(2, batch, kv_heads, slots + 7, head_dim)[:, :, :, :slots]
+    mask = torch.rand(batch, 1, nodes, slots) < 0.6
+    mask[..., 0] = True
+    return query, key, value, mask
+
+
+@needs_compiler
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
+@pytest.mark.parametrize("slots", [1, 15, 16, 17, 200])
+def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots):
+    query, key, value, mask = slots_of(2, 5, slots, heads, kv_heads, head_dim)
+    for given in (mask, None):
+        found = cpu.attention(query, key, value, given, head_dim**-0.5)
+        expected = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, given, enable_gqa=True)
+        torch.testing.assert_close(found, expected.transpose(1, 2).flatten(2), atol=2e-6, rtol=1e-5)
+
+
+@needs_compiler
+def test_attention_does_not_depend_on_the_layout_of_the_slots():
+    """Ancestors scattered among other branches, in order, give the bits that they give side by side."""
+    query, key, value, mask = slots_of(1, 1, 150, 6, 2, 64)
+    allowed = mask[0, 0, 0].nonzero()[:, 0]
+    alone = cpu.attention(query, key[:, :, allowed].contiguous(), value[:, :, allowed].contiguous(), None, 0.125)
+    for count in THREADS:
+        torch.set_num_threads(count)
+        assert torch.equal(cpu.attention(query, key, value, mask, 0.125), alone)
+
+
+@needs_compiler
+def test_large_scores_do_not_overflow():
+    query, key, value, _ = slots_of(1, 2, 40, 2, 1, 32)
+    found = cpu.attention(1000 * query, 1000 * key, value, None, 1.0)
+    scores = (1e6 * query.double()).transpose(1, 2) @ key.double().transpose(2, 3)
+    expected = scores.softmax(-1) @ value.double()
+    torch.testing.assert_close(found, expected.float().transpose(1, 2).flatten(2), atol=1e-4, rtol=1e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_build_without_vector_instructions_gives_the_same_products(kind, tmp_path):
+    """What other processors run. bfloat16 sums in another order."""
+    file = tmp_path / "portable.so"
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-DMMSPEC_PORTABLE"]
+    compiler = cpu._compiler()
+    subprocess.run([compiler, *flags, "-o", str(file), str(cpu._SOURCE)], check=True, capture_output=True)
+    library = ctypes.CDLL(str(file))
+    layer, _ = layer_of(kind, 50, 72)
+    x = torch.randn(9, 72)
+    found = torch.empty(9, 50)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, found)]
+    library.linear(ctypes.byref(layer.native), pointers[0], ctypes.c_int64(9), pointers[1], 1)
+    if kind == "bfloat16":
+        torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-4)
+    else:
+        assert torch.equal(found, layer(x))
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No kernels loaded, and an empty cache."""
+    cpu._library.cache_clear()
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    yield monkeypatch
+    monkeypatch.undo()
+    cpu._library.cache_clear()
+
+
+def test_without_a_compiler_torchs_kernels_run(fresh):
+    from mmspec.quantisation.linear import Int4Linear
+    from mmspec.quantisation.packing import packed
+
+    fresh.setenv("PATH", "")
+    fresh.delenv("CXX", raising=False)
+    assert not cpu.available()
+    assert cpu.problem() == "expected a C++ compiler (g++ or clang++), found none"
+    assert type(packed(torch.nn.Linear(64, 32), "int4")) is Int4Linear
+
+
+def test_a_compiler_that_fails_is_a_problem_in_one_line(fresh, tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'x.cpp:1: error: no such thing' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    fresh.setenv("CXX", str(broken))
+    assert not cpu.available()
+    assert cpu.problem() == f"{broken} cannot compile cpu.cpp: x.cpp:1: error: no such thing"
+    assert not list((tmp_path / "kernels").iterdir())
+
+
+@needs_compiler
+def test_compiled_once_for_all_processes(fresh, tmp_path):
+    calls = []
+    run = cpu._run_compiler
+    fresh.setattr(cpu, "_run_compiler", lambda command: calls.append(command) or run(command))
+    for _ in range(2):
+        cpu._library.cache_clear()
+        assert cpu.available()
+    assert len(calls) == 1
+    assert [file.suffix for file in (tmp_path / "kernels").iterdir()] == [".so"]
+
+
+def test_reference_kernels_can_be_chosen(monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
+    assert not cpu.available()
