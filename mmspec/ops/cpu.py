@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,8 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
 
 
 def layer_weights(
-    linears: tuple[_Linear, _Linear, _Linear, _Linear],
-    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]],
+    linears: Sequence[_Linear],
+    norms: Sequence[tuple[Tensor, float]],
     heads: int,
     kv_heads: int,
     head_dim: int,

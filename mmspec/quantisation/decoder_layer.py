@@ -107,12 +107,12 @@ class MergedLayer(nn.Module):
     @cached_property
     def _native(self) -> Any:
         """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
-        linears = self.qkv, self.out, self.gate_up, self.down
+        linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
         if not all(isinstance(layer, BlockLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
             return None
-        native = tuple(layer.native for layer in linears)
-        norms = tuple((norm.weight, norm.epsilon.item()) for norm in self.norms)
+        norms: list[Any] = [(norm.weight, norm.epsilon.item()) for norm in self.norms]
+        native = [layer.native for layer in linears]
         return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim)
 
     def __getstate__(self) -> dict[str, Any]:
