@@ -77,7 +77,7 @@ class TreeCache(Cache):
         self.version = object()
         self._write_slots: Tensor | None = None  # (nodes,) of the current pass, if in place
         self._storage: Tensor | None = None
-        self._write_slotstended: Tensor | None = None
+        self._attended: Tensor | None = None
         place = {layer: place for place, layer in enumerate(self.attending)}
         super().__init__(layers=[_Layer(self, layer, place.get(layer, -1)) for layer in range(num_layers)])
 
@@ -99,12 +99,12 @@ class TreeCache(Cache):
     def attended(self) -> Tensor:
         """(rows, length) bool, committed slots of each row."""
         assert self._storage is not None, "the prompt comes first"
-        if self._write_slotstended is None:
+        if self._attended is None:
             device = self._storage.device
-            self._write_slotstended = (
+            self._attended = (
                 torch.arange(self.length, device=device) < torch.tensor(self.lengths, device=device)[:, None]
             )
-        return self._write_slotstended
+        return self._attended
 
     def allocate(self, rows: int, slots: int, like: Tensor) -> Tensor:
         """The shared buffer, grown to at least ``rows`` rows and ``slots`` slots.
@@ -135,6 +135,15 @@ class TreeCache(Cache):
         """Reserve KV slots for the next pass; a captured pass cannot allocate."""
         if self._storage is not None:
             self.allocate(self.rows, self.length + self.offset + nodes, self._storage)
+
+    def written_by_kernels(self, rows: int, nodes: int, like: Tensor) -> tuple[Tensor, int]:
+        """The buffer and the first slot of the next pass, for kernels that write keys and values themselves.
+
+        Args:
+            like: (..., kv_heads, any, head_dim), for shape, dtype and device.
+        """
+        start = self.length + self.offset
+        return self.allocate(rows, start + nodes, like), start
 
     def set_write_slots(self, nodes: int) -> None:
         """Set the write slots of the next pass; part of what is captured."""
@@ -201,7 +210,7 @@ class TreeCache(Cache):
 
     def _changed(self) -> None:
         """Update lengths after rows were added or removed."""
-        self.length, self._write_slotstended, self._write_slots = max(self.lengths, default=0), None, None
+        self.length, self._attended, self._write_slots = max(self.lengths, default=0), None, None
         if not self.in_place or (self._storage is None and self.attending):
             return
         size = batch_bucket(self.rows) if self._storage is None else self._storage.shape[1]
@@ -245,7 +254,7 @@ class TreeCache(Cache):
     def advance(self, accepted: Sequence[int]) -> None:
         """Advance row lengths by the number of accepted nodes."""
         self.lengths = [length + count for length, count in zip(self.lengths, accepted, strict=True)]
-        self.length, self._write_slotstended = max(self.lengths), None
+        self.length, self._attended = max(self.lengths), None
         self.offset = 0
 
     def _compact(self, path: Tensor, rows: list[list[int]]) -> None:

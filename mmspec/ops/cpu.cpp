@@ -144,6 +144,18 @@ struct Attention {
   int64_t mask_row, mask_node;
 };
 
+// A pass through all layers of a decoder. Its keys and values are written to the slots from ``start`` on of a cache
+// (layers, 2, rows, kv_heads, slots, head_dim), of which ``attention`` describes one layer.
+struct Pass {
+  const Layer* layers;
+  int64_t count, hidden, start;
+  const float *x, *rotation;
+  float* states;  // (layers, batch * nodes, hidden): each layer's output
+  float* cache;
+  int64_t cache_part;  // stride between the keys and the values of a layer
+  Attention attention;
+};
+
 }  // extern "C"
 
 namespace {
@@ -487,6 +499,31 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
     product(gate_up, given, count, between.data());
     take_gated(down, gated, between.data(), count);
     product(down, gated, count, out + at, out + at);
+  }
+}
+
+void decode(const Pass* pass, int threads) {
+  Attention a = pass->attention;
+  int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim, kv_width = a.kv_heads * a.head_dim;
+  std::vector<float> qkv(rows * width), read(rows * a.heads * a.head_dim);
+  a.query = qkv.data(), a.read = read.data(), a.query_row = a.nodes * width, a.query_node = width;
+  const float* x = pass->x;
+  for (int64_t index = 0; index < pass->count; index++) {
+    const Layer* layer = pass->layers + index;
+    attention_inputs(layer, x, pass->rotation, rows, qkv.data(), threads);
+    float* parts[] = {pass->cache + 2 * index * pass->cache_part, pass->cache + (2 * index + 1) * pass->cache_part};
+    a.key = parts[0], a.value = parts[1];
+    for (int64_t row = 0; row < rows; row++)
+      for (int part = 0; part < 2; part++) {
+        const float* from = qkv.data() + row * width + a.heads * a.head_dim + part * kv_width;
+        float* to = parts[part] + row / a.nodes * a.key_row + (pass->start + row % a.nodes) * a.key_slot;
+        for (int64_t head = 0; head < a.kv_heads; head++)
+          std::memcpy(to + head * a.key_head, from + head * a.head_dim, a.head_dim * sizeof(float));
+      }
+    attention(&a, threads);
+    float* out = pass->states + index * rows * pass->hidden;
+    layer_outputs(layer, read.data(), x, rows, out, threads);
+    x = out;
   }
 }
 

@@ -58,6 +58,16 @@ class _Attention(ctypes.Structure):
     ]
 
 
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "cache")),
+        ("cache_part", ctypes.c_int64),
+        ("attention", _Attention),
+    ]
+
+
 def available() -> bool:
     """Whether the kernels run here: a C++ compiler is found, and ``MMSPEC_KERNELS`` is ``auto``."""
     return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(_library(), ctypes.CDLL)
@@ -165,6 +175,41 @@ def layer_outputs(weights: _Layer, read: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+def decoder_weights(layers: Sequence[_Layer]) -> Any:
+    """The weights of a decoder's layers, for ``decode``."""
+    return (_Layer * len(layers))(*layers)
+
+
+def decode(
+    weights: Any, x: Tensor, rotation: Tensor, mask: Tensor | None, scale: float, cache: Tensor, start: int
+) -> Tensor:
+    """All layers of a decoder.
+
+    Args:
+        weights: of ``decoder_weights``.
+        x: (batch, nodes, hidden) float32, contiguous.
+        rotation: as of ``attention_inputs``.
+        mask: (batch, 1, nodes, slots) as of ``attention``, slots up to the last that is written.
+        cache: (2 * layers, rows, kv_heads, slots, head_dim) float32, contiguous: keys and values by layer. Those of the
+            nodes are written to the slots from ``start`` on of the first rows.
+
+    Returns:
+        (layers, batch, nodes, hidden), each layer's output.
+    """
+    (batch, nodes, hidden), layer = x.shape, weights[0]
+    states = x.new_empty(len(weights), batch, nodes, hidden)
+    masked = (None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
+    task = _Attention(
+        *(None, None, None, masked[0], None, scale),
+        *(batch, nodes, start + nodes, layer.heads, layer.kv_heads, layer.head_dim),
+        *(0, 0, *cache.stride()[1:4], *masked[1:]),
+    )
+    pointers = x.data_ptr(), rotation.data_ptr(), states.data_ptr(), cache.data_ptr()
+    work = _Pass(ctypes.addressof(weights), len(weights), hidden, start, *pointers, cache.stride(0), task)
+    _functions().decode(work, torch.get_num_threads())
+    return states
+
+
 def _functions() -> Any:
     library = _library()
     assert isinstance(library, ctypes.CDLL), library
@@ -187,7 +232,8 @@ def _library() -> ctypes.CDLL | str:
     library.attention_inputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
     library.attention.argtypes = [given(_Attention), threads]
     library.layer_outputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
-    for function in (library.linear, library.attention_inputs, library.layer_outputs):
+    library.decode.argtypes = [given(_Pass), threads]
+    for function in (library.linear, library.attention_inputs, library.layer_outputs, library.decode):
         function.restype = None
     return library
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BlockLinear
 from mmspec.quantisation.linear import GROUP, PackedLinear
@@ -35,9 +36,13 @@ class MergedLayer(nn.Module):
         last: the decoder's last layer; the norm and the head after it take bfloat16.
     """
 
+    place: int
+    stack: _Stack | None
+
     def __init__(self, layer: Any, last: bool = False) -> None:
         super().__init__()
         self.last = last
+        self.place, self.stack = 0, None
         attention, mlp = layer.self_attn, layer.mlp
         self.config, self.head_dim = attention.config, attention.head_dim
         self.self_attn, self.act_fn = attention, mlp.act_fn
@@ -61,20 +66,28 @@ class MergedLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         assert position_embeddings is not None
+        if self.stack is not None:
+            options = {"position_embeddings": position_embeddings, **kwargs}
+            found = self.stack.output(self.place, hidden_states, attention_mask, past_key_values, options)
+            if found is not None:
+                return found
         x, rotation = hidden_states.float(), _rotation(*position_embeddings)
         qkv = self._qkv(x, rotation)
         query, key, value = qkv.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.self_attn.layer_idx)
         read = self._attend(query, key, value, attention_mask, kwargs)
-        x = self._outputs(read.flatten(2), x)
+        return self.rounded(self._outputs(read.flatten(2), x))
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The output in the dtype that what follows the layer takes."""
         return x.bfloat16() if self.last and isinstance(self.down, PackedLinear) else x
 
     def _qkv(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Queries, keys and values, (batch, tokens, heads + 2 * kv_heads, head_dim), the first two rotated."""
-        if self._native is not None:
+        if self.native is not None:
             rotation = rotation.expand(len(x), -1, -1, -1).contiguous()
-            return cpu.attention_inputs(self._native, x.contiguous(), rotation)
+            return cpu.attention_inputs(self.native, x.contiguous(), rotation)
         qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.head_dim))
         turned = self.heads + self.kv_heads
         pairs = torch.view_as_complex(qkv[..., :turned, :].unflatten(-1, (-1, 2)))
@@ -84,20 +97,22 @@ class MergedLayer(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
         """What attention reads, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
-        implementation = self.config._attn_implementation
-        nodes = query.shape[2]
-        small = nodes == 1 if mask is None else nodes <= cpu.MAX_NODES
-        if self._native is not None and small and implementation == NAME and PASS not in options:
-            mask = None if mask is None else _allowed(mask)
-            return cpu.attention(query.transpose(1, 2), key, value, mask, self.self_attn.scaling)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
         scaling = self.self_attn.scaling
+        if self.native is not None and self.attends_by_kernel(query.shape[2], mask, options):
+            return cpu.attention(query.transpose(1, 2), key, value, None if mask is None else _allowed(mask), scaling)
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
         return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
+
+    def attends_by_kernel(self, nodes: int, mask: Tensor | None, options: dict[str, Any]) -> bool:
+        """Whether a pass is a decode step, or a verify pass with a mask."""
+        small = nodes == 1 if mask is None else nodes <= cpu.MAX_NODES
+        return small and self.config._attn_implementation == NAME and PASS not in options
 
     def _outputs(self, read: Tensor, x: Tensor) -> Tensor:
         """The layer's output, from what attention read and the layer's input."""
-        if self._native is not None:
-            return cpu.layer_outputs(self._native, read.contiguous(), x.contiguous())
+        if self.native is not None:
+            return cpu.layer_outputs(self.native, read.contiguous(), x.contiguous())
         x = x + self.out(read)
         after = self.norms[1](x)
         # In the precision of the products, as nothing but the next one reads it.
@@ -105,18 +120,64 @@ class MergedLayer(nn.Module):
         return x + self.down(self.act_fn(gate) * up)
 
     @cached_property
-    def _native(self) -> Any:
+    def native(self) -> Any:
         """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
         linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
         if not all(isinstance(layer, BlockLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
             return None
-        norms: list[Any] = [(norm.weight, norm.epsilon.item()) for norm in self.norms]
+        parts: Any = self.norms
+        norms = [(norm.weight, norm.epsilon.item()) for norm in parts]
         native = [layer.native for layer in linears]
         return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_native"}
+        return {name: value for name, value in self.__dict__.items() if name != "native"}
+
+
+class _Stack:
+    """A decoder's layers, computed by one call in decode steps and verify passes.
+
+    The first layer's forward computes the outputs of all layers. Each other layer returns its own if it is called with
+    the output of the layer before it, so hooks on layers see what they would see.
+    """
+
+    def __init__(self, layers: list[MergedLayer]) -> None:
+        self._layers = layers
+        self._outputs: list[Tensor] = []
+        for place, layer in enumerate(layers):
+            layer.place, layer.stack = place, self
+
+    def output(self, place: int, x: Tensor, mask: Tensor | None, cache: Any, options: dict[str, Any]) -> Tensor | None:
+        """A layer's output; None where the layer has to compute it. Arguments as of its forward."""
+        if place == 0:
+            self._outputs = self._computed(x, mask, cache, options) or []
+        elif not self._outputs or x is not self._outputs[place - 1]:
+            return None
+        return self._outputs[place] if self._outputs else None
+
+    def _computed(self, x: Tensor, mask: Tensor | None, cache: Any, options: dict[str, Any]) -> list[Tensor] | None:
+        first = self._layers[0]
+        stored = isinstance(cache, TreeCache) and not cache.in_place and len(cache.attending) == len(self._layers)
+        if not stored or self._weights is None or not first.attends_by_kernel(x.shape[1], mask, options):
+            return None
+        like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.float32)
+        storage, start = cache.written_by_kernels(*x.shape[:2], like)
+        rotation = _rotation(*options["position_embeddings"]).expand(len(x), -1, -1, -1).contiguous()
+        allowed, scaling = None if mask is None else _allowed(mask), first.self_attn.scaling
+        states = cpu.decode(self._weights, x.float().contiguous(), rotation, allowed, scaling, storage, start)
+        *inner, last = states
+        return [*inner, self._layers[-1].rounded(last)]
+
+    @cached_property
+    def _weights(self) -> Any:
+        """The layers' weights for ``cpu.decode``; None where it does not compute them all, with one mask."""
+        native = [layer.native for layer in self._layers]
+        kinds = getattr(self._layers[0].config, "layer_types", None) or []
+        return None if None in native or len(set(kinds)) > 1 else cpu.decoder_weights(native)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_layers": self._layers, "_outputs": []}
 
 
 class _Norm(nn.Module):
@@ -148,6 +209,7 @@ def merge_layers(decoder: nn.Module) -> None:
     if len({type(layer) for layer in layers}) == 1 and _computes_the_same(layers[0], rotary):
         for index in range(len(layers)):
             layers[index] = MergedLayer(layers[index], last=index == len(layers) - 1)
+        _Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
 
 
 def _has_parts(layer: Any) -> bool:

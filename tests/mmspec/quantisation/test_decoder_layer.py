@@ -89,7 +89,7 @@ def test_logits_of_a_tree_have_the_bits_of_plain_decoding(config_class, kind):
     """A path whose nodes lie among those of other branches, against the same tokens one at a time."""
     model = model_of(config_class)
     pack_model(model, kind)
-    assert all(layer._native is not None for layer in model.get_decoder().layers)
+    assert all(layer.native is not None for layer in model.get_decoder().layers)
     ids = torch.randint(120, (1, 21))
     path = torch.randint(120, (5,)).tolist()
     tokens, parents = [path[0]], [-1]
@@ -117,6 +117,37 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
     pack_model(model, "int8")
     apart = copy.deepcopy(model)
     for layer in apart.get_decoder().layers:
-        layer.__dict__["_native"] = None
+        layer.__dict__["native"] = layer.stack = None
     ids = torch.randint(120, (2, 9))
-    torch.testing.assert_close(model(ids).logits, apart(ids).logits, atol=0.02, rtol=0.02)
+    steps = [TransformersTarget(one) for one in (model, apart)]
+    for target in steps:
+        target.cost = None
+        target.features = (1, 2, "last")
+    tree = TokenTree(torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[-1, 0, 0]]).expand(2, 3))
+    found, expected = [(target.prefill(Prompt(ids), room=9), target.forward_tree(tree)) for target in steps]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, atol=0.03, rtol=0.03)
+        for name in ("last", 1, 2):
+            torch.testing.assert_close(one.features[name], other.features[name], atol=0.03, rtol=0.03)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+def test_hooks_change_what_the_layers_after_them_compute():
+    """Layers are computed by one call; a layer that is given something else computes its own output."""
+    model = model_of(LlamaConfig)
+    pack_model(model, "bfloat16")
+    layers = model.get_decoder().layers
+
+    def logits(factor):
+        with layers[1].register_forward_hook(lambda *args: factor * args[2]):
+            target = TransformersTarget(model)
+            target.cost = None
+            target.prefill(Prompt(torch.arange(9)[None]), room=4)
+            return target.forward_tree(TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))).logits
+
+    whole, halved = logits(1.0), logits(0.5)
+    for layer in layers:
+        layer.stack = None
+    assert not torch.allclose(whole, halved, atol=0.01)
+    assert torch.equal(logits(0.5), halved)
+    assert torch.equal(logits(1.0), whole)
