@@ -75,9 +75,10 @@ def load(
             ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
         device: a torch device name; ``"auto"`` is a GPU if there is one.
-        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"auto"`` is float32 for models below
-            a billion parameters on a CPU, otherwise the checkpoint's dtype. ``"int8"`` and ``"int4"`` quantise the
-            weights of the decoder's linear layers; all else is then bfloat16.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"int8"`` and ``"int4"`` quantise
+            the weights of the decoder's linear layers; all else is then bfloat16. ``"auto"`` on a CPU is the precision
+            of a GGUF file (int4 or int8, where a C++ compiler is found), float32 for other models below a billion
+            parameters; otherwise it is the checkpoint's dtype.
         processor: the tokenizer or processor of a model that is given as an object.
         slots: requests that decode at the same time; each needs memory for its keys and values.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with

@@ -72,7 +72,8 @@ device_options = _stack(
         type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
         default="auto",
         show_default=True,
-        help="auto: float32 for small models on a CPU, else the checkpoint's. int8 and int4 quantise the weights.",
+        help="auto, on a CPU: a GGUF file's own precision, float32 for other small models; else the checkpoint's. "
+        "int8 and int4 quantise the weights.",
     ),
 )
 

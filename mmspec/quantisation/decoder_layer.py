@@ -107,7 +107,7 @@ class MergedLayer(nn.Module):
     def attends_by_kernel(self, nodes: int, mask: Tensor | None, options: dict[str, Any]) -> bool:
         """Whether a pass is a decode step, or a verify pass with a mask."""
         small = nodes == 1 if mask is None else nodes <= cpu.MAX_NODES
-        return small and self.config._attn_implementation == NAME and PASS not in options
+        return small and self.config._attn_implementation in (NAME, "sdpa") and PASS not in options
 
     def _outputs(self, read: Tensor, x: Tensor) -> Tensor:
         """The layer's output, from what attention read and the layer's input."""

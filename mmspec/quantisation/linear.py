@@ -265,7 +265,7 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         code = ((groups - first) / safe).round().clamp(0, 15)
         codes.append(code.to(torch.uint8))
         errors.append((code * step + first - groups).square().sum(-1, keepdim=True))
-    better = errors[1] < errors[0]
+    better = errors[1] <= errors[0]  # where both are exact, the second has its offset as 8 steps, no further rounding
     code, step, first = (
         torch.where(better, b, a) for a, b in zip((codes[0], *grids[0]), (codes[1], *grids[1]), strict=True)
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,8 @@ from mmspec.extras import missing
 from mmspec.files import cache_folder
 from mmspec.targets.support import from_pretrained
 
-_FORMAT = 1  # of the converted folder
+_FORMAT = 2  # of the converted folder
+_FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that holds the file's weights
 _LOCK = threading.Lock()
 
 
@@ -92,19 +96,38 @@ def _convert(file: Path, folder: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def stored_form(folder: str | Path) -> str | None:
+    """The dtype of ``mmspec.load`` that holds the weights of a converted file, ``"int4"`` or ``"int8"``; else None."""
+    file = Path(folder) / _FORM
+    return json.loads(file.read_text())["dtype"] if file.is_file() else None
+
+
+def _form(reader: Any) -> str | None:
+    """That of most weights of the decoder's layers."""
+    sizes: Counter[str | None] = Counter()
+    for tensor in reader.tensors:
+        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+            bits = re.match(r"I?Q(\d)", tensor.tensor_type.name)
+            sizes[None if bits is None else "int4" if int(bits[1]) <= 4 else "int8"] += int(tensor.n_elements)
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
 def _write(file: Path, folder: Path) -> None:
-    """Save model and tokenizer as transformers reads them."""
-    with _one_reader(file):
+    """Save model and tokenizer as transformers reads them, and the form of the weights."""
+    with _one_reader(file) as reader:
+        form = _form(reader)
         model: Any = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     vars(model.config).pop("quantization_config", None)  # save_pretrained refuses models that were quantised
     model.hf_quantizer = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if form is not None:
+        (folder / _FORM).write_text(json.dumps({"dtype": form}))
 
 
 @contextmanager
-def _one_reader(file: Path) -> Iterator[None]:
+def _one_reader(file: Path) -> Iterator[Any]:
     """Parse the file once: transformers does so for configuration, tokenizer and weights, seconds each time."""
     try:
         import gguf
@@ -120,6 +143,6 @@ def _one_reader(file: Path) -> Iterator[None]:
 
     module.GGUFReader = opened
     try:
-        yield
+        yield reader
     finally:
         module.GGUFReader = plain

@@ -18,6 +18,7 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError, explained
+from mmspec.ops import cpu
 from mmspec.quantisation.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
 from mmspec.targets import gguf
 from mmspec.targets.hub import cache_if_offline, is_path
@@ -67,9 +68,16 @@ def load_target(
         adapter = plugins.target_class(config)
         model: Any = read_whole(adapter.auto_class, name, config=config, **options)
         processor = adapter.processor_class.read(name, **options)
-    if kind == "auto" and where.type == "cpu" and model.num_parameters() < _LARGE:
-        kind = torch.float32
+    if kind == "auto" and where.type == "cpu":
+        kind = _cpu_dtype(name, model)
     return adapter(_prepared(model.eval(), kind, where)), processor
+
+
+def _cpu_dtype(folder: str, model: Any) -> Any:
+    """That of a GGUF file's own weights, where the kernels decode it exactly; else float32 for all but large models."""
+    if cpu.available() and (form := gguf.stored_form(folder)) is not None:
+        return form
+    return torch.float32 if model.num_parameters() < _LARGE else "auto"
 
 
 def _prepared(model: Any, kind: Any, device: torch.device) -> Any:

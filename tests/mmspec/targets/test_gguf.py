@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mmspec
 from mmspec import plugins
+from mmspec.ops import cpu
 from mmspec.plugins import PackagedModel
+from mmspec.quantisation.blocks import Int4Blocks
+from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf
 from tests.standin import save_text_model
 
@@ -137,10 +140,28 @@ def test_a_folder_with_a_configuration_is_not_converted(tmp_path: Path) -> None:
     assert gguf.resolved(str(folder)) == str(folder)
 
 
+@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+def test_by_default_the_weights_are_those_of_the_file(file: Path, cache: Path) -> None:
+    """Without a second rounding: codes and scales of Q4_1, Q4_0 and, for the output layer, Q8_0."""
+    exact = mmspec.load(str(file), drafter=None, dtype="float32").target.model
+    layers = mmspec.load(str(file), drafter=None).target.model.model.layers
+    for layer, plain in zip(layers, exact.model.layers, strict=True):
+        assert type(layer.down) is Int4Blocks
+        codes, scale, low = (part.float() for part in layer.down._parts())
+        weight = codes.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]
+        assert torch.equal(weight.flatten(1), plain.mlp.down_proj.weight)
+
+
+def test_without_the_kernels_small_files_are_float32(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
+    assert mmspec.load(str(file), drafter=None).target.model.dtype == torch.float32
+
+
 @real
-def test_smollm2_decodes_as_generate_does() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_smollm2_decodes_as_generate_does(dtype: str) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
-    pipe = mmspec.load("smollm2", drafter="ngram", dtype="float32")
+    pipe = mmspec.load("smollm2", drafter="ngram", dtype=dtype)
     question = "List five animals. Then list them again."
     inputs = pipe.processor.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
