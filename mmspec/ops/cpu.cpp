@@ -23,7 +23,7 @@
 namespace {
 
 constexpr int64_t LANES = 16, GROUP = 32, TILE = 8, CHUNK = 128;
-constexpr int64_t AHEAD = 4096;  // bytes of weights to prefetch where products with many rows keep the core busy
+constexpr int64_t AHEAD = 8192;  // bytes of weights to prefetch
 
 typedef float floats __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
@@ -211,8 +211,11 @@ constexpr int64_t code_bytes[] = {256, 512, 1024}, scale_bytes[] = {64, 32, 0};
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  if constexpr (tile >= 4)
+  // The processor's own prefetching keeps up with bfloat16, and with int8 where there is little to compute.
+  if constexpr (kind == INT4 || (kind == INT8 && tile >= 4)) {
     for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + AHEAD + i);
+    __builtin_prefetch(scales + AHEAD);
+  }
   if constexpr (kind == BFLOAT16) {
     const uint16_t* input = x.half.data() + first * x.width + group * GROUP;
     for (int i = 0; i < 16; i += 2) {
