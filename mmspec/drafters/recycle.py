@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,11 +111,6 @@ class Recycle:
         """Number of contexts in the table."""
         return len(self._rankings())
 
-    def keep_tokens(self, tokens: Iterable[int]) -> None:
-        """Drop all contexts but those of one token, of these tokens."""
-        table, kept = self._rankings(), [(_ANY, token) for token in tokens]
-        self._table, self._recycled = {context: table[context] for context in kept if context in table}, None
-
     def attach(self, target: Target) -> None:
         if target is self._target:
             return
@@ -181,15 +175,43 @@ class Recycle:
         ]
         self._learn(contexts, step.logits.flatten(0, 1))
 
-    def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Learn from the logits of the target at each token of a text.
+    @torch.inference_mode()
+    def fit(self, texts: Iterable[tuple[Sequence[int], Tensor]], contexts: int | None = None) -> None:
+        """Replace the table by the target's mean probabilities in texts.
 
         Args:
-            tokens: of the text.
-            logits: (length, vocab), the target's after each token.
+            texts: tokens, and the target's logits after each of them, (length, vocab).
+            contexts: number of contexts to keep, those that occur most often; None keeps all.
         """
-        self._vocab = logits.shape[-1]
-        self._learn(list(pairwise([_ANY, *tokens])), logits)
+        keys, ranked, probs = [], [], []
+        for tokens, logits in texts:
+            self._vocab = logits.shape[-1]
+            best = logits.float().topk(min(self.top_k, self._vocab), dim=-1)
+            last = torch.tensor(tokens)
+            pairs = (last[:-1] + 1) * self._vocab + last[1:]  # below the vocabulary's size: a context of one token
+            places = torch.cat([torch.arange(len(tokens)), torch.arange(1, len(tokens))][: 1 + self.pairs])
+            keys.append(torch.cat([last, pairs][: 1 + self.pairs]))
+            ranked.append(best.indices.cpu()[places])
+            probs.append((best.values - logits.float().logsumexp(-1, keepdim=True)).exp().cpu()[places])
+        self._table, self._recycled = {}, None
+        if not keys:
+            return
+        assert self._vocab is not None
+        found, place, count = torch.cat(keys).unique(return_inverse=True, return_counts=True)
+        rank = torch.empty_like(count)
+        rank[count.argsort(descending=True, stable=True)] = torch.arange(len(count))
+        successor, entry = (place[:, None] * self._vocab + torch.cat(ranked)).unique(return_inverse=True)
+        total = torch.zeros(len(successor)).index_add_(0, entry.flatten(), torch.cat(probs).flatten())
+        of = successor // self._vocab
+        mean = total / count[of]
+        kept = (mean >= UNLIKELY) & (rank[of] < (len(count) if contexts is None else contexts))
+        likeliest = mean[kept].argsort(descending=True)
+        names = torch.stack([found // self._vocab - 1, found % self._vocab], dim=-1)[of[kept]][likeliest]
+        columns = names, (successor % self._vocab)[kept][likeliest], mean[kept][likeliest]
+        for (before, after), token, p in zip(*(column.tolist() for column in columns), strict=True):
+            ranking = self._table.setdefault((before, after), {})
+            if len(ranking) < self.top_k:
+                ranking[token] = p
 
     def _successors(self, context: Context) -> list[tuple[int, float, Context]]:
         last = context[1]

@@ -79,15 +79,24 @@ def test_fills_a_table_from_recorded_features(tmp_path):
     assert p == pytest.approx(float(likeliest.values), abs=1e-3)
 
 
-def test_contexts_keeps_the_most_frequent_tokens(tmp_path):
+def test_entries_are_mean_probabilities_and_the_most_frequent_contexts_are_kept(tmp_path):
     folder = str(save_text_model(tmp_path / "text"))
-    text = [5, 6, 7, 8, 7, 9, 8, 7, 8, 10, 11]  # token 7 three times, 8 three times, others once
-    save_features(tmp_path / "features", mmspec.load(folder, None, "cpu").target, text, torch.bfloat16)
+    target = mmspec.load(folder, None, "cpu").target
+    text = [5, 6, 7, 8, 7, 9, 8, 7, 8, 10, 11]  # 7 and 8 three times, the pair (7, 8) twice, others once
+    probs = target.head(save_features(tmp_path / "features", target, text)).detach().softmax(-1)
     tables = {}
-    for name, options in {"whole": (), "two": ("--contexts", "2")}.items():
+    for name, options in {"whole": (), "three": ("--contexts", "3")}.items():
         train(folder, tmp_path / name, "--recorded", str(tmp_path / "features"), *options)
         tables[name] = make_drafter(str(tmp_path / name))._table
-    assert tables["two"] == {context: tables["whole"][context] for context in [(-1, 7), (-1, 8)]}
+    assert tables["three"] == {context: tables["whole"][context] for context in [(-1, 7), (-1, 8), (7, 8)]}
+    for context, places in {(7, 8): [3, 8], (-1, 7): [2, 4, 7], (9, 8): [6]}.items():
+        mean = torch.zeros_like(probs[0])
+        for place in places:
+            mean.index_add_(0, *reversed(probs[place].topk(8)))
+        expected = (mean / len(places)).topk(8)
+        found = sorted(tables["whole"][context].items(), key=lambda one: -one[1])
+        assert [p for _, p in found] == pytest.approx([p for p in expected.values.tolist() if p >= 0.01], abs=1e-3)
+        assert found[0][0] == int(expected.indices[0])
 
 
 def test_contexts_without_recorded_features_raises_before_loading(tmp_path):

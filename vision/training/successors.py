@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ _BATCH = 16
 @click.option(
     "--contexts",
     type=click.IntRange(1),
-    help="With --recorded: keep only contexts of one token, of so many most frequent tokens.",
+    help="With --recorded: number of contexts to keep, those that occur most often.",
 )
 @click.option("--scenes", default=800, show_default=True, help="Number of scenes and clips without --prompts.")
 @click.option("--max-new-tokens", default=200, show_default=True)
@@ -59,17 +58,13 @@ def recycle(
     Without --prompts and --recorded, the model captions drawn scenes and clips of tiny-llava's training data.
     """
     if contexts and not recorded:
-        raise UserError("--contexts counts the tokens of --recorded: expected both, received no --recorded")
+        raise UserError("--contexts counts occurrences in --recorded: expected both, received no --recorded")
     drafter = Recycle()
     pipe = mmspec.load(model, drafter=drafter, dtype=dtype)
     if recorded:
-        seen: Counter[int] = Counter()
         with torch.inference_mode():
-            for tokens, hidden in RecordedFeatures(recorded, pipe.target).sequences():
-                drafter.learn(tokens, pipe.target.head(hidden))
-                seen.update(tokens)
-        if contexts:
-            drafter.keep_tokens(token for token, _ in seen.most_common(contexts))
+            sequences = RecordedFeatures(recorded, pipe.target).sequences()
+            drafter.fit(((tokens, pipe.target.head(hidden)) for tokens, hidden in sequences), contexts)
         drafter.save(out, pipe.target)
         click.echo(f"{drafter.entries} contexts: {out}", err=True)
         return
