@@ -37,7 +37,7 @@ caption: $(VENV)/.installed
 	$(BIN)/mmspec caption $(SAMPLES)/clip.mp4
 
 real: $(VENV)/.real
-	$(BIN)/mmspec generate --model smollm2 --dtype int4 --compare --max-new-tokens 128 \
+	$(BIN)/mmspec generate --model smollm2 --compare --max-new-tokens 128 \
 	  "List the planets of the solar system. Then list them again, each with its distance from the sun."
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
