@@ -8,6 +8,7 @@ from time import perf_counter as clock
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mmspec.speculation.tree import TokenTree
@@ -28,6 +29,18 @@ def load_as(folder: str, form: str) -> tuple[TransformersTarget, Processor]:
     folder = gguf.resolved(folder)
     model: Any = read_whole(AutoModelForCausalLM, folder)
     return TransformersTarget(model.bfloat16().eval()), Processor.read(folder)
+
+
+@torch.inference_mode()
+def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
+    """Mean Kullback-Leibler divergence in nats of a target's next tokens in a text from exact ones.
+
+    Args:
+        exact: (1, length, vocab), logits of the exact weights.
+        ids: (1, length) int64, the text.
+    """
+    expected, found = (logits.float().log_softmax(-1) for logits in (exact, target.model(ids).logits))
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
 
 
 def start(target: TransformersTarget, prefix: int, room: int) -> None:
