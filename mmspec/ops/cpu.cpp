@@ -59,6 +59,27 @@ inline float sum(floats value) {
   return value[0];
 }
 
+// The sums of 16 vectors. Each is summed in the same order, whatever the others are.
+inline floats sums(const floats (&of)[LANES]) {
+  floats a[8], b[4], c[2];
+  for (int i = 0; i < 8; i++) {
+    floats x = of[2 * i], y = of[2 * i + 1];
+    a[i] = __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 4; i++) {
+    floats x = a[2 * i], y = a[2 * i + 1];
+    b[i] = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  auto halved = [](floats x, floats y) {
+    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  };
+  c[0] = halved(b[0], b[1]), c[1] = halved(b[2], b[3]);
+  return halved(c[0], c[1]);
+}
+
 inline float greatest(floats value) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)value);
@@ -113,6 +134,8 @@ inline floats dot(floats accumulator, ints weights, const uint16_t* inputs) {
   return fma(as_floats(weights & int32_t(0xffff0000)), as_floats(odd), accumulator);
 #endif
 }
+
+const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 enum Kind : int64_t { INT4, INT8, BFLOAT16 };
 
@@ -360,48 +383,120 @@ void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows
     }
 }
 
-// Attention of one node's heads that share a key head.
+// The scores of 16 slots.
+template <int parts, class Slot>
+inline floats scores_of(const float* query, const float* keys, int64_t stride, Slot slot) {
+  floats products[LANES];
+#pragma GCC unroll 16
+  for (int64_t lane = 0; lane < LANES; lane++) {
+    const float* key = keys + slot(lane) * stride;
+    products[lane] = load<floats>(query) * load<floats>(key);
+    for (int i = 1; i < parts; i++)
+      products[lane] = fma(load<floats>(query + LANES * i), load<floats>(key + LANES * i), products[lane]);
+  }
+  return sums(products);
+}
+
+// read += the values of some slots, each times its share, in order.
+template <int parts, class Slot>
+inline void add_values(float* read, const float* shares, int64_t count, const float* values, int64_t stride, Slot slot) {
+  floats sum[parts];
+  for (int i = 0; i < parts; i++) sum[i] = load<floats>(read + LANES * i);
+  for (int64_t j = 0; j < count; j++) {
+    const float* value = values + slot(j) * stride;
+    for (int i = 0; i < parts; i++) sum[i] = fma(splat(shares[j]), load<floats>(value + LANES * i), sum[i]);
+  }
+  for (int i = 0; i < parts; i++) store(read + LANES * i, sum[i]);
+}
+
+// Scores to softmax weights, in whole vectors; what is beyond ``count`` becomes 0. Returns the inverse of their sum.
+inline float exponentials(float* scores, int64_t count) {
+  floats most = splat(-INFINITY), total{};
+  for (int64_t j = 0; j < count; j += LANES) {
+    floats x = load<floats>(scores + j);
+    x = lanes < int32_t(count - j) ? x : splat(-INFINITY);
+    store(scores + j, x);
+    most = x > most ? x : most;
+  }
+  floats top = splat(greatest(most));
+  for (int64_t j = 0; j < count; j += LANES) {
+    floats x = load<floats>(scores + j), share = exponential(x - top);
+    share = x == -INFINITY ? floats{} : share;
+    store(scores + j, share);
+    total += share;
+  }
+  return 1 / sum(total);
+}
+
+struct AttentionScratch {
+  std::vector<int32_t> slots;
+  std::vector<float> scores, inverse;
+};
+
+// Attention of up to NODES nodes' heads that share a key head. Slots that all these nodes attend to are read once, in
+// tiles of 16; then come the others of each node. So the sums of a node run over its slots in order, in vectors of 16.
+constexpr int64_t NODES = 4;
+
 template <int parts>
-void attend(const Attention& a, int64_t row, int64_t node, int64_t kv, std::vector<int32_t>& slots,
-            std::vector<float>& scores) {
-  slots.resize(a.slots);
-  const uint8_t* mask = a.mask ? a.mask + row * a.mask_row + node * a.mask_node : nullptr;
-  int64_t count = 0, group = a.heads / a.kv_heads;
-  for (int64_t slot = 0; slot < a.slots; slot++) slots[count] = int32_t(slot), count += mask ? mask[slot] : 1;
-  scores.resize((count + LANES - 1) / LANES * LANES);
+void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, AttentionScratch& scratch) {
+  int64_t group = a.heads / a.kv_heads, nodes = std::min(NODES, a.nodes - first), queries = nodes * group;
+  const uint8_t* mask = a.mask ? a.mask + row * a.mask_row + first * a.mask_node : nullptr;
+  int64_t shared = a.slots;
+  for (int64_t node = 0; mask && node < nodes; node++) {
+    const void* hole = std::memchr(mask + node * a.mask_node, 0, shared);
+    if (hole) shared = static_cast<const uint8_t*>(hole) - (mask + node * a.mask_node);
+  }
+  shared -= shared % LANES;
+  int64_t width = (a.slots + 2 * LANES) / LANES * LANES, rest[NODES];
+  if (scratch.scores.size() < size_t(queries * width)) scratch.scores.resize(queries * width);
+  if (scratch.slots.size() < size_t(nodes * width)) scratch.slots.resize(nodes * width);
+  for (int64_t node = 0; node < nodes; node++) {
+    int32_t* slots = scratch.slots.data() + node * width;
+    int64_t count = 0;
+    for (int64_t slot = shared; slot < a.slots; slot++) {
+      slots[count] = int32_t(slot);
+      count += mask ? mask[node * a.mask_node + slot] : 1;
+    }
+    std::fill_n(slots + count, LANES, 0);  // whole vectors are read
+    rest[node] = count;
+  }
   const float* keys = a.key + row * a.key_row + kv * a.key_head;
   const float* values = a.value + row * a.key_row + kv * a.key_head;
-  for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
-    const float* from = a.query + row * a.query_row + node * a.query_node + head * a.head_dim;
-    floats query[parts];
-    for (int i = 0; i < parts; i++) query[i] = load<floats>(from + LANES * i);
-    floats most = splat(-INFINITY);
-    std::fill(scores.begin() + count, scores.end(), -INFINITY);
-    for (int64_t j = 0; j < count; j++) {
-      const float* key = keys + slots[j] * a.key_slot;
-      floats product{};
-      for (int i = 0; i < parts; i++) product = fma(query[i], load<floats>(key + LANES * i), product);
-      scores[j] = sum(product) * a.scale;
+  auto node_of = [&](int64_t query) { return query / group; };
+  auto head_of = [&](int64_t query) { return kv * group + query % group; };
+  auto query_of = [&](int64_t query) {
+    return a.query + row * a.query_row + (first + node_of(query)) * a.query_node + head_of(query) * a.head_dim;
+  };
+  auto read_of = [&](int64_t query) {
+    return a.read + ((row * a.nodes + first + node_of(query)) * a.heads + head_of(query)) * a.head_dim;
+  };
+  auto scores = [&](int64_t query) { return scratch.scores.data() + query * width; };
+  floats scale = splat(a.scale);
+  for (int64_t j = 0; j < shared; j += LANES)
+    for (int64_t query = 0; query < queries; query++) {
+      auto slot = [j](int64_t lane) { return j + lane; };
+      store(scores(query) + j, scores_of<parts>(query_of(query), keys, a.key_slot, slot) * scale);
     }
-    for (size_t j = 0; j < scores.size(); j += LANES) {
-      floats x = load<floats>(scores.data() + j);
-      most = x > most ? x : most;
+  scratch.inverse.resize(queries);
+  for (int64_t query = 0; query < queries; query++) {
+    const int32_t* slots = scratch.slots.data() + node_of(query) * width;
+    for (int64_t j = 0; j < rest[node_of(query)]; j += LANES) {
+      auto slot = [slots, j](int64_t lane) { return int64_t(slots[j + lane]); };
+      store(scores(query) + shared + j, scores_of<parts>(query_of(query), keys, a.key_slot, slot) * scale);
     }
-    floats top = splat(greatest(most)), total{};
-    for (size_t j = 0; j < scores.size(); j += LANES) {
-      floats x = load<floats>(scores.data() + j), share = exponential(x - top);
-      share = x == -INFINITY ? floats{} : share;
-      store(scores.data() + j, share);
-      total += share;
-    }
-    floats read[parts] = {};
-    for (int64_t j = 0; j < count; j++) {
-      const float* value = values + slots[j] * a.key_slot;
-      for (int i = 0; i < parts; i++) read[i] = fma(splat(scores[j]), load<floats>(value + LANES * i), read[i]);
-    }
-    floats inverse = splat(1 / sum(total));
-    float* to = a.read + ((row * a.nodes + node) * a.heads + head) * a.head_dim;
-    for (int i = 0; i < parts; i++) store(to + LANES * i, read[i] * inverse);
+    scratch.inverse[query] = exponentials(scores(query), shared + rest[node_of(query)]);
+    std::fill_n(read_of(query), a.head_dim, 0.0f);
+  }
+  for (int64_t j = 0; j < shared; j += LANES)
+    for (int64_t query = 0; query < queries; query++)
+      add_values<parts>(read_of(query), scores(query) + j, LANES, values, a.key_slot,
+                        [j](int64_t lane) { return j + lane; });
+  for (int64_t query = 0; query < queries; query++) {
+    const int32_t* slots = scratch.slots.data() + node_of(query) * width;
+    float* read = read_of(query);
+    add_values<parts>(read, scores(query) + shared, rest[node_of(query)], values, a.key_slot,
+                      [slots](int64_t j) { return int64_t(slots[j]); });
+    for (int i = 0; i < parts; i++) store(read + LANES * i, load<floats>(read + LANES * i) * scratch.inverse[query]);
   }
 }
 
@@ -409,12 +504,11 @@ template <int parts>
 void attend_all(const Attention& a, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<int32_t> slots;
-    std::vector<float> scores;
-#pragma omp for schedule(static) collapse(3)
+    AttentionScratch scratch;
+#pragma omp for schedule(dynamic) collapse(3)
     for (int64_t row = 0; row < a.batch; row++)
-      for (int64_t node = 0; node < a.nodes; node++)
-        for (int64_t kv = 0; kv < a.kv_heads; kv++) attend<parts>(a, row, node, kv, slots, scores);
+      for (int64_t first = 0; first < a.nodes; first += NODES)
+        for (int64_t kv = 0; kv < a.kv_heads; kv++) attend<parts>(a, row, kv, first, scratch);
   }
 }
 
