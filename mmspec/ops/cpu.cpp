@@ -399,7 +399,8 @@ inline floats scores_of(const float* query, const float* keys, int64_t stride, S
 
 // read += the values of some slots, each times its share, in order.
 template <int parts, class Slot>
-inline void add_values(float* read, const float* shares, int64_t count, const float* values, int64_t stride, Slot slot) {
+inline void add_values(float* read, const float* shares, int64_t count, const float* values, int64_t stride,
+                       Slot slot) {
   floats sum[parts];
   for (int i = 0; i < parts; i++) sum[i] = load<floats>(read + LANES * i);
   for (int64_t j = 0; j < count; j++) {

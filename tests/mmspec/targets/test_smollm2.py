@@ -13,6 +13,7 @@ from eval.suite.run import is_visual
 from mmspec import plugins
 from mmspec.drafters import checkpoint
 from mmspec.drafters.recycle import Recycle
+from mmspec.ops import cpu
 
 PROMPT = "Write a Python function that counts the vowels of a text, and explain it."
 
@@ -35,9 +36,9 @@ def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     assert isinstance(pipe.drafter, Recycle)
     assert pipe.drafter.entries > 10_000
     found = pipe.generate(PROMPT, max_new_tokens=48, nodes=8)
-    assert found.stats.mean_acceptance_length > 1.3
-    if dtype != "float32":
-        return
+    assert found.stats.mean_acceptance_length > 1.5
+    if dtype != "float32" and not cpu.available():
+        return  # ties
     plain = mmspec.Pipeline(pipe.target, pipe.io).generate(PROMPT, max_new_tokens=48)
     assert found.token_ids == plain.token_ids
     inputs = pipe.processor.apply_chat_template(
