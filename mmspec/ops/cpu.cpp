@@ -158,7 +158,7 @@ struct Layer {
 
 struct Attention {
   const float *query, *key, *value;
-  const uint8_t* mask;  // null: every slot
+  const uint8_t* mask;  // null: causal, the last slots are those of the nodes
   float* read;
   float scale;
   int64_t batch, nodes, slots, heads, kv_heads, head_dim;
@@ -426,7 +426,8 @@ inline float exponentials(float* scores, int64_t count) {
     store(scores + j, share);
     total += share;
   }
-  return 1 / sum(total);
+  float whole = sum(total);
+  return whole > 0 ? 1 / whole : 0;  // a node without slots, such as padding, reads 0
 }
 
 struct AttentionScratch {
@@ -442,7 +443,7 @@ template <int parts>
 void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, AttentionScratch& scratch) {
   int64_t group = a.heads / a.kv_heads, nodes = std::min(NODES, a.nodes - first), queries = nodes * group;
   const uint8_t* mask = a.mask ? a.mask + row * a.mask_row + first * a.mask_node : nullptr;
-  int64_t shared = a.slots;
+  int64_t shared = mask ? a.slots : a.slots - a.nodes + first + 1;
   for (int64_t node = 0; mask && node < nodes; node++) {
     const void* hole = std::memchr(mask + node * a.mask_node, 0, shared);
     if (hole) shared = static_cast<const uint8_t*>(hole) - (mask + node * a.mask_node);
@@ -453,8 +454,8 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, Attentio
   if (scratch.slots.size() < size_t(nodes * width)) scratch.slots.resize(nodes * width);
   for (int64_t node = 0; node < nodes; node++) {
     int32_t* slots = scratch.slots.data() + node * width;
-    int64_t count = 0;
-    for (int64_t slot = shared; slot < a.slots; slot++) {
+    int64_t count = 0, end = mask ? a.slots : a.slots - a.nodes + first + node + 1;
+    for (int64_t slot = shared; slot < end; slot++) {
       slots[count] = int32_t(slot);
       count += mask ? mask[node * a.mask_node + slot] : 1;
     }

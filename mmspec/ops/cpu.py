@@ -19,9 +19,6 @@ from torch import Tensor
 
 from mmspec.files import cache_folder
 
-MAX_NODES = 64
-"""Passes over more tokens are prefill: torch's attention is faster there."""
-
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -144,7 +141,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
         key, value: (batch, kv_heads, slots, head_dim) float32 with equal strides, slots contiguous.
-        mask: (batch, 1, nodes, slots) bool, slots contiguous; None means all slots.
+        mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, the last slots being those of the nodes.
 
     Returns:
         (batch, nodes, heads * head_dim).

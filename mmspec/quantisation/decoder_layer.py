@@ -23,6 +23,7 @@ from mmspec.quantisation.blocks import BlockLinear
 from mmspec.quantisation.linear import GROUP, PackedLinear
 from mmspec.targets.attention import NAME, PASS
 
+_MAX_ROWS = 1024  # that all layers compute in one call, which keeps every layer's output
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -98,16 +99,15 @@ class MergedLayer(nn.Module):
     ) -> Tensor:
         """What attention reads, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
         scaling = self.self_attn.scaling
-        if self.native is not None and self.attends_by_kernel(query.shape[2], mask, options):
+        if self.native is not None and self.attends_by_kernel(options):
             return cpu.attention(query.transpose(1, 2), key, value, None if mask is None else _allowed(mask), scaling)
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
         return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
 
-    def attends_by_kernel(self, nodes: int, mask: Tensor | None, options: dict[str, Any]) -> bool:
-        """Whether a pass is a decode step, or a verify pass with a mask."""
-        small = nodes == 1 if mask is None else nodes <= cpu.MAX_NODES
-        return small and self.config._attn_implementation in (NAME, "sdpa") and PASS not in options
+    def attends_by_kernel(self, options: dict[str, Any]) -> bool:
+        """Whether attention is to be torch's or a tree's, in shapes that vary."""
+        return self.config._attn_implementation in (NAME, "sdpa") and PASS not in options
 
     def _outputs(self, read: Tensor, x: Tensor) -> Tensor:
         """The layer's output, from what attention read and the layer's input."""
@@ -136,7 +136,7 @@ class MergedLayer(nn.Module):
 
 
 class _Stack:
-    """A decoder's layers, computed by one call in decode steps and verify passes.
+    """A decoder's layers, computed by one call in all but large passes.
 
     The first layer's forward computes the outputs of all layers. Each other layer returns its own if it is called with
     the output of the layer before it, so hooks on layers see what they would see.
@@ -159,7 +159,8 @@ class _Stack:
     def _computed(self, x: Tensor, mask: Tensor | None, cache: Any, options: dict[str, Any]) -> list[Tensor] | None:
         first = self._layers[0]
         stored = isinstance(cache, TreeCache) and not cache.in_place and len(cache.attending) == len(self._layers)
-        if not stored or self._weights is None or not first.attends_by_kernel(x.shape[1], mask, options):
+        small = x.shape[0] * x.shape[1] <= _MAX_ROWS
+        if not (small and stored) or self._weights is None or not first.attends_by_kernel(options):
             return None
         like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.float32)
         storage, start = cache.written_by_kernels(*x.shape[:2], like)

@@ -98,12 +98,13 @@ def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head
 @needs_compiler
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
 @pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
-@pytest.mark.parametrize("slots", [1, 15, 16, 17, 200])
+@pytest.mark.parametrize("slots", [5, 15, 16, 17, 200])
 def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots):
     query, key, value, mask = slots_of(2, 5, slots, heads, kv_heads, head_dim)
-    for given in (mask, None):
+    causal = torch.ones(5, slots).tril(slots - 5).bool()
+    for given, same in ((mask, mask), (None, causal)):
         found = cpu.attention(query, key, value, given, head_dim**-0.5)
-        expected = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, given, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, same, enable_gqa=True)
         torch.testing.assert_close(found, expected.transpose(1, 2).flatten(2), atol=2e-6, rtol=1e-5)
 
 
@@ -119,10 +120,21 @@ def test_attention_does_not_depend_on_the_layout_of_the_slots():
 
 
 @needs_compiler
+def test_nodes_without_slots_read_nothing():
+    query, key, value, mask = slots_of(1, 6, 40, 2, 1, 32)
+    mask[:, :, 2] = False
+    key[:, :, 3], value[:, :, 3], mask[..., 3] = torch.nan, torch.nan, False
+    found = cpu.attention(query, key, value, mask, 1.0)
+    assert not found.isnan().any()
+    assert (found[0, 2] == 0).all()
+
+
+@needs_compiler
 def test_large_scores_do_not_overflow():
     query, key, value, _ = slots_of(1, 2, 40, 2, 1, 32)
     found = cpu.attention(1000 * query, 1000 * key, value, None, 1.0)
     scores = (1e6 * query.double()).transpose(1, 2) @ key.double().transpose(2, 3)
+    scores[:, :, 0, -1] = -torch.inf  # causal
     expected = scores.softmax(-1) @ value.double()
     torch.testing.assert_close(found, expected.float().transpose(1, 2).flatten(2), atol=1e-4, rtol=1e-3)
 
