@@ -77,8 +77,8 @@ def load(
         device: a torch device name; ``"auto"`` is a GPU if there is one.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"int8"`` and ``"int4"`` quantise
             the weights of the decoder's linear layers; all else is then bfloat16. ``"auto"`` on a CPU is the precision
-            of a GGUF file (int4 or int8, where a C++ compiler is found), float32 for other models below a billion
-            parameters; otherwise it is the checkpoint's dtype.
+            of a GGUF file (int4 or int8, where the C++ kernels run: see ``mmspec info``), float32 for other models
+            below a billion parameters; otherwise it is the checkpoint's dtype.
         processor: the tokenizer or processor of a model that is given as an object.
         slots: requests that decode at the same time; each needs memory for its keys and values.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with

@@ -66,7 +66,7 @@ class _Pass(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether the kernels run here: a C++ compiler is found, and ``MMSPEC_KERNELS`` is ``auto``."""
+    """Whether the kernels run here: with AVX-512 VNNI, a C++ compiler, and ``auto`` as ``MMSPEC_KERNELS``."""
     return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(_library(), ctypes.CDLL)
 
 
@@ -216,6 +216,8 @@ def _functions() -> Any:
 @cache
 def _library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
+    if not _has_instructions():
+        return "expected a processor with AVX-512 VNNI"
     compiler = _compiler()
     if compiler is None:
         return "expected a C++ compiler (g++ or clang++), found none"
@@ -233,6 +235,12 @@ def _library() -> ctypes.CDLL | str:
     for function in (library.linear, library.attention_inputs, library.layer_outputs, library.decode):
         function.restype = None
     return library
+
+
+def _has_instructions() -> bool:
+    """Without them torch's kernels are faster."""
+    vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and vnni()
 
 
 def _compiler() -> str | None:

@@ -99,8 +99,10 @@ class MergedLayer(nn.Module):
     ) -> Tensor:
         """What attention reads, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
         scaling = self.self_attn.scaling
-        if self.native is not None and self.attends_by_kernel(options):
-            return cpu.attention(query.transpose(1, 2), key, value, None if mask is None else _allowed(mask), scaling)
+        usual = key.dtype == value.dtype == torch.float32 and key.stride() == value.stride() and key.stride(3) == 1
+        if self.native is not None and usual and self.attends_by_kernel(options):
+            allowed = None if mask is None else _allowed(mask, len(query))
+            return cpu.attention(query.transpose(1, 2), key, value, allowed, scaling)
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
         return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
@@ -165,7 +167,7 @@ class _Stack:
         like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.float32)
         storage, start = cache.written_by_kernels(*x.shape[:2], like)
         rotation = _rotation(*options["position_embeddings"]).expand(len(x), -1, -1, -1).contiguous()
-        allowed, scaling = None if mask is None else _allowed(mask), first.self_attn.scaling
+        allowed, scaling = None if mask is None else _allowed(mask, len(x)), first.self_attn.scaling
         states = cpu.decode(self._weights, x.float().contiguous(), rotation, allowed, scaling, storage, start)
         *inner, last = states
         return [*inner, self._layers[-1].rounded(last)]
@@ -273,10 +275,10 @@ def _is_silu(function: Any) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _allowed(mask: Tensor) -> Tensor:
-    """A mask as bool with contiguous slots; made once per pass, not per layer."""
+def _allowed(mask: Tensor, batch: int) -> Tensor:
+    """A mask as (batch, 1, nodes, slots) bool with contiguous slots; made once per pass, not per layer."""
     allowed = mask if mask.dtype == torch.bool else mask == 0
-    return allowed if allowed.stride(-1) == 1 else allowed.contiguous()
+    return (allowed if allowed.stride(-1) == 1 else allowed.contiguous()).expand(batch, 1, -1, -1)
 
 
 @lru_cache(maxsize=4)

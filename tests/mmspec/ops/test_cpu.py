@@ -164,6 +164,8 @@ def fresh(monkeypatch, tmp_path):
     """No kernels loaded, and an empty cache."""
     cpu._library.cache_clear()
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("MMSPEC_KERNELS", "auto")
+    monkeypatch.setattr(cpu, "_has_instructions", lambda: True)
     yield monkeypatch
     monkeypatch.undo()
     cpu._library.cache_clear()
@@ -178,6 +180,12 @@ def test_without_a_compiler_torchs_kernels_run(fresh):
     assert not cpu.available()
     assert cpu.problem() == "expected a C++ compiler (g++ or clang++), found none"
     assert type(packed(torch.nn.Linear(64, 32), "int4")) is Int4Linear
+
+
+def test_other_processors_have_torchs_kernels(fresh):
+    fresh.setattr(cpu, "_has_instructions", lambda: False)
+    assert not cpu.available()
+    assert cpu.problem() == "expected a processor with AVX-512 VNNI"
 
 
 def test_a_compiler_that_fails_is_a_problem_in_one_line(fresh, tmp_path):
