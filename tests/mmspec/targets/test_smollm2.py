@@ -12,7 +12,9 @@ import mmspec
 from eval.suite.run import is_visual
 from mmspec import plugins
 from mmspec.drafters import checkpoint
+from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.union import Union
 from mmspec.ops import cpu
 
 PROMPT = "Write a Python function that counts the vowels of a text, and explain it."
@@ -33,8 +35,11 @@ def test_the_drafter_is_found_by_the_models_name() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     pipe = mmspec.load("smollm2", dtype=dtype, device="cpu")
-    assert isinstance(pipe.drafter, Recycle)
-    assert pipe.drafter.entries > 10_000
+    assert isinstance(pipe.drafter, Union)
+    table, lookup = pipe.drafter.drafters
+    assert isinstance(lookup, Ngram)
+    assert isinstance(table, Recycle)
+    assert table.entries > 10_000
     found = pipe.generate(PROMPT, max_new_tokens=48, nodes=8)
     assert found.stats.mean_acceptance_length > 1.5
     if dtype != "float32" and not cpu.available():
