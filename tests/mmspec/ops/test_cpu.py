@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import GROUP
+from tests.compiled import needs_kernels
 
 SHAPES = [(192, 576), (576, 1536), (48, 64), (50, 72), (3, 5)]
 THREADS = (1, 2, 3)
-
-needs_compiler = pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +52,7 @@ def exact_weight(layer: BlockLinear) -> Tensor:
     return whole[: layer.out_features, : layer.in_features]
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 130])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_products_are_those_of_the_quantised_weight_and_inputs(kind, count):
@@ -64,7 +63,7 @@ def test_products_are_those_of_the_quantised_weight_and_inputs(kind, count):
     torch.testing.assert_close(layer(x), expected, atol=2e-5, rtol=1e-4)
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_have_the_same_bits_for_any_number_of_rows_and_threads(kind, rows, columns):
@@ -78,7 +77,7 @@ def test_rows_have_the_same_bits_for_any_number_of_rows_and_threads(kind, rows, 
             assert torch.equal(layer(x[-size:]), whole[-size:])
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_greatest_codes_do_not_saturate(kind):
     layer = BLOCKS[kind](torch.full((16, 1536), 127 / 256))
@@ -95,7 +94,7 @@ def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head
     return query, key, value, mask
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
 @pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
 @pytest.mark.parametrize("slots", [5, 15, 16, 17, 200])
@@ -108,7 +107,7 @@ def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots):
         torch.testing.assert_close(found, expected.transpose(1, 2).flatten(2), atol=2e-6, rtol=1e-5)
 
 
-@needs_compiler
+@needs_kernels
 def test_attention_does_not_depend_on_the_layout_of_the_slots():
     """Ancestors scattered among other branches, in order, give the bits that they give side by side."""
     query, key, value, mask = slots_of(1, 1, 150, 6, 2, 64)
@@ -119,7 +118,7 @@ def test_attention_does_not_depend_on_the_layout_of_the_slots():
         assert torch.equal(cpu.attention(query, key, value, mask, 0.125), alone)
 
 
-@needs_compiler
+@needs_kernels
 def test_nodes_without_slots_read_nothing():
     query, key, value, mask = slots_of(1, 6, 40, 2, 1, 32)
     mask[:, :, 2] = False
@@ -129,7 +128,7 @@ def test_nodes_without_slots_read_nothing():
     assert (found[0, 2] == 0).all()
 
 
-@needs_compiler
+@needs_kernels
 def test_large_scores_do_not_overflow():
     query, key, value, _ = slots_of(1, 2, 40, 2, 1, 32)
     found = cpu.attention(1000 * query, 1000 * key, value, None, 1.0)
@@ -139,7 +138,7 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(found, expected.float().transpose(1, 2).flatten(2), atol=1e-4, rtol=1e-3)
 
 
-@needs_compiler
+@needs_kernels
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_build_without_vector_instructions_gives_the_same_products(kind, tmp_path):
     """What other processors run. bfloat16 sums in another order."""
@@ -198,7 +197,7 @@ def test_a_compiler_that_fails_is_a_problem_in_one_line(fresh, tmp_path):
     assert not list((tmp_path / "kernels").iterdir())
 
 
-@needs_compiler
+@needs_kernels
 def test_compiled_once_for_all_processes(fresh, tmp_path):
     calls = []
     run = cpu._run_compiler

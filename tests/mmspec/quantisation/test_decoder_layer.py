@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 
 import mmspec
 from mmspec.drafters.ngram import Ngram
-from mmspec.ops import cpu
 from mmspec.quantisation.decoder_layer import MergedLayer, merge_layers
 from mmspec.quantisation.packing import pack_model, weights_kind
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import verify_greedy
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.compiled import needs_kernels
 
 SIZES = dict(vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
@@ -81,7 +81,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+@needs_kernels
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
@@ -110,7 +110,7 @@ def test_logits_of_a_tree_have_the_bits_of_plain_decoding(config_class, kind):
         target.commit(verify_greedy(tree, step.logits.argmax(-1)))
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+@needs_kernels
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
 def test_compiled_layers_compute_what_their_parts_compute(config_class):
     model = model_of(config_class)
@@ -131,7 +131,7 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
             torch.testing.assert_close(one.features[name], other.features[name], atol=0.03, rtol=0.03)
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+@needs_kernels
 def test_hooks_change_what_the_layers_after_them_compute():
     """Layers are computed by one call; a layer that is given something else computes its own output."""
     model = model_of(LlamaConfig)

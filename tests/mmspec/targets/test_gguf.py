@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mmspec
 from mmspec import plugins
-from mmspec.ops import cpu
 from mmspec.plugins import PackagedModel
 from mmspec.quantisation.blocks import Int4Blocks
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf
+from tests.compiled import needs_kernels
 from tests.standin import save_text_model
 
 try:
@@ -140,7 +140,7 @@ def test_a_folder_with_a_configuration_is_not_converted(tmp_path: Path) -> None:
     assert gguf.resolved(str(folder)) == str(folder)
 
 
-@pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+@needs_kernels
 def test_by_default_the_weights_are_those_of_the_file(file: Path, cache: Path) -> None:
     """Without a second rounding: codes and scales of Q4_1, Q4_0 and, for the output layer, Q8_0."""
     exact = mmspec.load(str(file), drafter=None, dtype="float32").target.model

@@ -1,0 +1,9 @@
+"""Tests of the C++ kernels are skipped, with the reason, where these cannot run: no AVX-512 VNNI or no compiler."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmspec.ops import cpu
+
+needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
