@@ -1,9 +1,9 @@
 """Passes of a real language model by the form of its weights: ``python -m eval.real``.
 
 Every form (packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ... nodes after one
-prompt, interleaved, on one and on two threads. Beside them, where ``--llama-python`` names an interpreter that has the
-package xllamacpp, llama.cpp decodes the same GGUF file plainly with as many threads; and the bytes of the bfloat16
-weights are read from memory. Columns of ratios are medians over the rounds of ratios within a round.
+prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp decodes the same
+GGUF file plainly after as many tokens with as many threads; and the bytes of the bfloat16 weights are read from memory.
+Columns of ratios are medians over the rounds of ratios within a round.
 
 First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. The
 divergence of each form's next-token distributions from those of the float32 weights is measured on 400 tokens of the
@@ -21,14 +21,23 @@ import click
 import torch
 
 import mmspec
-from eval.decoding.llama_peer import LlamaPeer
-from eval.decoding.passes import UNPACKED, divergence, interleaved, load_as, ratio, read_bytes, start, verify_pass
-from eval.harness.options import SIZES
+from eval.decoding.passes import (
+    UNPACKED,
+    divergence,
+    interleaved,
+    load_as,
+    plain_step,
+    ratio,
+    read_bytes,
+    start,
+    verify_pass,
+)
+from eval.harness.llama_server import LlamaServer
+from eval.harness.options import SIZES, llama_server_option
 from eval.harness.output import BenchmarkCommand, Column, make_table, print_result, wide_console
 from mmspec import plugins
 from mmspec.cli.options import OUT_FILE
 from mmspec.drafters.ngram import Ngram
-from mmspec.targets.gguf import file_in
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -44,11 +53,12 @@ _PROMPT = "List five animals and their colours. Then list them again."
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True)
 @click.option("--prefix", default=42, show_default=True, help="Tokens of the prompt.")
 @click.option("--rounds", default=15, show_default=True)
-@click.option("--llama-python", type=click.Path(exists=True, path_type=Path), help="Interpreter that has xllamacpp.")
+@llama_server_option
 @click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
-def main(model: str, threads: tuple[int, ...], out: Path | None, llama_python: Path | None, **options: Any) -> None:
+def main(model: str, threads: tuple[int, ...], out: Path | None, llama_server: str | None, **options: Any) -> None:
     """Measure verify passes: a table per number of threads, then one JSON line."""
-    folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
+    servers = {count: LlamaServer(llama_server, model, count) for count in threads} if llama_server else {}
+    folder = plugins.model_path(model)
     targets, equal, divergences = {}, {}, {}
     exact, processor = load_as(folder, "float32")
     ids = processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
@@ -62,15 +72,11 @@ def main(model: str, threads: tuple[int, ...], out: Path | None, llama_python: P
         divergences[form] = divergence(targets[form], expected, ids)
         click.echo(f"{form}: diverges by {divergences[form]:.5f} nats from float32", err=True)
         start(targets[form], options["prefix"], room=max(options["nodes"]))
-    tables, file = {}, file_in(folder)
+    tables = {}
     for count in threads:
         torch.set_num_threads(count)
-        peer = LlamaPeer(llama_python, file, count) if llama_python and file else None
-        try:
-            tables[count] = measure(targets, options["nodes"], options["rounds"], peer)
-        finally:
-            if peer is not None:
-                peer.close()
+        llama = plain_step(servers[count], options["prefix"]) if servers else None
+        tables[count] = measure(targets, options["nodes"], options["rounds"], llama)
         wide_console().print(make_table(_COLUMNS, tables[count], title=f"milliseconds per pass, threads: {count}"))
     print_result(
         {"model": model, "equal": equal, "divergence": divergences}
@@ -89,15 +95,19 @@ def decodes_equally(target: TransformersTarget, processor: Processor) -> bool:
 
 
 def measure(
-    targets: dict[str, TransformersTarget], nodes: tuple[int, ...], rounds: int, peer: LlamaPeer | None
+    targets: dict[str, TransformersTarget], nodes: tuple[int, ...], rounds: int, llama: Callable[[], float] | None
 ) -> list[dict[str, Any]]:
-    """Rows of the table, one per form and number of nodes."""
+    """Rows of the table, one per form and number of nodes.
+
+    Args:
+        llama: returns the seconds per token of llama.cpp.
+    """
     calls: dict[Any, Callable[[], float]] = {
         (form, count): verify_pass(target, count) for form, target in targets.items() for count in nodes
     }
     calls[_READ] = read_bytes(2 * sum(p.numel() for p in targets[UNPACKED].model.parameters()))
-    if peer is not None:
-        calls[_LLAMA] = peer
+    if llama is not None:
+        calls[_LLAMA] = llama
     found = interleaved(calls, rounds)
     rows: list[dict[str, Any]] = []
     for name, seconds in found.items():
@@ -107,7 +117,7 @@ def measure(
             row["speedup"] = ratio(found, (UNPACKED, count), name)
             if count == 1:
                 row["read"] = ratio(found, name, _READ)
-                row["llama"] = ratio(found, name, _LLAMA) if peer is not None else None
+                row["llama"] = ratio(found, name, _LLAMA) if llama is not None else None
         rows.append(row)
     return rows
 

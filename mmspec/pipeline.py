@@ -101,7 +101,7 @@ def load(
     if processor is not None:
         raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
     model = fspath(model)
-    folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
+    folder = plugins.model_path(model)
     # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     return Pipeline(*load_target(folder, device, dtype, **options), speculator, model, slots=slots)

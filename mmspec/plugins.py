@@ -116,6 +116,11 @@ def find(group: str, name: str) -> Any:
     raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(names(group))}, got {name!r}")
 
 
+def model_path(name: str) -> str:
+    """The folder or file of a model registered under a name; any other name itself."""
+    return str(find("models", name)() if name in names("models") else name)
+
+
 def limits(model: str) -> str | None:
     """One sentence on what an embedded model was trained on; None for all other models."""
     return getattr(find("models", model), "limits", None) if model in names("models") else None

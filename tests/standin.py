@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -26,6 +28,9 @@ _TEMPLATE = (
     "{% if item['type'] == 'image' %}<image>\n{% elif item['type'] == 'text' %}{{ item['text'] }}{% endif %}"
     "{% endfor %}{% endif %} {% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
+
+_GGUF = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+_GGUF |= {"attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 260, "rope.dimension_count": 16}
 
 
 def tokenizer(vocab: int = 320) -> PreTrainedTokenizerFast:
@@ -97,3 +102,39 @@ def save_text_model(folder: Path, vocab: int = 320) -> Path:
     model.save_pretrained(folder)
     tokenizer(vocab).save_pretrained(folder)
     return folder
+
+
+def save_gguf(file: Path) -> Path:
+    """A llama with two layers, its matrices in Q4_1, Q4_0 and Q8_0."""
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    writer, random = module.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
+    writer.add_name("stand-in")
+    for name, value in _GGUF.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    letters = [chr(256 + i) for i in range(257)]
+    tokens = [*letters, letters[0] + letters[1], "<s>", "</s>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(259)
+    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    shapes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
+    kinds = module.GGMLQuantizationType
+    matrices = [("token_embd.weight", (260, 64), kinds.Q8_0)]
+    for block in range(2):
+        kind = kinds.Q4_1 if block else kinds.Q4_0
+        matrices += [(f"blk.{block}.{name}.weight", shape, kind) for name, shape in shapes.items()]
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{block}.{norm}.weight", np.ones(64, dtype=np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(64, dtype=np.float32))
+    for name, shape, kind in matrices:
+        data = module.quantize(random.standard_normal(shape).astype(np.float32) * 0.2, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

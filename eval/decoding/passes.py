@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from eval.harness.llama_server import LlamaServer
 from mmspec.speculation.tree import TokenTree
 from mmspec.targets import gguf
 from mmspec.targets.loading import load_target
@@ -59,6 +60,12 @@ def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:
         return clock() - start
 
     return run
+
+
+def plain_step(server: LlamaServer, prefix: int) -> Callable[[], float]:
+    """llama.cpp's plain decoding after a prompt of so many tokens; it returns the seconds per token."""
+    prompt = range(1000, 1000 + prefix)
+    return lambda: server.complete(prompt, 32, ignore_eos=True).token_seconds
 
 
 def read_bytes(count: int) -> Callable[[], float]:

@@ -31,3 +31,9 @@ SIZES = CommaList(click.IntRange(1))
 
 TEMPERATURES = CommaList(Number(0))
 """Type of an option that lists sampling temperatures."""
+
+llama_server_option = click.option(
+    "--llama-server",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="The program llama-server of llama.cpp, built for this machine.",
+)

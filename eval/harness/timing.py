@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from eval.harness.drafters import ProfiledDrafter, tree_sizes
+from eval.harness.llama_server import LlamaServer
 from eval.harness.memory import peak_memory, reset_peak_memory
 from mmspec.drafters.drafter import Drafter, fork, lend
 from mmspec.engine.stats import Stats
@@ -45,10 +46,10 @@ class TimedBatch:
 
     Attributes:
         answers: new tokens of each row.
-        stats: of each row. For transformers they hold acceptance lengths only, and none for batches.
+        stats: of each row. For transformers they hold acceptance lengths only. None for its batches and for llama.cpp.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
             mean times to draft one tree and to verify it.
-        memory: peak memory in bytes, see ``eval.harness.memory``.
+        memory: peak memory in bytes, see ``eval.harness.memory``; None for llama.cpp, another process.
     """
 
     answers: list[list[int]]
@@ -71,6 +72,7 @@ class Method:
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
         target: verifies; None is the pipeline's target.
         generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
+        server: llama.cpp, which then decodes.
         budget: an adaptive budget with what it has learnt.
         seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
         lengths: by prompt, mean acceptance length.
@@ -84,6 +86,7 @@ class Method:
     nodes: int | None = 0
     target: TransformersTarget | None = None
     generate_options: dict[str, Any] | None = None
+    server: LlamaServer | None = None
     budget: Budget | None = None
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
@@ -98,7 +101,7 @@ class Method:
     def fork(self, target: TransformersTarget) -> Method:
         """An unmeasured copy that keeps what drafter and budget have learnt, and learns separately from here on."""
         drafter, budget = lend(self.drafter, target), copy.deepcopy(self.budget)
-        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, budget)
+        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, self.server, budget)
 
     def clear(self) -> None:
         """Drop the measurements; drafter and budget keep what they have learnt."""
@@ -224,6 +227,8 @@ def _decode(
     reset_peak_memory(pipe.target.device)
     if method.generate_options is not None:
         return _generate(pipe, method.generate_options, requests, options)
+    if method.server is not None:
+        return _complete(pipe, method.server, requests, options)
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
@@ -268,6 +273,16 @@ def _generate(
     stats = [streamer.stats] if len(answers) == 1 else []
     seconds = {"total": end - start, "decoding": end - streamer.first_token_at}
     return TimedBatch(answers, stats, seconds, peak_memory(ids.device))
+
+
+def _complete(
+    pipe: Pipeline, server: LlamaServer, requests: Sequence[dict[str, Any]], options: DecodingOptions
+) -> TimedBatch:
+    """Decode one request greedily by llama.cpp, from the same prompt tokens."""
+    start = clock()
+    (prompt,) = pipe.encode(requests).input_ids.tolist()
+    answer = server.complete(prompt, options.max_new_tokens)
+    return TimedBatch([answer.tokens], [], {"total": clock() - start, "decoding": answer.seconds})
 
 
 def _without_padding(tokens: list[int], eos: Sequence[int]) -> list[int]:

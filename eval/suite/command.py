@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from eval.harness.options import SIZES, TEMPERATURES
+from eval.harness.options import SIZES, TEMPERATURES, llama_server_option
 from mmspec.cli.options import OUT_FOLDER, model_options
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
@@ -25,8 +25,10 @@ from mmspec.jobs import ENGINES
     "--methods",
     default="auto",
     show_default=True,
-    help="generate, lookup, assisted:FOLDER, none, or DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
+    help="generate, lookup, assisted:FOLDER, llama.cpp[:TYPE], none, or DRAFTER[@tree|@chain[N]|@NODES], optionally "
+    "LABEL=...",
 )
+@llama_server_option
 @click.option("--limit", type=click.IntRange(1), help="Samples per task; by default all, or 64 of drawn tasks.")
 @click.option("--frames", type=click.IntRange(1, 512), default=8, show_default=True, help="Per drawn video.")
 @click.option("--temperatures", default="0", show_default=True, type=TEMPERATURES, help="0 is greedy.")

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import transformers
 
 import mmspec
+from eval.harness.llama_server import LlamaServer
 from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from eval.suite.methods import BASELINE, PLAIN, parse_methods
@@ -51,6 +53,7 @@ class SuiteSettings:
     device: str = "auto"
     dtype: str = "auto"
     threads: int | None = None
+    llama_server: str | None = None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SuiteSettings:
@@ -82,7 +85,9 @@ class Evaluator:
             torch.set_num_threads(self.settings.threads)
         pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)
         self.pipe = pipe
-        self.methods = parse_methods(self.settings.methods, pipe.target)
+        program, model = self.settings.llama_server, self.settings.model
+        llama = None if program is None else partial(LlamaServer, program, model, torch.get_num_threads())
+        self.methods = parse_methods(self.settings.methods, pipe.target, llama)
         self.refused: dict[tuple[str, float, int], str] = {}
         self._samples: dict[str, list[Sample]] = {}
         self._warm_up()
@@ -135,7 +140,7 @@ class Evaluator:
         return [method for method in self.methods if (method.name, temperature, size) not in self.refused]
 
     def _warm_up(self) -> None:
-        """Decode prompts that belong to no task with every method, and find out what transformers cannot decode."""
+        """Decode prompts that belong to no task with every method, and find out what baselines cannot decode."""
         self.pipe.target.cost = cost_table(self.pipe.target, refresh=True)
         count = self.settings.warm_up
         for size in self.settings.batch_sizes:
@@ -150,6 +155,8 @@ class Evaluator:
 
     def _find_refused(self, requests: Sequence[dict[str, Any]], size: int, temperature: float) -> None:
         for method in self.methods:
+            if method.server is not None and (size > 1 or temperature > 0):
+                self.refused[method.name, temperature, size] = "llama.cpp decodes greedily, one request at a time"
             if method.generate_options:  # transformers' speculation does not support every model and batch
                 try:
                     run_interleaved(self.pipe, requests, [method], 1, DecodingOptions(8, temperature))
@@ -170,7 +177,8 @@ def _method_results(
     Returns:
         By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``stats`` of rows, peak ``memory``,
         and whether each row is ``equal`` to the reference in all rounds, with the ``differences`` where it is not. The
-        reference is transformers' answer if greedy, our plain decoding's if sampled.
+        reference is transformers' answer if greedy, our plain decoding's if sampled. Answers of llama.cpp are not
+        compared: None.
     """
     greedy = options.temperature == 0
     reference = batches[BASELINE if greedy else PLAIN][0].answers
@@ -180,7 +188,8 @@ def _method_results(
         first = rounds[0]
         equal: list[bool | None] = [None] * len(first.answers)
         differences = []
-        if greedy or method.generate_options is None:  # transformers draws other random numbers
+        # llama.cpp rounds otherwise, transformers draws other random numbers.
+        if method.server is None and (greedy or method.generate_options is None):
             for row, expected in enumerate(reference):
                 other = next((batch.answers[row] for batch in rounds if batch.answers[row] != expected), None)
                 equal[row] = other is None

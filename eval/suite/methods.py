@@ -3,6 +3,8 @@
     generate            transformers' plain decoding
     lookup              transformers' prompt lookup
     assisted:FOLDER     transformers' assisted decoding, with a small model of the same vocabulary
+    llama.cpp           llama.cpp's plain decoding of the same GGUF file, greedy, one request at a time
+    llama.cpp:TYPE      its speculation: TYPE is a --spec-type of llama-server, and further options after blanks
     none                our plain decoding
     SPEC[@SHAPE]        our speculative decoding; SPEC is a drafter as for ``mmspec.load``, or new:NAME, which ignores
                         the checkpoint in the target's folder; SHAPE is ``tree`` (default, adaptive size), a number of
@@ -15,10 +17,12 @@ that need nothing but the target's folder.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from eval.harness.drafters import as_chain, parse_drafters
+from eval.harness.llama_server import LlamaServer
 from eval.harness.timing import Method
 from mmspec import plugins
 from mmspec.drafters import checkpoint
@@ -28,7 +32,7 @@ from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
 
-BASELINE, PLAIN = "generate", "none"
+BASELINE, PLAIN, LLAMA = "generate", "none", "llama.cpp"
 LONGEST_CHAIN = 8
 """Draft tokens of an adaptive chain, for drafters with a ``total_tokens`` setting."""
 
@@ -44,8 +48,13 @@ def auto_methods(home: Path) -> list[str]:
     return [BASELINE, "lookup", PLAIN, "ngram", *drafters]
 
 
-def parse_methods(specs: str, target: TransformersTarget) -> list[Method]:
+def parse_methods(
+    specs: str, target: TransformersTarget, llama: Callable[[str], LlamaServer] | None = None
+) -> list[Method]:
     """The methods of a ``--methods`` option, after both baselines.
+
+    Args:
+        llama: starts a server with this speculation.
 
     Raises:
         UserError: an unknown method, or a duplicate label.
@@ -55,14 +64,16 @@ def parse_methods(specs: str, target: TransformersTarget) -> list[Method]:
     listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]
     methods: dict[str, Method] = {}
     for spec in dict.fromkeys([BASELINE, PLAIN, *listed]):
-        method = _parse_method(spec, home, target)
+        method = _parse_method(spec, home, target, llama)
         if method.name in methods:
             raise UserError(f"every method needs its own label (LABEL=METHOD): {method.name!r} is given twice")
         methods[method.name] = method
     return list(methods.values())
 
 
-def _parse_method(spec: str, home: str, target: TransformersTarget) -> Method:
+def _parse_method(
+    spec: str, home: str, target: TransformersTarget, llama: Callable[[str], LlamaServer] | None
+) -> Method:
     labelled = re.fullmatch(r"([^=/]+)=(.+)", spec)
     label, method = labelled.groups() if labelled else (re.sub(r"[^:@]*/(?=[^/@])|/(?=@|$)", "", spec), spec)
     if method == BASELINE:
@@ -74,6 +85,10 @@ def _parse_method(spec: str, home: str, target: TransformersTarget) -> Method:
     if method.startswith("assisted:"):
         assistant = _load_assistant(method.removeprefix("assisted:"), target)
         return Method(label, generate_options={"assistant_model": assistant})
+    if method.partition(":")[0] == LLAMA:
+        if llama is None:
+            raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
+        return Method(label, server=llama(method.partition(":")[2]))
     drafter_spec, _, shape = method.partition("@")
     (drafter,) = parse_drafters(f"drafter={drafter_spec}", home).values()
     drafter.attach(target)  # refuses a drafter of another target before anything is measured

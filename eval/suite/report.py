@@ -16,6 +16,7 @@ COLUMNS = (
     "method",
     "tokens per pass",
     "whole request",
+    "vs llama.cpp",
     "decoding",
     "vs none",
     "tokens/s",
@@ -37,17 +38,27 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += _pictures(rows, folder)
     for title, found in _by_condition(rows):
-        lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-        lines += [f"| {' | '.join(_cells(row))} |" for row in found]
+        header, cells = _table(found)
+        lines += [f"## {title}", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+        lines += [f"| {' | '.join(line)} |" for line in cells]
         lines += ["", *([f"Not scored: {found[0]['not_scored']}.", ""] if "not_scored" in found[0] else [])]
     lines += _differences(rows)
     if summary["refused"]:
-        lines += ["## Not supported by transformers", ""]
+        lines += ["## Not supported", ""]
         reasons = [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
         lines += dict.fromkeys(reasons)  # they repeat at every temperature
     path = folder / "report.md"
     write_text(path, "\n".join(lines).rstrip() + "\n")
     return path
+
+
+def _table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Header and cells, without columns that are empty."""
+    cells = [_cells(row, brief) for row in rows]
+    score = next(iter(rows[0].get("score", {})), COLUMNS[-1])
+    header = [*COLUMNS[:-1], score if brief else COLUMNS[-1]]
+    kept = [column for column in range(len(header)) if any(line[column] for line in cells)]
+    return [header[column] for column in kept], [[line[column] for column in kept] for line in cells]
 
 
 def _cells(row: Figures, brief: bool = False) -> list[str]:
@@ -57,6 +68,7 @@ def _cells(row: Figures, brief: bool = False) -> list[str]:
         row["method"],
         f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
         _ratio(row["end_to_end"], brief),
+        _ratio(row["end_to_end_llama"], brief),
         _ratio(row["decoding"], brief),
         _ratio(row["decoding_plain"], brief),
         f"{row['tokens_per_second']:.1f}",
@@ -77,11 +89,11 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
 def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
     """Tables for the terminal, one per task, temperature and batch size."""
     for title, found in _by_condition(rows):
-        score = next(iter(found[0].get("score", {})), COLUMNS[-1])
-        table = Table(*COLUMNS[:-1], score, title=title)
+        header, cells = _table(found, brief=True)
+        table = Table(*header, title=title)
         table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
-        for row in found:
-            table.add_row(*_cells(row, brief=True))
+        for line in cells:
+            table.add_row(*line)
         yield table
 
 
@@ -100,9 +112,10 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
         "after a warm-up; times are medians over the rounds. Ratios are of seconds per token, by conversation, then "
         "their median over the conversations with its 95 % bootstrap interval: `whole request` (preprocessing and "
         "prefill included) and `decoding` (after the first token) against transformers' `generate`, `vs none` "
-        "decoding against our own plain decoding. `equal` counts answers with the same tokens as `generate` at "
-        "temperature 0, and as `none` with the same seed above. Memory is the peak of the process on a CPU, of "
-        "torch's tensors on a GPU."
+        "decoding against our own plain decoding, `vs llama.cpp` the whole request against its plain decoding of the "
+        "same GGUF file (its arithmetic differs: its answers are not compared). `equal` counts answers with the same "
+        "tokens as `generate` at temperature 0, and as `none` with the same seed above. Memory is the peak of the "
+        "process on a CPU, of torch's tensors on a GPU."
     )
 
 

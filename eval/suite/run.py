@@ -30,8 +30,7 @@ def is_visual(model: str) -> bool:
     Raises:
         UserError: the model cannot be loaded.
     """
-    folder = str(plugins.find("models", model)() if model in plugins.names("models") else model)
-    config = load_pretrained(AutoConfig, gguf.resolved(folder), "model")
+    config = load_pretrained(AutoConfig, gguf.resolved(plugins.model_path(model)), "model")
     return plugins.target_class(config).processor_class.reads_media
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from eval.harness.acceptance import AcceptanceStats
 from eval.harness.intervals import median_interval
 from eval.harness.timing import PHASES
-from eval.suite.methods import BASELINE, PLAIN
+from eval.suite.methods import BASELINE, LLAMA, PLAIN
 from eval.suite.sample import Sample, Scorer
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
@@ -28,9 +28,9 @@ def summarise(
         samples, scorers: by task.
 
     Returns:
-        Rows of plain JSON values. Ratios are speedups in seconds per token over transformers' ``generate`` and over our
-        plain decoding, by batch of conversations: their ``median`` with its 95 % bootstrap interval, ``low`` and
-        ``high``.
+        Rows of plain JSON values. Ratios are speedups in seconds per token over transformers' ``generate``, over our
+        plain decoding and over llama.cpp's, by batch of conversations: their ``median`` with its 95 % bootstrap
+        interval, ``low`` and ``high``.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -67,9 +67,11 @@ def _spent(record: Record, method: str) -> dict[str, float]:
 
 
 def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tokens: str) -> dict[str, float] | None:
-    """Speedup over ``other`` in seconds per token."""
+    """Speedup over ``other`` in seconds per token, where it was measured."""
     ratios = []
     for record in records:
+        if other not in record["turns"][0]["methods"]:
+            continue
         own, base = _spent(record, method), _spent(record, other)
         if min(own[tokens], base[tokens]) > 0:
             ratios.append(base[seconds] / base[tokens] / (own[seconds] / own[tokens]))
@@ -93,6 +95,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "tokens": int(sum(s["tokens"] for s in spent)),
         "end_to_end": _ratio(records, method, BASELINE, "total", "tokens"),
         "end_to_end_plain": _ratio(records, method, PLAIN, "total", "tokens"),
+        "end_to_end_llama": _ratio(records, method, LLAMA, "total", "tokens"),
         "decoding": _ratio(records, method, BASELINE, "decoding", "later_tokens"),
         "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),

@@ -49,6 +49,7 @@ def test_ratios_are_paired_by_conversation():
     assert none["end_to_end"]["median"] == none["decoding"]["median"] == 2.0
     assert none["end_to_end"]["low"] == 2.0
     assert none["end_to_end"]["high"] == 4.0
+    assert none["end_to_end_llama"] is None  # it was not measured
     assert none["tokens_per_second"] == 11.0
     assert none["time_to_first_token"] == 0.5
 
@@ -56,25 +57,26 @@ def test_ratios_are_paired_by_conversation():
 def test_ratios_are_of_seconds_per_token():
     """Two turns; the methods emit 12, 20 and 6 tokens, 2 of them from prefills, in 6, 4 and 4 seconds."""
     turns = [
-        {"generate": method(4.0, (5,), 1.5), "none": method(3.0, (15,), 1.0), "msd": method(3.0, (4,), 2.0)},
-        {"generate": method(2.0, (7,), 1.0), "none": method(1.0, (5,), 0.8), "msd": method(1.0, (2,), 0.5)},
+        {"generate": method(4.0, (5,), 1.5), "none": method(3.0, (15,), 1.0), "llama.cpp": method(3.0, (4,), 2.0)},
+        {"generate": method(2.0, (7,), 1.0), "none": method(1.0, (5,), 0.8), "llama.cpp": method(1.0, (2,), 0.5)},
     ]
     rows = rows_of(record(0, *turns))
-    found = {name: {key: row[key] and row[key]["median"] for key in row if "_plain" in key or key in
-             ("end_to_end", "decoding")} for name, row in rows.items()}  # fmt: skip
-    whole = {"generate": 6 / 12, "none": 4 / 20, "msd": 4 / 6}
-    decoding = {"generate": 2.5 / (12 - 2), "none": 1.8 / (20 - 2), "msd": 2.5 / (6 - 2)}
+    found = {name: {key: row[key] and row[key]["median"] for key in row if "end_to_end" in key or
+             "decoding" in key} for name, row in rows.items()}  # fmt: skip
+    whole = {"generate": 6 / 12, "none": 4 / 20, "llama.cpp": 4 / 6}
+    decoding = {"generate": 2.5 / (12 - 2), "none": 1.8 / (20 - 2), "llama.cpp": 2.5 / (6 - 2)}
     for name in rows:
         assert found[name] == {
             "end_to_end": pytest.approx(whole["generate"] / whole[name]),
             "end_to_end_plain": pytest.approx(whole["none"] / whole[name]),
+            "end_to_end_llama": pytest.approx(whole["llama.cpp"] / whole[name]),
             "decoding": pytest.approx(decoding["generate"] / decoding[name]),
             "decoding_plain": pytest.approx(decoding["none"] / decoding[name]),
         }
     assert [row["tokens"] for row in rows.values()] == [12, 20, 6]
     assert [row["tokens_per_second"] for row in rows.values()] == pytest.approx([12 / 6, 20 / 4, 6 / 4])
     # The mean time to first token over the turns.
-    assert rows["msd"]["time_to_first_token"] == pytest.approx((1.0 + 0.5) / 2)
+    assert rows["llama.cpp"]["time_to_first_token"] == pytest.approx((1.0 + 0.5) / 2)
     assert rows["none"]["time_to_first_token"] == pytest.approx((2.0 + 0.2) / 2)
 
 

