@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         log({"path": self.path, **request})
         prompt, count = request["prompt"], request["n_predict"]
         if count == CRASH:
-            print("first line\n\nGGML_ASSERT(false) failed\n", flush=True)
+            print("GGML_ASSERT(false) failed\n\n#0 main\nsrv: exiting due to an error", flush=True)
             os._exit(6)
         if len(prompt) > int(OPTIONS["--ctx-size"]):
             self.reply(400, {"error": {"code": 400, "message": "request exceeds the available context size"}})
@@ -70,7 +70,7 @@ def install(folder: Path) -> Path:
 if __name__ == "__main__":
     OPTIONS = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     if OPTIONS.get("--spec-type") == "nonsense":
-        print("error: unknown speculative type: nonsense", file=sys.stderr)
+        print("error: unknown speculative type: nonsense\n\nto show complete usage, run with -h", file=sys.stderr)
         sys.exit(1)
     log(OPTIONS)
     HTTPServer((OPTIONS["--host"], int(OPTIONS["--port"])), Handler).serve_forever()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ CONTEXT = 8192
 """Tokens of a prompt and its answer."""
 
 _HOST = "127.0.0.1"
+_COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
 _TIMEOUT = 600.0  # seconds, for loading the model and for each request
 
 
@@ -113,14 +115,14 @@ class LlamaServer:
             connection.close()
 
     def _failure(self, what: str) -> UserError:
-        """The error for a server that does not answer, with the last line of its log."""
+        """The error for a server that does not answer, with the last complaint in its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)  # for the status of a process that is ending
         _end(self._process)
         self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
-        return UserError(f"llama-server {what} and ended with status {self._process.returncode}: {last}")
+        lines = list(filter(None, map(str.strip, self._log.read().decode(errors="replace").split("\n"))))
+        complaints = [line for line in lines if _COMPLAINT.search(line)] or lines or ["no message"]
+        return UserError(f"llama-server {what} and ended with status {self._process.returncode}: {complaints[-1]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
