@@ -1,15 +1,16 @@
-"""Cache of Mamba-2 and hybrid models: recurrent states, and keys and values of attention layers.
+"""Cache of models with recurrent layers: recurrent states, and keys and values of attention layers.
 
-A verify pass does not change the states. It stores each layer's convolution inputs and step sizes; a commit recomputes
-the convolution along the accepted path and updates the states from its output. A node thus costs its convolution
-inputs, not a state.
+A verify pass does not change the states. It stores each layer's convolution inputs and gates; a commit recomputes the
+convolution along the accepted path and updates the states from its output. A node thus costs its convolution inputs,
+not a state.
 
-Further axes: ``layers`` counts recurrent layers only; ``channels`` are the convolution's: x, B and C concatenated.
+Further axes: ``layers`` counts recurrent layers only; ``channels`` are the convolution's, such as x, B and C of Mamba-2
+or q, k and v of Gated DeltaNet, concatenated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
-from ssm.ops import commit_conv, commit_scan, conv_window, tree_conv, tree_scan
+from ssm.ops import commit_conv, conv_window, tree_conv
+from ssm.recurrences import Recurrence
 
 STATES = "tree_states"
 """Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers."""
@@ -41,35 +43,27 @@ class _Tree:
 
 
 @dataclass
-class _Mixers:
-    """Mixer parameters by layer, recorded during the pass."""
+class _Convolutions:
+    """Convolution parameters by layer, recorded during the pass."""
 
     weight: list[Tensor]  # (channels, width)
     bias: list[Tensor | None]  # (channels,)
-    a: list[Tensor]  # (heads,), temporaries of the pass
-    stored_a: Tensor | None = None  # (layers, heads), copy for the commit
     activation: str | None = None
-    groups: int = 1
 
-    def store_a(self) -> None:
-        """Copy ``a`` of all layers after the last mixer has run."""
-        self.stored_a = torch.stack(self.a) if self.stored_a is None else torch.stack(self.a, out=self.stored_a)
-
-    def concatenated(self, part: slice) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Parameters of some layers as one wide layer: (channels, width), (channels,) or None, (heads,)."""
-        assert self.stored_a is not None
-        a = self.stored_a[part].flatten()
+    def concatenated(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Parameters of some layers as one wide layer: (channels, width), (channels,) or None."""
         if part.stop - part.start == 1:
-            return self.weight[part.start], self.bias[part.start], a
+            return self.weight[part.start], self.bias[part.start]
         bias = [b for b in self.bias[part] if b is not None]
-        return torch.cat(self.weight[part]), torch.cat(bias) if bias else None, a
+        return torch.cat(self.weight[part]), torch.cat(bias) if bias else None
 
 
 class StateCache(TreeCache):
-    """``TreeCache`` of a model with Mamba-2 layers.
+    """``TreeCache`` of a model with recurrent layers of one kind.
 
     Args:
         num_layers: layers of the model.
+        recurrence: the class of their recurrence.
         recurrent: indices of layers with a recurrent state.
         attending: indices of layers with keys and values; a layer may have both.
         reserve: KV slots to allocate.
@@ -79,6 +73,7 @@ class StateCache(TreeCache):
     def __init__(
         self,
         num_layers: int,
+        recurrence: Callable[[int], Recurrence],
         recurrent: Sequence[int],
         *,
         attending: Sequence[int],
@@ -87,12 +82,13 @@ class StateCache(TreeCache):
     ) -> None:
         super().__init__(num_layers, reserve=reserve, attending=attending, in_place=in_place)
         self._place = {layer: place for place, layer in enumerate(recurrent)}
+        self._recurrence = recurrence(len(recurrent))
         nothing: list[Any] = [None] * len(recurrent)
-        self._mixers = _Mixers(nothing[:], nothing[:], nothing[:])
+        self._convolutions = _Convolutions(nothing[:], nothing[:])
         self._conv = RowTensor(in_place)  # (rows, layers, channels, width - 1)
-        self._state = RowTensor(in_place)  # (rows, layers, heads, head_dim, state) float32
+        self._state = RowTensor(in_place)  # (rows, layers, heads, ...) float32
         self._inputs: Tensor | None = None  # (layers, rows, nodes, channels)
-        self._dt: Tensor | None = None  # (layers, rows, nodes, heads) float32
+        self._gates: Tensor | None = None  # (layers, rows, nodes, gates) float32
         self._tree: _Tree | None = None
         self._calls = 0  # convolution and scan calls in the last verify pass
         self._current = 0  # running layer; convolution and scan do not receive its index
@@ -125,7 +121,7 @@ class StateCache(TreeCache):
     def update_recurrent_state(  # type: ignore[override]
         self, recurrent_states: Tensor | None, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> None:
-        """Store the state after the prompt, (batch, heads, head_dim, state); no effect in a verify pass."""
+        """Store the state after the prompt, (batch, heads, ...); no effect in a verify pass."""
         if self._tree is not None:
             return
         assert recurrent_states is not None
@@ -140,7 +136,7 @@ class StateCache(TreeCache):
         batch, nodes, slots = reach.shape
         if slots != nodes:
             raise UserError(
-                "Mamba-2 layers require the whole tree in one pass: "
+                "recurrent layers require the whole tree in one pass: "
                 f"got {nodes} nodes after {slots - nodes} uncommitted ones"
             )
         assert self._conv.rows, "the prompt comes first"
@@ -160,39 +156,21 @@ class StateCache(TreeCache):
         assert self._tree is not None
         place, x = self._current, hidden_states.transpose(1, 2)
         self._calls += 1
-        self._mixers.weight[place], self._mixers.bias[place] = weight, bias
-        self._mixers.activation = activation
+        self._convolutions.weight[place], self._convolutions.bias[place] = weight, bias
+        self._convolutions.activation = activation
         self._inputs, inputs = self._record(self._inputs, x)
         conv = self._conv.data[: len(x), place]
         return tree_conv(inputs, conv, weight, bias, self._tree.window, activation).transpose(1, 2)
 
-    def scan(
-        self,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,  # noqa: N803
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        chunk_size: int | None = None,
-        D: Tensor | None = None,  # noqa: N803
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        """Replaces ``mamba2_chunk_scan``: (batch, nodes, heads, head_dim) in and out, no final state.
-
-        Step sizes are not clamped to ``dt_limit``: transformers clamps them in prefill, but not in decoding.
-        """
+    def scan(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        """Replaces the mixer's scan; there is no final state."""
         assert self._tree is not None
-        place = self._current
         self._calls += 1
-        self._mixers.a[place], self._mixers.groups = A.detach(), B.shape[2]
-        if self._calls == 2 * len(self._place):
-            self._mixers.store_a()
-        dt = dt.float() if dt_bias is None else dt.float() + dt_bias
-        self._dt, dt = self._record(self._dt, torch.nn.functional.softplus(dt) if dt_softplus else dt)
-        y = tree_scan(hidden_states, dt, A, B, C, D, self._state.data[: len(dt), place], self._tree.ancestors)
-        return y.contiguous(), None
+        ancestors = self._tree.ancestors
+        state = self._state.data[: len(ancestors), self._current]
+        y, gates = self._recurrence.read(self._current, state, ancestors, *args, **options)
+        self._gates, _ = self._record(self._gates, gates)
+        return y, None
 
     def _record(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """Copy (batch, nodes, ...) of the current layer to a buffer for the commit; returns buffer and copy."""
@@ -245,35 +223,27 @@ class StateCache(TreeCache):
         if self._calls != 2 * len(self._place):
             # A mixer that bypasses the replaced functions treats the tree as a sequence: wrong logits.
             raise RuntimeError(
-                f"each Mamba-2 layer must call its convolution and its scan once per verify pass: expected "
+                f"each recurrent layer must call its convolution and its scan once per verify pass: expected "
                 f"{2 * len(self._place)} calls, received {self._calls}"
             )
         assert self._inputs is not None
-        assert self._dt is not None
-        (batch, depth), (channels, width), groups = path.shape, self._mixers.weight[0].shape, self._mixers.groups
-        heads, head_dim, size = self._state.data.shape[2:]
-        shares = [heads * head_dim, groups * size, groups * size]  # of the channels: x, B, C
+        assert self._gates is not None
+        (batch, depth), (channels, width) = path.shape, self._convolutions.weight[0].shape
+        heads, *shape = self._state.data.shape[2:]
         step = torch.arange(depth, device=path.device)
         chain = torch.where(path >= 0, step, -1)
         window = (step[:, None] + torch.arange(width, device=path.device)).expand(batch, -1, -1)
         at = torch.arange(batch, device=path.device)[:, None], path.clamp(min=0)
         for part in self._parts(batch * (depth + width) * channels):
             layers = part.stop - part.start
-            weight, bias, a = self._mixers.concatenated(part)
-            inputs = _folded(self._inputs[part][:, *at])
+            weight, bias = self._convolutions.concatenated(part)
+            inputs = self._inputs[part][:, *at].permute(1, 2, 0, 3).flatten(2)  # (batch, depth, layers * channels)
             conv = self._conv.data[:batch, part].view(batch, layers * channels, -1)
-            y = tree_conv(inputs, conv, weight, bias, window, self._mixers.activation)
-            x, b, _ = y.view(batch, depth, layers, channels).split(shares, dim=-1)
-            state = self._state.data[:batch, part].view(batch, layers * heads, head_dim, size)
+            y = tree_conv(inputs, conv, weight, bias, window, self._convolutions.activation)
+            gates = self._gates[part][:, *at].permute(1, 2, 0, 3)
+            state = self._state.data[:batch, part].view(batch, layers * heads, *shape)
             contiguous = state.contiguous()  # a copy if layers are split and there are several rows
-            commit_scan(
-                x.reshape(batch, depth, layers * heads, head_dim),
-                _folded(self._dt[part][:, *at]),
-                a,
-                b.reshape(batch, depth, layers * groups, size),
-                contiguous,
-                chain,
-            )
+            self._recurrence.commit(part, y.unflatten(2, (layers, channels)), gates, contiguous, chain)
             if contiguous is not state:
                 state.copy_(contiguous)
             commit_conv(inputs, conv, chain)
@@ -284,8 +254,3 @@ class StateCache(TreeCache):
         size = layers if self.in_place else max(1, _COMMIT_ELEMENTS // entries)
         for start in range(0, layers, size):
             yield slice(start, min(start + size, layers))
-
-
-def _folded(x: Tensor) -> Tensor:
-    """(layers, batch, depth, n) -> (batch, depth, layers * n)"""
-    return x.permute(1, 2, 0, 3).flatten(2)

@@ -1,6 +1,6 @@
-"""Tree verification for transformers' Mamba-2 layers, with unmodified mixers.
+"""Tree verification for transformers' recurrent layers, with unmodified mixers.
 
-The mixers of all six modelling files call two module-level functions: the causal convolution and the chunked scan. Both
+The mixers of these modelling files call two module-level functions: the causal convolution and the chunked scan. Both
 are replaced by dispatchers during passes of a target. Calls with a keyword argument that only verify passes have go to
 the ``StateCache``; others, of other threads too, to transformers' own function, with whatever kernels are installed.
 """
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
 from transformers import PreTrainedModel
@@ -23,13 +23,9 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from ssm.cache import STATES, StateCache
+from ssm.recurrences import GatedDelta, Mamba2, Recurrence
 
-FAMILIES = ("mamba2", "bamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid")
-
-_FUNCTIONS = {
-    "causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation")),
-    "mamba2_chunk_scan": ("scan", ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")),
-}
+_CONV = {"causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))}
 """Replaced functions: the ``StateCache`` method, and the parameters that it requires."""
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
@@ -39,19 +35,25 @@ _LOCK = threading.Lock()
 _PASSES: Counter[ModuleType] = Counter()  # that run now
 
 
-class Mamba2Layers:
-    """``TreeLayers`` plug-in for the Mamba-2 layers of a model.
+class RecurrentLayers:
+    """``TreeLayers`` plug-in for the recurrent layers of a model.
+
+    Attributes:
+        families: model types of the text configurations.
+        recurrence: what the layers compute.
 
     Raises:
         UserError: the installed transformers lacks a required function or method.
     """
 
+    families: ClassVar[tuple[str, ...]]
+    recurrence: ClassVar[type[Recurrence]]
     kinds = frozenset({_RECURRENT, _BOTH, "full_attention", "moe", "mlp"})
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.get_decoder()
         self._module = sys.modules[type(decoder).__module__]
-        _check(self._module)
+        _check(self._module, self.recurrence)
         types = list(decoder.config.layer_types)
         self._layers = len(types)
         self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH)]
@@ -60,35 +62,61 @@ class Mamba2Layers:
 
     @classmethod
     def supports(cls, config: Any) -> bool:
-        return getattr(config, "model_type", None) in FAMILIES
+        return getattr(config, "model_type", None) in cls.families
 
     def applied(self) -> AbstractContextManager[None]:
-        return _dispatching(self._module)
+        return _dispatching(self._module, self.recurrence)
 
     def cache(self, reserve: int, in_place: bool = False) -> StateCache:
-        return StateCache(self._layers, self._recurrent, attending=self._attending, reserve=reserve, in_place=in_place)
+        return StateCache(
+            self._layers,
+            self.recurrence,
+            self._recurrent,
+            attending=self._attending,
+            reserve=reserve,
+            in_place=in_place,
+        )
 
 
-def _check(module: ModuleType) -> None:
+class Mamba2Layers(RecurrentLayers):
+    """Mamba-2."""
+
+    families = ("mamba2", "bamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid")
+    recurrence = Mamba2
+
+
+class GatedDeltaNetLayers(RecurrentLayers):
+    """Gated DeltaNet."""
+
+    families = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+    recurrence = GatedDelta
+
+
+def _functions(recurrence: type[Recurrence]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    return _CONV | {recurrence.function: ("scan", recurrence.parameters)}
+
+
+def _check(module: ModuleType, recurrence: type[Recurrence]) -> None:
     lacking = [f"Cache.{name}" for name in _CACHE_METHODS if not hasattr(Cache, name)]
-    for name, (_, needed) in _FUNCTIONS.items():
+    for name, (_, needed) in _functions(recurrence).items():
         function = getattr(module, name, None)
         taken = inspect.signature(function).parameters if callable(function) else {}
         if missing := [parameter for parameter in needed if parameter not in taken]:
             lacking.append(f"{name}({', '.join(missing)})")
     if lacking:
         raise UserError(
-            f"tree verification of Mamba-2 layers requires {', '.join(lacking)} in {module.__name__}: "
+            f"tree verification of {recurrence.name} layers requires {', '.join(lacking)} in {module.__name__}: "
             f"not found in transformers {transformers.__version__}"
         )
 
 
 @contextmanager
-def _dispatching(module: ModuleType) -> Iterator[None]:
+def _dispatching(module: ModuleType, recurrence: type[Recurrence]) -> Iterator[None]:
     """Replaces a modelling file's functions by dispatchers during a pass. Passes of several threads may overlap."""
+    functions = _functions(recurrence)
     with _LOCK:
         if not _PASSES[module]:
-            for name, (method, _) in _FUNCTIONS.items():
+            for name, (method, _) in functions.items():
                 setattr(module, name, _dispatcher(getattr(module, name), method))
         _PASSES[module] += 1
     try:
@@ -97,7 +125,7 @@ def _dispatching(module: ModuleType) -> Iterator[None]:
         with _LOCK:
             _PASSES[module] -= 1
             if not _PASSES[module]:
-                for name in _FUNCTIONS:
+                for name in functions:
                     setattr(module, name, getattr(module, name).without_tree)
 
 

@@ -81,7 +81,9 @@ class _SnapshotCache(StateCache):
 
 class _SnapshotLayers(Mamba2Layers):
     def cache(self, reserve: int, in_place: bool = False) -> StateCache:
-        return _SnapshotCache(self._layers, self._recurrent, attending=self._attending, reserve=reserve)
+        return _SnapshotCache(
+            self._layers, self.recurrence, self._recurrent, attending=self._attending, reserve=reserve
+        )
 
 
 def build_mamba_model(layers: int, groups: int) -> PreTrainedModel:

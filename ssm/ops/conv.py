@@ -1,4 +1,4 @@
-"""Causal convolution of Mamba-2 over a tree: each node convolves the last inputs of its own path."""
+"""Short causal convolution over a tree: each node convolves the last inputs of its own path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Reference implementations of ``ssm.ops`` by loops over nodes.
 
-Papers: Mamba-2 (arXiv 2405.21060), whose recurrence this is; STree (arXiv 2505.14969), which runs it over a tree.
+Papers: Mamba-2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464), whose recurrences these are; STree (arXiv
+2505.14969), which runs the first over a tree.
 
     x      (batch, nodes, heads, head_dim)   X, the convolution's output
     dt     (batch, nodes, heads)             Delta, the step sizes, after softplus
@@ -13,6 +14,20 @@ One step of the recurrence, for one head with A = a:
 
     S <- exp(dt a) S + dt x (outer product) B
     y  = S C + D x
+
+Gated DeltaNet:
+
+    q, k   (batch, nodes, groups, key_dim)   queries and keys, normalised
+    v      (batch, nodes, heads, value_dim)  values
+    g      (batch, nodes, heads)             log of the decay alpha
+    beta   (batch, nodes, heads)             rates, from 0 to 1, or to 2 where eigenvalues may be negative
+    state  (batch, heads, key_dim, value_dim)
+
+    S <- exp(g) S
+    S <- S + k (outer product) beta (v - S^T k)
+    y  = S^T q
+
+It computes in the dtype of the state, float64 included.
 
 Every node's state is materialised: a node starts from a copy of its parent's state, the root from the state before the
 tree. Signatures are those of ``ssm.ops``, with ``parents`` (batch, nodes), -1 at the root, instead of ``ancestors`` and
@@ -50,6 +65,26 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
                 state[row, head] = _step(state[row, head], x, dt, a, b, row, node, head)
 
 
+def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, parents: Tensor) -> Tensor:
+    """Output at every node, (batch, nodes, heads, value_dim), in the dtype of the state."""
+    y = torch.empty(v.shape, dtype=state.dtype)
+    for row, head in _pairs(v):
+        states: list[Tensor] = []
+        for node, parent in enumerate(parents[row].tolist()):
+            before = state[row, head] if parent < 0 else states[parent]
+            states.append(_corrected(before, k, v, g, beta, row, node, head))
+            y[row, node, head] = q[row, node, _group(head, v, q)].to(state.dtype) @ states[node]
+    return y
+
+
+def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
+    """Advance the state along each row's path, in place."""
+    for row, head in _pairs(v):
+        for node in path[row].tolist():
+            if node >= 0:
+                state[row, head] = _corrected(state[row, head], k, v, g, beta, row, node, head)
+
+
 def tree_conv(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, parents: Tensor, activation: str | None = "silu"
 ) -> Tensor:
@@ -82,6 +117,16 @@ def _step(before: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, row: int,
     step = dt[row, node, head]
     entering = step * torch.outer(x[row, node, head].float(), b[row, node, _group(head, x, b)].float())
     return torch.exp(step * a[head]) * before + entering
+
+
+def _corrected(before: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, row: int, node: int, head: int) -> Tensor:
+    """One head's state after a node, (key_dim, value_dim)."""
+    key, value, rate, decay = (
+        x.to(before.dtype)
+        for x in (k[row, node, _group(head, v, k)], v[row, node, head], beta[row, node, head], g[row, node, head])
+    )
+    decayed = torch.exp(decay) * before
+    return decayed + torch.outer(key, rate * (value - key @ decayed))
 
 
 def _group(head: int, x: Tensor, b: Tensor) -> int:

@@ -6,12 +6,11 @@ node's path, so a tree costs two matmuls, one of which reads the state once.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
+from ssm.ops.decay import exp2, log2_decay
 
 _LARGE = 2**18
 """Intermediate size, in elements, above which rows are computed one by one."""
@@ -88,11 +87,11 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
     index = (path.clamp(min=0) + nodes * torch.arange(batch, device=path.device)[:, None]).flatten()
     x, dt, b = (t.flatten(0, 1).index_select(0, index).float() for t in (x, dt, b))
     dt = dt.view(batch, depth, heads) * (path >= 0)[..., None]  # padding neither decays nor adds
-    reach = _log2_decay(dt, a).cumsum(1)
-    weight = _exp2(reach[:, -1:] - reach).mul_(dt)
+    reach = log2_decay(dt, a).cumsum(1)
+    weight = exp2(reach[:, -1:] - reach).mul_(dt)
     x = (x.view(batch, depth, heads, -1) * weight[..., None]).view(batch, depth, groups, -1)
     b = b.view(batch, depth, groups, size).transpose(1, 2).reshape(batch * groups, depth, size)
-    state.mul_(_exp2(reach[:, -1])[..., None, None])
+    state.mul_(exp2(reach[:, -1])[..., None, None])
     state.view(batch * groups, -1, size).baddbmm_(x.permute(0, 2, 3, 1).reshape(batch * groups, -1, depth), b)
 
 
@@ -114,12 +113,12 @@ def _scan_rows(
     b, c = (t.transpose(1, 2).reshape(batch * groups, nodes, size).float() for t in (b, c))
     dt = dt.transpose(1, 2)  # (batch, heads, nodes)
 
-    reach = _log2_decay(dt, a.unsqueeze(1))
+    reach = log2_decay(dt, a.unsqueeze(1))
     reach = torch.bmm(reach, ancestors.transpose(1, 2).to(reach.dtype))
     exponent = (reach.unsqueeze(3) - (reach - dt.log2()).unsqueeze(2)).float()  # includes the factor dt_j
     # Mask before exp2, which could overflow for non-ancestors.
     exponent += torch.where(ancestors, 0.0, -torch.inf).unsqueeze(1)
-    weight = _exp2(exponent)  # (batch, heads, nodes, nodes)
+    weight = exp2(exponent)  # (batch, heads, nodes, nodes)
     weight.view(*split, nodes, nodes).mul_(torch.bmm(c, b.transpose(1, 2)).view(batch, groups, 1, nodes, nodes))
     if d is not None:
         weight.diagonal(dim1=2, dim2=3).add_(d.unsqueeze(1))
@@ -129,7 +128,7 @@ def _scan_rows(
     )
     inputs = x.transpose(1, 2).reshape(batch * heads, nodes, head_dim).float()
     within = torch.bmm(weight.view(batch * heads, nodes, nodes), inputs).view(*split, nodes, head_dim)
-    decay = _exp2(reach).view(*split, nodes, 1)
+    decay = exp2(reach).view(*split, nodes, 1)
     # Add, and transpose from heads first to nodes first.
     order = (0, 3, 1, 2, 4)
     out = y.view(batch, nodes, groups, -1, head_dim)
@@ -150,20 +149,6 @@ def _scan_root(
     if d is not None:
         weight += d.view(split[1:])
     out.mul_((dt * a).exp_().view(*split, 1)).addcmul_(x.reshape(*split, head_dim).float(), weight.unsqueeze(3))
-
-
-def _log2_decay(dt: Tensor, a: Tensor) -> Tensor:
-    """``dt a`` in base 2, in float64, as differences of large path sums are used; on MPS, float32."""
-    return (dt * (a * math.log2(math.e))).to(torch.float32 if dt.device.type == "mps" else torch.float64)
-
-
-def _exp2(exponent: Tensor) -> Tensor:
-    """``exp2`` in float32 that flushes values below 2**-100 to zero.
-
-    CPUs are about a hundred times slower on denormals, in every later product too. So is torch's ``exp`` (MKL) on
-    denormals and infinities, unlike its ``exp2``.
-    """
-    return torch.nn.functional.threshold(exponent.float(), -100.0, -torch.inf).exp2_()
 
 
 def _check(x: Tensor, dt: Tensor, b: Tensor, state: Tensor) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec.speculation.tree import TokenTree
 from ssm import ops
@@ -27,9 +28,9 @@ class Case:
     Attributes:
         shape: of the trees: random, chain or star.
         batch, nodes: rows are padded behind a random length where there are several.
-        heads, groups, head_dim, state: of the mixer.
+        heads, groups, head_dim, state: of the mixer; the gated delta rule has keys as wide as ``state``.
         dtype: of inputs and of the convolution's state.
-        steep: the greatest ``-dt a``: from 90 on, exp of a difference between different paths overflows.
+        steep: the greatest ``-dt a``, and ``-g``: from 90 on, exp of a difference between different paths overflows.
         width, entries: taps of the convolution, and what its state keeps.
         skip: whether there is a D, and a bias.
         strided: whether inputs are slices of wider tensors, as those that a mixer splits.
@@ -85,6 +86,17 @@ class Inputs:
     weight: Tensor
     bias: Tensor | None
     deepest: Tensor
+
+    @property
+    def delta(self) -> tuple[Tensor, ...]:
+        """q, k, v, g and beta of the gated delta rule: most decays are weak, rates go up to 2."""
+        k, q = (F.normalize(t.float(), dim=-1) for t in (self.b, self.c))
+        return q, k, self.x, self.a * self.dt**6, 2 * self.dt.flip(1)
+
+    @property
+    def delta_state(self) -> Tensor:
+        """(batch, heads, key_dim, value_dim)"""
+        return _inside_nan(self.state.transpose(2, 3).contiguous())
 
 
 def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
@@ -166,7 +178,35 @@ def check_commit(case: Case, device: str = "cpu") -> None:
         assert torch.equal(i.state[1].cpu(), on.state[1])
 
 
-CHECKS = (check_tree, check_commit)
+def check_delta(case: Case, device: str = "cpu") -> None:
+    """The gated delta rule at every node, against float64."""
+    i = draw(case, device)
+    state = i.delta_state
+    with patch("torch.empty", _nan_filled):
+        y = ops.tree_delta(*i.delta, state, i.tree.ancestors)
+    on = _on_cpu(i)
+    expected = reference.tree_delta(*on.delta, on.delta_state.double(), on.tree.parents)
+    assert y.dtype == torch.float32
+    _close(y, expected.float(), case)
+    assert torch.equal(state, i.delta_state)
+
+
+def check_delta_commit(case: Case, device: str = "cpu") -> None:
+    """The state after the deepest path of each row, the second row having none, against float64."""
+    i = draw(case, device)
+    path = i.deepest.clone()
+    if case.batch > 1:
+        path[1] = -1
+    on, state = _on_cpu(i), i.delta_state
+    expected = on.delta_state.double()
+    ops.commit_delta(*i.delta[1:], state, path)
+    reference.commit_delta(*on.delta[1:], expected, path.cpu())
+    _close(state, expected.float(), case)
+    if case.batch > 1:
+        assert torch.equal(state[1].cpu(), on.delta_state[1])
+
+
+CHECKS = (check_tree, check_commit, check_delta, check_delta_commit)
 
 
 def _close(found: Tensor, expected: Tensor, case: Case) -> None:

@@ -1,4 +1,4 @@
-"""What stands in the modelling modules' place: transformers' own functions as long as there is no tree."""
+"""Dispatchers of the modelling modules: transformers' own functions as long as there is no tree."""
 
 import inspect
 from contextlib import ExitStack
@@ -8,15 +8,18 @@ import pytest
 import torch
 from transformers.models.bamba import modeling_bamba
 
-import ssm.layers
-from mmspec import UserError
+from mmspec import UserError, plugins
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
-from ssm.layers import FAMILIES, Mamba2Layers, _check, _dispatching
+from ssm.layers import GatedDeltaNetLayers, Mamba2Layers, _check, _dispatching, _functions
+from ssm.recurrences import Mamba2
 from tests.tiny import random_tree, shared_model
 
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
+
+
+RECURRENT = {family: layers for layers in (Mamba2Layers, GatedDeltaNetLayers) for family in layers.families}
 
 
 def module_of(**functions):
@@ -35,7 +38,7 @@ def test_without_a_tree_everything_is_handed_on():
 
     module = module_of(mamba2_chunk_scan=kernel)
     x = torch.zeros(1)
-    with _dispatching(module):
+    with _dispatching(module, Mamba2):
         assert module.mamba2_chunk_scan(x, 3, D=None, return_final_states=True, seq_idx=x) == "result"
         assert module.mamba2_chunk_scan(x, **{STATES: None}) == "result"
     assert seen == [((x, 3), {"D": None, "return_final_states": True, "seq_idx": x}), ((x,), {})]
@@ -63,35 +66,41 @@ def test_functions_are_replaced_during_passes_only():
 def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
     def older(hidden_states, dt, A, B, C, chunk_size): ...  # noqa: N803
 
-    _check(module_of())
+    _check(module_of(), Mamba2)
     with pytest.raises(
         UserError, match=r"^tree verification .* requires mamba2_chunk_scan\(D, dt_bias, dt_softplus\) in .*: not found"
     ):
-        _check(module_of(mamba2_chunk_scan=older))
+        _check(module_of(mamba2_chunk_scan=older), Mamba2)
     with pytest.raises(
         UserError, match=r"requires causal_conv1d_fn\(hidden_states, weight, bias, activation\) in modeling_"
     ):
-        _check(module_of(causal_conv1d_fn=None))
+        _check(module_of(causal_conv1d_fn=None), Mamba2)
     monkeypatch.setattr("ssm.layers._CACHE_METHODS", ("update_conv_state", "rewind"))
     with pytest.raises(UserError, match=r"requires Cache\.rewind in modeling_of_another_time: not found in"):
-        _check(module_of())
+        _check(module_of(), Mamba2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("function", [0, 1])
+@pytest.mark.parametrize("name", ["bamba", "olmo_hybrid"])
 @torch.inference_mode()
-def test_mixers_that_go_another_way_are_noticed(name, monkeypatch):
-    target = TransformersTarget(shared_model("bamba"))
-    monkeypatch.delitem(ssm.layers._FUNCTIONS, name)
+def test_mixers_that_go_another_way_are_noticed(name, function, monkeypatch):
+    target = TransformersTarget(shared_model(name))
+    functions = _functions(RECURRENT[name].recurrence)
+    del functions[list(functions)[function]]
+    monkeypatch.setattr("ssm.layers._functions", lambda recurrence: functions)
     target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
     with pytest.raises(RuntimeError, match=r"once per verify pass: expected 6 calls, received 3$"):
         target.commit_nodes(torch.tensor([[0]]), [[0]])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RECURRENT)
 def test_families(family):
     model = shared_model(family)
-    assert Mamba2Layers.supports(model.config)
-    layers = Mamba2Layers(model)
+    assert [plugin.supports(model.config) for plugin in (Mamba2Layers, GatedDeltaNetLayers)] == [
+        plugin is RECURRENT[family] for plugin in (Mamba2Layers, GatedDeltaNetLayers)
+    ]
+    layers = plugins.layer_class(model.config)(model)
+    assert type(layers) is RECURRENT[family]
     assert layers.attends == (family != "mamba2")
     assert not Mamba2Layers.supports(shared_model("llama").config)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspec.speculation.tree import TokenTree
 from ssm import ops
 from ssm.ops import reference, scan
-from tests.ssm.ops_grid import CASES, Case, check_commit, check_tree, draw, paths_to
+from tests.ssm.ops_grid import CASES, CHECKS, Case, check_tree, draw, paths_to
 
 
 @pytest.fixture(autouse=True)
@@ -15,14 +15,10 @@ def _plain_torch(monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", "reference")
 
 
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_node_follows_its_parents(case):
-    check_tree(case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_path_leaves_the_sequential_state(case):
-    check_commit(case)
+def test_trees_and_commits_follow_parents(case, check):
+    check(case)
 
 
 def test_rows_of_a_large_batch_are_computed_one_by_one(monkeypatch):

@@ -1,0 +1,140 @@
+"""Gated delta rule of Gated DeltaNet over a tree, all nodes in parallel.
+
+A step of the recurrence corrects what the state holds for a key: it reads the decayed state, and writes a rank-1
+update. Node states are never materialised. The updates of all nodes solve one unit-triangular system per head, which
+reads the initial state once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspec.ops import kernels
+from ssm.ops.decay import exp2, log2_decay
+
+
+def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
+    """Output of the gated delta rule at every node of a tree.
+
+    With M the ancestors, ``G = M g``, ``D_ij = M_ij exp(G_i - G_j)``, and S0 the state before the tree, the updates U
+    solve the first equation, in which ``L_ij = beta_i D_ij (k_i . k_j)`` for i != j:
+
+        (I + L) U = diag(beta) (V - exp(G) K S0)
+        Y = exp(G) Q S0 + (D * Q K^T) U
+
+    Computed in float32 for any input dtype. Nothing of the size of the state is allocated.
+
+    Args:
+        q, k: (batch, nodes, groups, key_dim), keys L2-normalised; groups divide heads, consecutive heads share a group.
+        v: (batch, nodes, heads, value_dim).
+        g: (batch, nodes, heads) float32, log decays, not positive.
+        beta: (batch, nodes, heads) float32, rates.
+        state: (batch, heads, key_dim, value_dim) float32, before the root; not modified.
+        ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
+
+    Returns:
+        (batch, nodes, heads, value_dim) float32.
+
+    Source: Gated DeltaNet (arXiv 2412.06464), section 3, whose chunk is a chain; here its mask is the tree's.
+    """
+    _check(k, v, g, beta, state)
+    if kernels.in_use(v.device) == "triton":
+        from ssm.ops import triton_delta
+
+        return triton_delta.tree_delta(q, k, v, g, beta, state, ancestors)
+    batch, nodes, heads = g.shape
+    keys, queries, values = (_heads_first(x, heads) for x in (k, q, v))
+    both = torch.cat([keys, queries], dim=1)
+    reach = log2_decay(g).transpose(1, 2)
+    if nodes > 1:
+        reach = torch.bmm(reach, ancestors.transpose(1, 2).to(reach.dtype))
+    decay = exp2(reach).reshape(batch * heads, nodes, 1)
+    read = _read(both, state)
+    updates = torch.addcmul(values, read[:, :nodes], decay, value=-1).mul_(_scalars(beta))
+    overlap = torch.bmm(both, keys.transpose(1, 2))
+    if nodes > 1:
+        within = _decays(reach, ancestors)
+        overlap.view(batch * heads, 2, nodes, nodes).mul_(within.unsqueeze(1))
+        updates = _solve(overlap[:, :nodes], _scalars(beta), updates)
+    y = (read[:, nodes:] * decay).baddbmm_(overlap[:, nodes:], updates)
+    return y.view(batch, heads, nodes, -1).transpose(1, 2)
+
+
+def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
+    """Advance the state along a path, in place.
+
+        S = exp(G_n) S0 + sum_{j on the path} exp(G_n - G_j) k_j (x) u_j
+
+    Args:
+        k, v, g, beta: as for ``tree_delta``.
+        state: (batch, heads, key_dim, value_dim) float32, contiguous; updated in place.
+        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
+
+    Raises:
+        ValueError: the state is not contiguous.
+
+    Source: Gated DeltaNet (arXiv 2412.06464), section 3.
+    """
+    _check(k, v, g, beta, state)
+    if not state.is_contiguous():
+        raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
+    if kernels.in_use(v.device) == "triton":
+        from ssm.ops import triton_delta
+
+        return triton_delta.commit_delta(k, v, g, beta, state, path)
+    (batch, depth), heads = path.shape, g.shape[2]
+    row = torch.arange(batch, device=path.device)[:, None]
+    k, v, g, beta = (x[row, path.clamp(min=0)] for x in (k, v, g, beta))
+    g, beta = (x * (path >= 0)[..., None] for x in (g, beta))  # padding neither decays nor updates
+    keys, values = _heads_first(k, heads), _heads_first(v, heads)
+    reach = log2_decay(g).cumsum(1).transpose(1, 2)
+    decay = exp2(reach).reshape(batch * heads, depth, 1)
+    updates = torch.addcmul(values, _read(keys, state), decay, value=-1).mul_(_scalars(beta))
+    if depth > 1:
+        chain = torch.ones(1, depth, depth, dtype=torch.bool, device=path.device).tril()
+        overlap = torch.bmm(keys, keys.transpose(1, 2)).mul_(_decays(reach, chain))
+        updates = _solve(overlap, _scalars(beta), updates)
+    keys = keys * exp2(reach[:, :, -1:] - reach).reshape(batch * heads, depth, 1)
+    state.view(batch * heads, *state.shape[2:]).mul_(decay[:, -1:]).baddbmm_(keys.transpose(1, 2), updates)
+
+
+def _heads_first(x: Tensor, heads: int) -> Tensor:
+    """(batch, nodes, groups, dim) -> (batch * heads, nodes, dim) float32."""
+    x = x.transpose(1, 2).float()
+    return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)).flatten(0, 1)
+
+
+def _scalars(x: Tensor) -> Tensor:
+    """(batch, nodes, heads) -> (batch * heads, nodes, 1)"""
+    return x.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+
+
+def _read(rows: Tensor, state: Tensor) -> Tensor:
+    """(batch * heads, rows, key_dim) times the state; by sequence, as states of one layer are not contiguous."""
+    return torch.cat([torch.bmm(x, s) for x, s in zip(rows.view(len(state), -1, *rows.shape[1:]), state, strict=True)])
+
+
+def _decays(reach: Tensor, ancestors: Tensor) -> Tensor:
+    """Decay from node j to node i, (batch * heads, nodes, nodes) [i, j]; 0 if j is not an ancestor."""
+    # Mask before exp2, which could overflow for non-ancestors.
+    exponent = (reach.unsqueeze(3) - reach.unsqueeze(2)).float() + torch.where(ancestors, 0.0, -torch.inf).unsqueeze(1)
+    return exp2(exponent).flatten(0, 1)
+
+
+def _solve(overlap: Tensor, beta: Tensor, right: Tensor) -> Tensor:
+    """The updates; only entries of ``overlap`` below the diagonal are read."""
+    return torch.linalg.solve_triangular(overlap * beta, right, upper=False, unitriangular=True)
+
+
+def _check(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+    batch, nodes, heads, value_dim = v.shape
+    groups, key_dim = k.shape[2:]
+    if heads % groups:
+        raise ValueError(f"groups must divide heads: got {groups} groups of {heads} heads")
+    for name, gate in (("g", g), ("beta", beta)):
+        if gate.shape != (batch, nodes, heads):
+            raise ValueError(f"{name} must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(gate.shape)}")
+    expected = (batch, heads, key_dim, value_dim)
+    if state.shape != expected or state.dtype != torch.float32:
+        raise ValueError(f"state must be {expected} torch.float32: got {tuple(state.shape)} {state.dtype}")

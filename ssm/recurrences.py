@@ -1,0 +1,149 @@
+"""Recurrences of the mixers on a tree: what distinguishes one kind of recurrent layer from another.
+
+Every mixer convolves its inputs (``ssm.ops.tree_conv``) and passes the result to one module-level function of its
+modelling file, its scan. ``StateCache`` owns the states and the convolution; a ``Recurrence`` computes the scan over a
+tree and advances the states along a path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ssm.ops import commit_delta, commit_scan, tree_delta, tree_scan
+
+
+class Recurrence(Protocol):
+    """The scan of one kind of layer over a tree. One object serves one ``StateCache``.
+
+    The constructor takes the number of recurrent layers.
+
+    Attributes:
+        name: of the layers, for messages.
+        function: the module-level function that computes the scan in transformers' modelling files.
+        parameters: parameters that the function must have.
+    """
+
+    name: ClassVar[str]
+    function: ClassVar[str]
+    parameters: ClassVar[tuple[str, ...]]
+
+    def __init__(self, layers: int) -> None: ...
+
+    def read(self, place: int, state: Tensor, ancestors: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Output of a layer's scan at every node, and its gates.
+
+        Args:
+            place: number of the layer among the recurrent ones.
+            state: (batch, heads, ...) float32, before the tree; not modified.
+            ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
+            args, options: arguments of the replaced function.
+
+        Returns:
+            The first result of the replaced function, and (batch, nodes, gates) float32: what a commit requires of
+            each node besides the convolution's inputs.
+        """
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        """Advance the states of several layers along a path, in place.
+
+        Args:
+            part: places of the layers.
+            channels: (batch, depth, layers, channels), the convolution's output at the path's nodes.
+            gates: (batch, depth, layers, gates) float32, those of the same nodes.
+            state: (batch, layers * heads, ...) float32, contiguous.
+            path: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
+        """
+
+
+class Mamba2:
+    """Mamba-2's selective scan. State: (heads, head_dim, state); gates: step sizes, (heads,)."""
+
+    name = "Mamba-2"
+    function = "mamba2_chunk_scan"
+    parameters = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")
+
+    def __init__(self, layers: int) -> None:
+        self._a: list[Any] = [None] * layers  # (heads,), temporaries of the pass
+        self._stored_a: Tensor | None = None  # (layers, heads), copy for the commit
+
+    def read(
+        self,
+        place: int,
+        state: Tensor,
+        ancestors: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        chunk_size: int | None = None,
+        D: Tensor | None = None,  # noqa: N803
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Step sizes are not clamped to ``dt_limit``: transformers clamps them in prefill, but not in decoding."""
+        self._a[place] = A.detach()
+        if place == len(self._a) - 1:
+            self._stored_a = torch.stack(self._a, out=self._stored_a)  # type: ignore[call-overload]
+        dt = dt.float() if dt_bias is None else dt.float() + dt_bias
+        dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+        return tree_scan(hidden_states, dt, A, B, C, D, state, ancestors).contiguous(), dt
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        assert self._stored_a is not None
+        (batch, depth), (head_dim, size) = path.shape, state.shape[2:]
+        inner = gates.shape[3] * head_dim
+        x, b, _ = channels.split([inner, *[(channels.shape[3] - inner) // 2] * 2], dim=-1)
+        x, b = x.reshape(batch, depth, -1, head_dim), b.reshape(batch, depth, -1, size)
+        commit_scan(x, gates.flatten(2), self._stored_a[part].flatten(), b, state, path)
+
+
+class GatedDelta:
+    """Gated DeltaNet's gated delta rule. State: (heads, key_dim, value_dim); gates: log decays and rates, (2 heads,).
+
+    Queries and keys may have fewer heads than values.
+    """
+
+    name = "Gated DeltaNet"
+    function = "torch_chunk_gated_delta_rule"
+    parameters = ("query", "key", "value", "g", "beta", "use_qk_l2norm_in_kernel")
+
+    def __init__(self, layers: int) -> None:
+        pass
+
+    def read(
+        self,
+        place: int,
+        state: Tensor,
+        ancestors: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        assert options["use_qk_l2norm_in_kernel"], "queries and keys must be normalised by the scan"
+        beta = beta.float()
+        query = _normalised(query) * query.shape[-1] ** -0.5
+        y = tree_delta(query, _normalised(key), value, g, beta, state, ancestors)
+        return y.to(value.dtype), torch.cat([g, beta], dim=-1)
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        (batch, depth), (key_dim, value_dim) = path.shape, state.shape[2:]
+        g, beta = gates.chunk(2, dim=-1)
+        values = g.shape[3] * value_dim
+        keys = (channels.shape[3] - values) // 2
+        _, k, v = channels.split([keys, keys, values], dim=-1)
+        k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
+        commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """L2-normalised over the last axis in float32, with transformers' epsilon."""
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
