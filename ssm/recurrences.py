@@ -61,9 +61,9 @@ class Recurrence(Protocol):
 class Mamba2:
     """Mamba-2's selective scan. State: (heads, head_dim, state); gates: step sizes, (heads,)."""
 
-    name = "Mamba-2"
-    function = "mamba2_chunk_scan"
-    parameters = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")
+    name: ClassVar[str] = "Mamba-2"
+    function: ClassVar[str] = "mamba2_chunk_scan"
+    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")
 
     def __init__(self, layers: int) -> None:
         self._a: list[Any] = [None] * layers  # (heads,), temporaries of the pass
@@ -88,7 +88,7 @@ class Mamba2:
         """Step sizes are not clamped to ``dt_limit``: transformers clamps them in prefill, but not in decoding."""
         self._a[place] = A.detach()
         if place == len(self._a) - 1:
-            self._stored_a = torch.stack(self._a, out=self._stored_a)  # type: ignore[call-overload]
+            self._stored_a = torch.stack(self._a, out=self._stored_a)
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias
         dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
         return tree_scan(hidden_states, dt, A, B, C, D, state, ancestors).contiguous(), dt
@@ -108,9 +108,9 @@ class GatedDelta:
     Queries and keys may have fewer heads than values.
     """
 
-    name = "Gated DeltaNet"
-    function = "torch_chunk_gated_delta_rule"
-    parameters = ("query", "key", "value", "g", "beta", "use_qk_l2norm_in_kernel")
+    name: ClassVar[str] = "Gated DeltaNet"
+    function: ClassVar[str] = "torch_chunk_gated_delta_rule"
+    parameters: ClassVar[tuple[str, ...]] = ("query", "key", "value", "g", "beta", "use_qk_l2norm_in_kernel")
 
     def __init__(self, layers: int) -> None:
         pass

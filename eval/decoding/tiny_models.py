@@ -204,8 +204,8 @@ HYBRID_CONFIGS: dict[str, Any] = {
         embedding_multiplier=1.2,
     ),
 }
-"""Models with Gated DeltaNet layers, as above, and with Mamba-2 layers: alone, alternating with attention layers, before
-shared attention (Zamba2), and in one layer with attention (Falcon-H1); with one and two groups."""
+"""Models with Gated DeltaNet layers, and with Mamba-2 layers: alone, alternating with attention layers, before shared
+attention (Zamba2), and in one layer with attention (Falcon-H1); with one and two groups."""
 if FalconH1RMSNormGated(4)(torch.zeros(2, 1, 4)).ndim < 3:
     del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.17 loses an axis there, and decodes no batches
 

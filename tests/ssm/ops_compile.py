@@ -9,19 +9,24 @@ import json
 import sys
 from typing import Any
 
-from ssm.ops import triton_conv, triton_scan
+from ssm.ops import triton_conv, triton_delta, triton_scan
 from tests.compiling import compiled
 
 SCAN = {"dt": "*fp32", "a": "*fp32", "d": "*fp32", "state": "*fp32", "ancestors": "*u8", "y": "*fp32", "path": "*i64"}
+DELTA = {"v": "*bf16", **dict.fromkeys(("q", "k", "g", "beta", "state", "updates", "y"), "*fp32")}
+DELTA |= {"ancestors": "*u8", "path": "*i64"}
 UNIT = dict.fromkeys(("x_dim", "b_state", "c_state", "s_state", "y_dim", "x_channel", "y_channel", "p_depth"), 1)
+UNIT_DELTA = dict.fromkeys(("q_key", "k_key", "v_dim", "g_head", "b_head", "s_dim", "y_dim", "p_depth"), 1)
 """What a launch finds to be one, Triton compiles in."""
 ALIGNED = ("x", "dt", "a", "b", "c", "d", "state", "ancestors", "y", "weight", "bias", "window", "path")
+ALIGNED += ("q", "k", "v", "g", "beta", "updates")
 STRIDES = ("x_row", "x_node", "x_head", "b_row", "b_node", "c_row", "c_node", "s_row", "s_head", "s_dim", "y_row")
+STRIDES += ("q_row", "q_node", "q_group", "k_row", "k_node", "k_group", "v_row", "v_node", "v_head", "s_key")
 
 
 def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """Each kernel with its pointers' types, what is compiled in, and options: at the shapes of an 8B hybrid, with trees
-    of 16, 32 and 64 nodes, and of a small one."""
+    """Each kernel with its pointers' types, what is compiled in, and options: at the shapes of an 8B hybrid, or of
+    Qwen3-Next, with trees of 16, 32 and 64 nodes, and of a small one."""
     low = dict.fromkeys(("x", "b", "c", "weight", "bias"), "*bf16")
     full = dict.fromkeys(low, "*fp32")
     conv = {"state": "*bf16", "window": "*i64", "path": "*i64", "y": "*bf16"}
@@ -30,6 +35,9 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
     trees = [{"BLOCK_NODES": nodes, "TILES": tiles} for nodes, tiles in ((16, 1), (32, 1), (32, 2))]
     ahead = {"num_stages": triton_scan.SCAN_STAGES}
     scans = [(triton_scan._tree_scan_kernel, low | SCAN, block | tree, ahead) for tree in trees]
+    for tiles in (1, 2, 4):
+        tree = {"BLOCK_NODES": triton_delta._NODE_TILE, "TILES": tiles}
+        scans.append((triton_delta._tree_delta_kernel, DELTA, block | tree | UNIT_DELTA, ahead))
     scans.append((triton_scan._tree_scan_kernel, full | SCAN, block | trees[1], ahead))
     return [
         *scans,
@@ -37,6 +45,7 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
             (triton_scan._commit_scan_kernel, low | SCAN, {"BLOCK_DEPTH": 16, "TILES": 1} | tile, {"num_stages": 1})
             for tile in ({"BLOCK_DIM": 32, "BLOCK_STATE": 128}, {"BLOCK_DIM": 64, "BLOCK_STATE": 64})
         ),
+        (triton_delta._commit_delta_kernel, DELTA, {"BLOCK_DIM": 32, "BLOCK_KEY": 128} | UNIT_DELTA, {}),
         (triton_conv._tree_conv_kernel, low | conv, taps, {}),
         (
             triton_conv._commit_conv_kernel,

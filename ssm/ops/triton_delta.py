@@ -1,0 +1,270 @@
+"""Triton kernels of ``ssm.ops.delta``: one program per row, head and tile of the head's value channels.
+
+Prefixes as in ``triton_scan``, whose loads and tile sizes these kernels share. The triangular system is solved level by
+level: all nodes with as many ancestors within their tile are computed by one matmul. The updates of earlier tiles are
+kept in global memory. The commit walks the path node by node, with its part of the state in registers.
+"""
+
+# Kernel arguments are pointers, scalars and constexprs, which have no Python types.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ssm.ops.triton_scan import (
+    _PRECISION,
+    _SCAN_DIM,
+    _SCAN_PART,
+    SCAN_STAGES,
+    _load,
+    _program,
+    _reach,
+    _read,
+    _tile,
+)
+
+_NODE_TILE = 16
+"""Nodes per tile; larger tiles spill registers."""
+
+
+def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
+    """See ``ssm.ops.tree_delta``."""
+    batch, nodes, heads, value_dim = v.shape
+    y = torch.empty(v.shape, device=v.device)
+    block_dim = max(16, min(triton.next_power_of_2(value_dim), _SCAN_DIM))
+    tiles = triton.cdiv(nodes, _NODE_TILE)
+    updates = torch.empty(v.shape, device=v.device) if tiles > 1 else y
+    ancestors = ancestors.view(torch.uint8)
+    _tree_delta_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
+        *(q, k, v, g, beta, state, ancestors, updates, y),
+        *(nodes, value_dim, k.shape[3], heads // k.shape[2]),
+        *(*q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride()),
+        *(*state.stride(), *ancestors.stride(), *y.stride()),
+        TILES=tiles,
+        BLOCK_NODES=_NODE_TILE,
+        BLOCK_DIM=block_dim,
+        BLOCK_PART=max(16, min(triton.next_power_of_2(k.shape[3]), _SCAN_PART)),
+        num_stages=SCAN_STAGES,
+    )
+    return y
+
+
+def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
+    """See ``ssm.ops.commit_delta``."""
+    batch, _, heads, value_dim = v.shape
+    block_key, block_dim = _tile(value_dim, k.shape[3])
+    _commit_delta_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
+        *(k, v, g, beta, state, path),
+        *(path.shape[1], value_dim, k.shape[3], heads // k.shape[2]),
+        *(*k.stride(), *v.stride(), *g.stride(), *beta.stride(), *state.stride(), *path.stride()),
+        BLOCK_DIM=block_dim,
+        BLOCK_KEY=block_key,
+    )
+
+
+@triton.jit
+def _overlap(
+    rows,
+    i_to,
+    m_to,
+    r_node,
+    r_key,
+    k,
+    other,
+    nodes,
+    k_node,
+    k_key,
+    key_dim,
+    b_decay,
+    BLOCK_NODES: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+):
+    """Decayed products of a tile's keys or queries with the keys of another tile: (nodes, nodes) float32."""
+    i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+    m_on = i_on < nodes
+    return b_decay * _read(
+        rows, i_to, m_to, r_node, r_key, k, i_on, m_on, k_node, k_key, key_dim, BLOCK_NODES, BLOCK_PART, _PRECISION
+    )
+
+
+@triton.jit
+def _decay(ancestors, g, b_reach, i_to, m_to, other, nodes, g_node, m_i, m_j, BLOCK_NODES: tl.constexpr):
+    """Decay from the nodes of another tile to those of this one, 0 from non-ancestors; and whether they are such."""
+    i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+    m_pair = m_to[:, None] & (i_on < nodes)[None, :]
+    b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
+    b_from = _reach(1.0, g, ancestors, other, nodes, g_node, m_i, m_j, BLOCK_NODES)
+    # Mask before exp, which could overflow between nodes of different paths.
+    return tl.exp(tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))), b_pair
+
+
+@triton.jit
+def _tree_delta_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state,
+    ancestors,
+    updates,
+    y,
+    nodes,
+    value_dim,
+    key_dim,
+    per_group,
+    q_row,
+    q_node,
+    q_group,
+    q_key,
+    k_row,
+    k_node,
+    k_group,
+    k_key,
+    v_row,
+    v_node,
+    v_head,
+    v_dim,
+    g_row,
+    g_node,
+    g_head,
+    b_row,
+    b_node,
+    b_head,
+    s_row,
+    s_head,
+    s_key,
+    s_dim,
+    m_row,
+    m_i,
+    m_j,
+    y_row,
+    y_node,
+    y_head,
+    y_dim,
+    TILES: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+):
+    i_row, i_head, i_dim, m_dim = _program(value_dim, BLOCK_DIM)
+    i_group = i_head // per_group
+    q += i_row * q_row + i_group * q_group
+    k += i_row * k_row + i_group * k_group
+    v += i_row * v_row + i_head * v_head
+    g += i_row * g_row + i_head * g_head
+    beta += i_row * b_row + i_head * b_head
+    state += i_row * s_row + i_head.to(tl.int64) * s_head
+    ancestors += i_row * m_row
+    updates += i_row * y_row + i_head * y_head
+    y += i_row * y_row + i_head * y_head
+
+    for tile in range(TILES):
+        i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+        m_to = i_to < nodes
+        b_reach = _reach(1.0, g, ancestors, tile, nodes, g_node, m_i, m_j, BLOCK_NODES)
+        b_start = tl.exp(b_reach.to(tl.float32))[:, None]
+        b_right = _load(v, i_to, m_to, v_node, i_dim, m_dim, v_dim)
+        b_right -= b_start * _read(
+            k, i_to, m_to, k_node, k_key, state, i_dim, m_dim, s_dim, s_key, key_dim, BLOCK_DIM, BLOCK_PART, _PRECISION
+        )
+        b_y = b_start * _read(
+            q, i_to, m_to, q_node, q_key, state, i_dim, m_dim, s_dim, s_key, key_dim, BLOCK_DIM, BLOCK_PART, _PRECISION
+        )
+        for other in range(tile):
+            b_decay, _ = _decay(ancestors, g, b_reach, i_to, m_to, other, nodes, g_node, m_i, m_j, BLOCK_NODES)
+            i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+            b_update = _load(updates, i_on, i_on < nodes, y_node, i_dim, m_dim, y_dim)
+            b_weight = _overlap(
+                k, i_to, m_to, k_node, k_key, k, other, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
+            )
+            b_right -= tl.dot(b_weight, b_update, input_precision=_PRECISION)
+            b_weight = _overlap(
+                q, i_to, m_to, q_node, q_key, k, other, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
+            )
+            b_y = tl.dot(b_weight, b_update, b_y, input_precision=_PRECISION)
+
+        b_decay, b_pair = _decay(ancestors, g, b_reach, i_to, m_to, tile, nodes, g_node, m_i, m_j, BLOCK_NODES)
+        b_beta = tl.load(beta + i_to * b_node, mask=m_to, other=0.0)[:, None]
+        b_right *= b_beta
+        b_weight = b_beta * _overlap(
+            k, i_to, m_to, k_node, k_key, k, tile, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
+        )
+        b_level = tl.sum(b_pair.to(tl.int32), axis=1)  # ancestors of a node, itself included
+        b_update = tl.where((b_level == 1)[:, None], b_right, 0.0)
+        for level in range(2, tl.max(b_level) + 1):
+            b_next = b_right - tl.dot(b_weight, b_update, input_precision=_PRECISION)
+            b_update = tl.where((b_level == level)[:, None], b_next, b_update)
+        b_weight = _overlap(
+            q, i_to, m_to, q_node, q_key, k, tile, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
+        )
+        b_y = tl.dot(b_weight, b_update, b_y, input_precision=_PRECISION)
+
+        m_y = m_to[:, None] & m_dim[None, :]
+        tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
+        if tile < TILES - 1:
+            tl.store(updates + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_update, mask=m_y)
+            tl.debug_barrier()  # other threads read them
+
+
+@triton.jit
+def _commit_delta_kernel(
+    k,
+    v,
+    g,
+    beta,
+    state,
+    path,
+    depth,
+    value_dim,
+    key_dim,
+    per_group,
+    k_row,
+    k_node,
+    k_group,
+    k_key,
+    v_row,
+    v_node,
+    v_head,
+    v_dim,
+    g_row,
+    g_node,
+    g_head,
+    b_row,
+    b_node,
+    b_head,
+    s_row,
+    s_head,
+    s_key,
+    s_dim,
+    p_row,
+    p_depth,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+):
+    i_row, i_head, i_dim, m_dim = _program(value_dim, BLOCK_DIM)
+    i_key = tl.arange(0, BLOCK_KEY)
+    m_key = i_key < key_dim
+    k += i_row * k_row + (i_head // per_group) * k_group
+    v += i_row * v_row + i_head * v_head
+    g += i_row * g_row + i_head * g_head
+    beta += i_row * b_row + i_head * b_head
+    path += i_row * p_row
+
+    m_tile = m_key[:, None] & m_dim[None, :]
+    p_tile = state + i_row * s_row + i_head.to(tl.int64) * s_head + i_key[:, None] * s_key + i_dim[None, :] * s_dim
+    b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
+    for i_depth in range(depth):
+        i_node = tl.load(path + i_depth * p_depth)
+        kept = (i_node >= 0).to(tl.float32)  # padding neither decays nor updates
+        i_node = tl.maximum(i_node, 0)
+        b_k = tl.load(k + i_node * k_node + i_key * k_key, mask=m_key, other=0.0).to(tl.float32)
+        b_v = tl.load(v + i_node * v_node + i_dim * v_dim, mask=m_dim, other=0.0).to(tl.float32)
+        b_tile *= tl.exp(tl.load(g + i_node * g_node) * kept)
+        b_update = (b_v - tl.sum(b_tile * b_k[:, None], axis=0)) * (tl.load(beta + i_node * b_node) * kept)
+        b_tile += b_k[:, None] * b_update[None, :]
+    tl.store(p_tile, b_tile, mask=m_tile)
