@@ -18,7 +18,7 @@ def test_interpreted_kernels_agree_with_loops():
 
 def test_interpreted_kernels_say_what_generate_says():
     """Whole answers: every pass of the target, and of the drafter, goes through the kernels."""
-    llava, bamba = run("tests.mmspec.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
+    llava, *hybrids = run("tests.mmspec.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
     assert [part.split("=")[0] for part in llava.split()] == [
         "llava",
         "compact_kv",
@@ -28,8 +28,10 @@ def test_interpreted_kernels_say_what_generate_says():
         "top_log_probs",
         "tree_attention",
     ]
-    scans = ["commit_conv", "commit_scan", "compact_kv", "follow", "tree_attention", "tree_conv", "tree_scan"]
-    assert [part.split("=")[0] for part in bamba.split()] == ["bamba", *scans]
+    for hybrid, model, scan in zip(hybrids, ("bamba", "olmo_hybrid"), ("scan", "delta"), strict=True):
+        own = [f"{part}_{op}" for part in ("commit", "tree") for op in ("conv", scan)]
+        ran = sorted([*own, "compact_kv", "follow", "tree_attention"])
+        assert [part.split("=")[0] for part in hybrid.split()] == [model, *ran]
 
 
 def test_kernels_compile_without_a_gpu(tmp_path):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec.speculation.tree import TokenTree
 from ssm import ops
@@ -242,6 +244,24 @@ _empty = torch.empty
 
 def _nan_filled(*args: object, **options: object) -> Tensor:
     return _empty(*args, **options).fill_(torch.nan)  # type: ignore[call-overload, no-any-return]
+
+
+class Allocations(TorchDispatchMode):
+    """The sizes, in elements, of what operations allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def storages(values: Any) -> dict[int, Tensor]:
+            flat = torch.utils._pytree.tree_leaves(values)
+            return {t.untyped_storage().data_ptr(): t for t in flat if isinstance(t, Tensor)}
+
+        result = func(*args, **(kwargs or {}))
+        known = storages([args, kwargs])
+        self.sizes += [t.untyped_storage().nbytes() // 4 for p, t in storages(result).items() if p not in known]
+        return result
 
 
 def main() -> int:

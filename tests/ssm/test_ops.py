@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec.speculation.tree import TokenTree
 from ssm import ops
 from ssm.ops import reference, scan
-from tests.ssm.ops_grid import CASES, CHECKS, Case, check_tree, draw, paths_to
+from tests.ssm.ops_grid import CASES, CHECKS, Allocations, Case, check_tree, draw, paths_to
 
 
 @pytest.fixture(autouse=True)
@@ -98,30 +97,12 @@ def test_great_sums_along_a_path_keep_small_differences():
     torch.testing.assert_close(state, after, rtol=2e-6, atol=0.05)
 
 
-class _Allocations(TorchDispatchMode):
-    """The sizes, in elements, of what operations allocate."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        def storages(values):
-            flat = torch.utils._pytree.tree_leaves(values)
-            return {t.untyped_storage().data_ptr(): t for t in flat if isinstance(t, torch.Tensor)}
-
-        result = func(*args, **(kwargs or {}))
-        known = storages([args, kwargs])
-        self.sizes += [t.untyped_storage().nbytes() // 4 for p, t in storages(result).items() if p not in known]
-        return result
-
-
 def test_nothing_of_the_size_of_a_state_is_allocated():
     case = Case(batch=1, nodes=16, heads=8, head_dim=64, state=128, strided=False)
     i = draw(case)
-    with _Allocations() as scanned:
+    with Allocations() as scanned:
         ops.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, i.tree.ancestors)
-    with _Allocations() as committed:
+    with Allocations() as committed:
         ops.commit_scan(i.x, i.dt, i.a, i.b, i.state, i.deepest)
     outputs = case.nodes * case.heads * case.head_dim
     assert 0 < max(scanned.sizes) <= outputs

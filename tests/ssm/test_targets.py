@@ -1,4 +1,4 @@
-"""Models with Mamba-2 layers as targets, against transformers' own passes, in one go and token by token."""
+"""Models with recurrent layers as targets, against transformers' own passes, in one go and token by token."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
-from eval.decoding.tiny_models import HYBRID_CONFIGS, text_inputs, text_model
+from eval.decoding.tiny_models import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.ops import kernels
 from mmspec.targets.support import cache_argument
@@ -124,7 +124,7 @@ def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
     assert len(set(reference[0, length:].tolist())) > 5
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1", "qwen3_next"])
 def test_inside_generate(name):
     model, inputs = shared_model(name), text_inputs(3, 9)
     options = dict(max_new_tokens=12, do_sample=False, repetition_penalty=1.2)
@@ -133,7 +133,7 @@ def test_inside_generate(name):
     assert torch.equal(hooked, reference)
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "olmo_hybrid"])
 def test_a_filled_cache_is_refused(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7]])
     _, cache = decoded(model, ids, [8])
@@ -144,7 +144,7 @@ def test_a_filled_cache_is_refused(name):
         )
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5_text"])
 def test_half_precision(name):
     """bfloat16: each token is almost the best after those before it, by transformers' own pass over the answer."""
     model = text_model(name).bfloat16()
@@ -206,7 +206,7 @@ def test_no_drafts_after_several_were_accepted(name):
     assert_same_states(target, 0, cache)
 
 
-@pytest.mark.parametrize("name", ["bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1", *GATED_DELTA_CONFIGS])
 def test_rows_accept_different_lengths(name):
     """Left-padded rows of different length, one of which keeps nothing from the second step on."""
     model, inputs = shared_model(name), text_inputs(3, 8)
@@ -232,8 +232,9 @@ def test_rows_accept_different_lengths(name):
         assert_same_states(target, b, decoded(model, row_of(inputs, b)["input_ids"], said[b])[1])
 
 
-def test_what_is_not_committed_leaves_no_trace():
-    model, ids = shared_model("bamba"), torch.tensor([[5, 6, 7, 8]])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text"])
+def test_what_is_not_committed_leaves_no_trace(name):
+    model, ids = shared_model(name), torch.tensor([[5, 6, 7, 8]])
     target = TransformersTarget(model)
     target.prefill(Prompt(ids), 32)
     states = target.cache._conv.data, target.cache._state.data
@@ -244,7 +245,7 @@ def test_what_is_not_committed_leaves_no_trace():
         assert all(torch.equal(a, b) for a, b in zip(before, states, strict=True))
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "zamba2"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "zamba2", "qwen3_5_text"])
 @pytest.mark.parametrize("static", [False, True])
 def test_sequences_join_and_leave(name, static, monkeypatch):
     """Those that stay go on from their own states, in whatever order."""
@@ -275,8 +276,9 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
         rows = [rows[row] for row in kept]
 
 
-def test_layers_are_committed_alike_one_by_one_and_together(monkeypatch):
-    target, kept = TransformersTarget(shared_model("bamba")), []
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text"])
+def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
+    target, kept = TransformersTarget(shared_model(name)), []
     for entries in (1, 1 << 10, 1 << 30):
         monkeypatch.setattr("ssm.cache._COMMIT_ELEMENTS", entries)
         target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 32)
@@ -304,13 +306,14 @@ def test_nodes_behind_uncommitted_ones_are_refused():
 # ---------------------------------------------------------------------- sampling
 
 
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text"])
 @torch.inference_mode()
-def test_samples_are_distributed_as_plain_ones():
+def test_samples_are_distributed_as_plain_ones(name):
     """Every outcome of a sampled step on a hybrid, and of what follows it: the target's own distribution of three
     tokens."""
     vocab = 5
     torch.manual_seed(0)
-    config = HYBRID_CONFIGS["bamba"]()
+    config = HYBRID_CONFIGS[name]()
     config.vocab_size = vocab
     model = AutoModelForCausalLM.from_config(config).eval()
     prompt, root = [1, 2, 3], 4

@@ -31,7 +31,7 @@ _UNBUILT = (
     *("glm_moe_dsa", "kimi_linear", "musicgen", "musicgen_melody", "nemotron", "qwen4_exp", "qwen4_exp_text"),
     *("reformer", "xlstm", "xmod"),
 )
-_EQUAL = ("mamba2", "moshi", "llama", "gpt2", "gemma2", "olmoe")
+_EQUAL = ("mamba2", "moshi", "llama", "gpt2", "gemma2", "olmoe", "qwen3_next", "olmo_hybrid")
 _REFUSED = ("git", "electra", "rembert", "bert", "xlm", "rwkv")
 
 
