@@ -11,9 +11,9 @@ from eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, s
 from mmspec.targets.transformers_target import TransformersTarget
 
 
-@pytest.fixture(scope="module")
-def model():
-    return shape_model("tiny", torch.float32)
+@pytest.fixture(scope="module", params=["tiny", "delta-tiny"])
+def model(request):
+    return shape_model(request.param, torch.float32)
 
 
 def test_a_binary_tree():
