@@ -1,1 +1,1 @@
-"""State-space side of mmspec: Mamba-2 and hybrid targets, their tree operations, drafters and training."""
+"""Recurrent side of mmspec: targets with Mamba-2 or Gated DeltaNet layers, their tree operations, drafters and training."""
