@@ -1,1 +1,1 @@
-"""Recurrent side of mmspec: targets with Mamba-2 or Gated DeltaNet layers, their tree operations, drafters and training."""
+"""Recurrent side of mmspec: Mamba-2 and Gated DeltaNet targets, their tree operations, drafters and training."""

@@ -38,7 +38,7 @@ _LARGE = Architecture(width=768, layers=12, attention=(3, 9), heads=12, kv_heads
 _LARGER = replace(_LARGE, width=1280, layers=18, attention=(5, 14), heads=20, mamba_heads=40, mlp=3584)
 
 
-def _gated_delta(**sizes: int) -> Qwen3_5TextConfig:
+def _gated_delta(**sizes: Any) -> Qwen3_5TextConfig:
     """A small Qwen3.5: three of four layers are Gated DeltaNet."""
     return Qwen3_5TextConfig(num_key_value_heads=1, tie_word_embeddings=True, max_position_embeddings=8192, **sizes)
 

@@ -41,7 +41,7 @@ class _SnapshotCache(StateCache):
         self.parents = torch.where(reach.tril(-1), before, -1).amax(-1)[0].tolist()
         return super().arguments(reach)
 
-    def scan(  # type: ignore[override]
+    def scan(
         self,
         x: Tensor,
         dt: Tensor,
