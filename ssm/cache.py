@@ -63,7 +63,7 @@ class StateCache(TreeCache):
 
     Args:
         num_layers: layers of the model.
-        recurrence: the class of their recurrence.
+        recurrence: the class of their recurrence; None for convolutions alone.
         recurrent: indices of layers with a recurrent state.
         attending: indices of layers with keys and values; a layer may have both.
         reserve: KV slots to allocate.
@@ -73,7 +73,7 @@ class StateCache(TreeCache):
     def __init__(
         self,
         num_layers: int,
-        recurrence: Callable[[int], Recurrence],
+        recurrence: Callable[[int], Recurrence] | None,
         recurrent: Sequence[int],
         *,
         attending: Sequence[int],
@@ -82,7 +82,7 @@ class StateCache(TreeCache):
     ) -> None:
         super().__init__(num_layers, reserve=reserve, attending=attending, in_place=in_place)
         self._place = {layer: place for place, layer in enumerate(recurrent)}
-        self._recurrence = recurrence(len(recurrent))
+        self._recurrence = recurrence(len(recurrent)) if recurrence is not None else None
         nothing: list[Any] = [None] * len(recurrent)
         self._convolutions = _Convolutions(nothing[:], nothing[:])
         self._conv = RowTensor(in_place)  # (rows, layers, channels, width - 1)
@@ -114,6 +114,8 @@ class StateCache(TreeCache):
             (batch, channels, _), width = conv_states.shape, conv_kernel_size - 1
             if not self._conv.rows:
                 self._conv.append(conv_states.new_zeros(batch, len(self._place), channels, width))
+                if self._recurrence is None:
+                    self._state.append(conv_states.new_zeros(batch, 0))
             last = conv_states[:, :, -width:]
             self._conv.data[:, place, :, width - last.shape[2] :] = last
         return conv_states
@@ -165,6 +167,7 @@ class StateCache(TreeCache):
     def scan(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
         """Replaces the mixer's scan; there is no final state."""
         assert self._tree is not None
+        assert self._recurrence is not None
         self._calls += 1
         ancestors = self._tree.ancestors
         state = self._state.data[: len(ancestors), self._current]
@@ -220,33 +223,46 @@ class StateCache(TreeCache):
 
     def _absorb(self, path: Tensor) -> None:
         """Update the states along each row's path, (batch, depth) padded with -1."""
-        if self._calls != 2 * len(self._place):
+        expected = len(self._place) * (1 if self._recurrence is None else 2)
+        if self._calls != expected:
             # A mixer that bypasses the replaced functions treats the tree as a sequence: wrong logits.
             raise RuntimeError(
-                f"each recurrent layer must call its convolution and its scan once per verify pass: expected "
-                f"{2 * len(self._place)} calls, received {self._calls}"
+                "each recurrent layer must call its convolution, and its scan if it has one, once per verify pass: "
+                f"expected {expected} calls, received {self._calls}"
             )
         assert self._inputs is not None
-        assert self._gates is not None
         (batch, depth), (channels, width) = path.shape, self._convolutions.weight[0].shape
-        heads, *shape = self._state.data.shape[2:]
-        step = torch.arange(depth, device=path.device)
-        chain = torch.where(path >= 0, step, -1)
-        window = (step[:, None] + torch.arange(width, device=path.device)).expand(batch, -1, -1)
+        chain = torch.where(path >= 0, torch.arange(depth, device=path.device), -1)
         at = torch.arange(batch, device=path.device)[:, None], path.clamp(min=0)
         for part in self._parts(batch * (depth + width) * channels):
-            layers = part.stop - part.start
-            weight, bias = self._convolutions.concatenated(part)
             inputs = self._inputs[part][:, *at].permute(1, 2, 0, 3).flatten(2)  # (batch, depth, layers * channels)
-            conv = self._conv.data[:batch, part].view(batch, layers * channels, -1)
-            y = tree_conv(inputs, conv, weight, bias, window, self._convolutions.activation)
-            gates = self._gates[part][:, *at].permute(1, 2, 0, 3)
-            state = self._state.data[:batch, part].view(batch, layers * heads, *shape)
-            contiguous = state.contiguous()  # a copy if layers are split and there are several rows
-            self._recurrence.commit(part, y.unflatten(2, (layers, channels)), gates, contiguous, chain)
-            if contiguous is not state:
-                state.copy_(contiguous)
+            conv = self._conv.data[:batch, part].view(batch, inputs.shape[2], -1)
+            if self._recurrence is not None:
+                self._advance(self._recurrence, part, inputs, conv, chain, at)
             commit_conv(inputs, conv, chain)
+
+    def _advance(
+        self,
+        recurrence: Recurrence,
+        part: slice,
+        inputs: Tensor,
+        conv: Tensor,
+        chain: Tensor,
+        at: tuple[Tensor, Tensor],
+    ) -> None:
+        """Advance the recurrent states of some layers; ``at`` indexes rows and path nodes."""
+        assert self._gates is not None
+        (batch, depth), width = chain.shape, self._convolutions.weight[0].shape[1]
+        window = torch.arange(depth, device=chain.device)[:, None] + torch.arange(width, device=chain.device)
+        weight, bias = self._convolutions.concatenated(part)
+        y = tree_conv(inputs, conv, weight, bias, window.expand(batch, -1, -1), self._convolutions.activation)
+        states = self._state.data[:batch, part]  # (batch, layers, heads, ...)
+        state = states.view(batch, -1, *states.shape[3:])
+        contiguous = state.contiguous()  # a copy if layers are split and there are several rows
+        gates = self._gates[part][:, *at].permute(1, 2, 0, 3)
+        recurrence.commit(part, y.unflatten(2, (states.shape[1], -1)), gates, contiguous, chain)
+        if contiguous is not state:
+            state.copy_(contiguous)
 
     def _parts(self, entries: int) -> Iterator[slice]:
         """Slices of layers to batch in a commit; ``entries`` is the number of elements per layer."""

@@ -1,6 +1,6 @@
 """Tree verification for transformers' recurrent layers, with unmodified mixers.
 
-The mixers of these modelling files call two module-level functions: the causal convolution and the chunked scan. Both
+The mixers of these modelling files call module-level functions: the causal convolution and mostly a chunked scan. They
 are replaced by dispatchers during passes of a target. Calls with a keyword argument that only verify passes have go to
 the ``StateCache``; others, of other threads too, to transformers' own function, with whatever kernels are installed.
 """
@@ -25,11 +25,13 @@ from mmspec.errors import UserError
 from ssm.cache import STATES, StateCache
 from ssm.recurrences import GatedDelta, Mamba2, Recurrence
 
-_CONV = {"causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))}
+_CONV: dict[str, tuple[str, tuple[str, ...]]] = {
+    "causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))
+}
 """Replaced functions: the ``StateCache`` method, and the parameters that it requires."""
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
-_RECURRENT, _BOTH = "linear_attention", "hybrid"
+_RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"
 
 _LOCK = threading.Lock()
 _PASSES: Counter[ModuleType] = Counter()  # that run now
@@ -40,15 +42,15 @@ class RecurrentLayers:
 
     Attributes:
         families: model types of the text configurations.
-        recurrence: what the layers compute.
+        recurrence: what the layers compute after their convolution, if anything.
 
     Raises:
         UserError: the installed transformers lacks a required function or method.
     """
 
     families: ClassVar[tuple[str, ...]]
-    recurrence: ClassVar[type[Recurrence]]
-    kinds = frozenset({_RECURRENT, _BOTH, "full_attention", "moe", "mlp"})
+    recurrence: ClassVar[type[Recurrence] | None]
+    kinds = frozenset({_RECURRENT, _BOTH, _CONVOLVED, "full_attention", "moe", "mlp"})
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.get_decoder()
@@ -56,7 +58,7 @@ class RecurrentLayers:
         _check(self._module, self.recurrence)
         types = list(decoder.config.layer_types)
         self._layers = len(types)
-        self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH)]
+        self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH, _CONVOLVED)]
         self._attending = [layer for layer, kind in enumerate(types) if kind in ("full_attention", _BOTH)]
         self.attends = bool(self._attending)
 
@@ -92,11 +94,18 @@ class GatedDeltaNetLayers(RecurrentLayers):
     recurrence = GatedDelta
 
 
-def _functions(recurrence: type[Recurrence]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    return _CONV | {recurrence.function: ("scan", recurrence.parameters)}
+class ShortConvolutionLayers(RecurrentLayers):
+    """Short convolutions alone."""
+
+    families = ("lfm2", "lfm2_moe")
+    recurrence = None
 
 
-def _check(module: ModuleType, recurrence: type[Recurrence]) -> None:
+def _functions(recurrence: type[Recurrence] | None) -> dict[str, tuple[str, tuple[str, ...]]]:
+    return _CONV if recurrence is None else _CONV | {recurrence.function: ("scan", recurrence.parameters)}
+
+
+def _check(module: ModuleType, recurrence: type[Recurrence] | None) -> None:
     lacking = [f"Cache.{name}" for name in _CACHE_METHODS if not hasattr(Cache, name)]
     for name, (_, needed) in _functions(recurrence).items():
         function = getattr(module, name, None)
@@ -104,14 +113,15 @@ def _check(module: ModuleType, recurrence: type[Recurrence]) -> None:
         if missing := [parameter for parameter in needed if parameter not in taken]:
             lacking.append(f"{name}({', '.join(missing)})")
     if lacking:
+        name = recurrence.name if recurrence is not None else "convolution"
         raise UserError(
-            f"tree verification of {recurrence.name} layers requires {', '.join(lacking)} in {module.__name__}: "
+            f"tree verification of {name} layers requires {', '.join(lacking)} in {module.__name__}: "
             f"not found in transformers {transformers.__version__}"
         )
 
 
 @contextmanager
-def _dispatching(module: ModuleType, recurrence: type[Recurrence]) -> Iterator[None]:
+def _dispatching(module: ModuleType, recurrence: type[Recurrence] | None) -> Iterator[None]:
     """Replaces a modelling file's functions by dispatchers during a pass. Passes of several threads may overlap."""
     functions = _functions(recurrence)
     with _LOCK:

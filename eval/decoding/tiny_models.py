@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
@@ -132,8 +134,22 @@ GATED_DELTA_CONFIGS: dict[str, Any] = {
 }
 """Models with Gated DeltaNet layers: with fewer keys than values per layer, and as many (OLMo-Hybrid)."""
 
+CONVOLUTION_CONFIGS: dict[str, Any] = {
+    "lfm2": lambda: _shrink(Lfm2Config, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
+    "lfm2_moe": lambda: _shrink(
+        Lfm2MoeConfig,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention"] * 2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+}
+"""Models with short convolutions as the only other layers."""
+
 HYBRID_CONFIGS: dict[str, Any] = {
     **GATED_DELTA_CONFIGS,
+    **CONVOLUTION_CONFIGS,
     "mamba2": lambda: _shrink(
         Mamba2Config, num_hidden_layers=3, head_dim=16, num_heads=6, n_groups=2, state_size=8, chunk_size=8
     ),

@@ -12,14 +12,15 @@ from mmspec import UserError, plugins
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
-from ssm.layers import GatedDeltaNetLayers, Mamba2Layers, _check, _dispatching, _functions
+from ssm.layers import GatedDeltaNetLayers, Mamba2Layers, ShortConvolutionLayers, _check, _dispatching, _functions
 from ssm.recurrences import Mamba2
 from tests.tiny import random_tree, shared_model
 
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
 
 
-RECURRENT = {family: layers for layers in (Mamba2Layers, GatedDeltaNetLayers) for family in layers.families}
+PLUGINS = (Mamba2Layers, GatedDeltaNetLayers, ShortConvolutionLayers)
+RECURRENT = {family: layers for layers in PLUGINS for family in layers.families}
 
 
 def module_of(**functions):
@@ -80,26 +81,26 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
         _check(module_of(), Mamba2)
 
 
-@pytest.mark.parametrize("function", [0, 1])
-@pytest.mark.parametrize("name", ["bamba", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    ("name", "function", "expected", "received"),
+    [("bamba", 0, 6, 3), ("bamba", 1, 6, 3), ("olmo_hybrid", 0, 6, 3), ("olmo_hybrid", 1, 6, 3), ("lfm2", 0, 2, 0)],
+)
 @torch.inference_mode()
-def test_mixers_that_go_another_way_are_noticed(name, function, monkeypatch):
+def test_mixers_that_go_another_way_are_noticed(name, function, expected, received, monkeypatch):
     target = TransformersTarget(shared_model(name))
-    functions = _functions(RECURRENT[name].recurrence)
+    functions = dict(_functions(RECURRENT[name].recurrence))
     del functions[list(functions)[function]]
     monkeypatch.setattr("ssm.layers._functions", lambda recurrence: functions)
     target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
-    with pytest.raises(RuntimeError, match=r"once per verify pass: expected 6 calls, received 3$"):
+    with pytest.raises(RuntimeError, match=f"once per verify pass: expected {expected} calls, received {received}$"):
         target.commit_nodes(torch.tensor([[0]]), [[0]])
 
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_families(family):
     model = shared_model(family)
-    assert [plugin.supports(model.config) for plugin in (Mamba2Layers, GatedDeltaNetLayers)] == [
-        plugin is RECURRENT[family] for plugin in (Mamba2Layers, GatedDeltaNetLayers)
-    ]
+    assert [plugin.supports(model.config) for plugin in PLUGINS] == [plugin is RECURRENT[family] for plugin in PLUGINS]
     layers = plugins.layer_class(model.config)(model)
     assert type(layers) is RECURRENT[family]
     assert layers.attends == (family != "mamba2")

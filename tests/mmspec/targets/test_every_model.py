@@ -18,6 +18,7 @@ _CHANGES = {  # what the general cut leaves inconsistent
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16),
     "jamba": dict(num_hidden_layers=8),
+    "lfm2": dict(layer_types=["conv", _FULL] * 2),
     "lfm2_moe": dict(layer_types=["conv", _FULL] * 2),
     "mamba2": dict(num_heads=8),
     "ministral": dict(head_dim=16),
@@ -31,7 +32,7 @@ _UNBUILT = (
     *("glm_moe_dsa", "kimi_linear", "musicgen", "musicgen_melody", "nemotron", "qwen4_exp", "qwen4_exp_text"),
     *("reformer", "xlstm", "xmod"),
 )
-_EQUAL = ("mamba2", "moshi", "llama", "gpt2", "gemma2", "olmoe", "qwen3_next", "olmo_hybrid")
+_EQUAL = ("mamba2", "moshi", "llama", "gpt2", "gemma2", "olmoe", "qwen3_next", "olmo_hybrid", "lfm2")
 _REFUSED = ("git", "electra", "rembert", "bert", "xlm", "rwkv")
 
 
