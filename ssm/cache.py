@@ -24,7 +24,8 @@ from ssm.ops import commit_conv, conv_window, tree_conv
 from ssm.recurrences import Recurrence
 
 STATES = "tree_states"
-"""Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers."""
+"""Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers; and attribute of a convolution's
+inputs, for mixers without keyword arguments."""
 
 _MIN_NODES = 64
 """Initial node capacity of in-place buffers."""
@@ -108,7 +109,7 @@ class StateCache(TreeCache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 4, **options: Any
     ) -> Tensor:
-        """Store the prompt's last inputs, (batch, channels, tokens); in a verify pass, only record the layer."""
+        """Store the prompt's last inputs, (batch, channels, tokens); in a verify pass, record the layer instead."""
         place = self._current = self._place[layer_idx]
         if self._tree is None:
             (batch, channels, _), width = conv_states.shape, conv_kernel_size - 1
@@ -118,6 +119,8 @@ class StateCache(TreeCache):
                     self._state.append(conv_states.new_zeros(batch, 0))
             last = conv_states[:, :, -width:]
             self._conv.data[:, place, :, width - last.shape[2] :] = last
+        else:
+            setattr(conv_states, STATES, self)
         return conv_states
 
     def update_recurrent_state(  # type: ignore[override]

@@ -145,7 +145,8 @@ def _dispatcher(original: Callable[..., Any], method: str) -> Callable[..., Any]
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        states = kwargs.pop(STATES, None)
+        # The mixers of LFM2 pass no keyword arguments in transformers 5.17: there the cache is on the inputs.
+        states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))
         return original(*args, **kwargs) if states is None else getattr(states, method)(*args, **kwargs)
 
     dispatch.without_tree = original  # type: ignore[attr-defined]

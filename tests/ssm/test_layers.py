@@ -2,7 +2,7 @@
 
 import inspect
 from contextlib import ExitStack
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +43,14 @@ def test_without_a_tree_everything_is_handed_on():
         assert module.mamba2_chunk_scan(x, 3, D=None, return_final_states=True, seq_idx=x) == "result"
         assert module.mamba2_chunk_scan(x, **{STATES: None}) == "result"
     assert seen == [((x, 3), {"D": None, "return_final_states": True, "seq_idx": x}), ((x,), {})]
+
+
+def test_a_mixer_without_keyword_arguments_has_the_cache_on_its_inputs():
+    """As LFM2's in transformers 5.17."""
+    module, x = module_of(), torch.zeros(1, 2, 3)
+    setattr(x, STATES, SimpleNamespace(conv=lambda *args, **kwargs: (args, kwargs)))
+    with _dispatching(module, None):
+        assert module.causal_conv1d_fn(x, 3, seq_idx=None) == ((x, 3), {"seq_idx": None})
 
 
 def test_functions_are_replaced_during_passes_only():
