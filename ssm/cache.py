@@ -25,7 +25,7 @@ from ssm.recurrences import Recurrence
 
 STATES = "tree_states"
 """Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers; and attribute of a convolution's
-inputs, for mixers without keyword arguments."""
+inputs, for mixers without keyword arguments, such as Mamba-1's."""
 
 _MIN_NODES = 64
 """Initial node capacity of in-place buffers."""

@@ -3,6 +3,7 @@
 The mixers of these modelling files call module-level functions: the causal convolution and mostly a chunked scan. They
 are replaced by dispatchers during passes of a target. Calls with a keyword argument that only verify passes have go to
 the ``StateCache``; others, of other threads too, to transformers' own function, with whatever kernels are installed.
+Mixers that pass no keyword arguments have the cache on the convolution's inputs, and their scan follows it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -23,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from ssm.cache import STATES, StateCache
-from ssm.recurrences import GatedDelta, Mamba2, Recurrence
+from ssm.recurrences import GatedDelta, Mamba1, Mamba2, Recurrence
 
 _CONV: dict[str, tuple[str, tuple[str, ...]]] = {
     "causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))
@@ -35,6 +37,8 @@ _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"
 
 _LOCK = threading.Lock()
 _PASSES: Counter[ModuleType] = Counter()  # that run now
+_CONVOLVED: ContextVar[StateCache | None] = ContextVar("_CONVOLVED", default=None)
+"""The cache of a thread's last convolution, for the scan that follows it."""
 
 
 class RecurrentLayers:
@@ -87,6 +91,13 @@ class Mamba2Layers(RecurrentLayers):
     recurrence = Mamba2
 
 
+class Mamba1Layers(RecurrentLayers):
+    """Mamba-1."""
+
+    families = ("mamba", "falcon_mamba", "jamba")
+    recurrence = Mamba1
+
+
 class GatedDeltaNetLayers(RecurrentLayers):
     """Gated DeltaNet."""
 
@@ -132,6 +143,7 @@ def _dispatching(module: ModuleType, recurrence: type[Recurrence] | None) -> Ite
     try:
         yield
     finally:
+        _CONVOLVED.set(None)
         with _LOCK:
             _PASSES[module] -= 1
             if not _PASSES[module]:
@@ -145,8 +157,12 @@ def _dispatcher(original: Callable[..., Any], method: str) -> Callable[..., Any]
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        # The mixers of LFM2 pass no keyword arguments in transformers 5.17: there the cache is on the inputs.
-        states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))
+        if method == "conv":
+            # The mixers of Mamba-1, and of LFM2 in transformers 5.17, pass no keyword arguments.
+            states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))
+            _CONVOLVED.set(states)
+        else:
+            states = kwargs.pop(STATES, _CONVOLVED.get())
         return original(*args, **kwargs) if states is None else getattr(states, method)(*args, **kwargs)
 
     dispatch.without_tree = original  # type: ignore[attr-defined]

@@ -12,7 +12,16 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ssm.ops import commit_delta, commit_scan, tree_delta, tree_scan
+from ssm.ops import (
+    Levels,
+    commit_delta,
+    commit_scan,
+    commit_selective,
+    tree_delta,
+    tree_levels,
+    tree_scan,
+    tree_selective,
+)
 
 
 class Recurrence(Protocol):
@@ -100,6 +109,62 @@ class Mamba2:
         x, b, _ = channels.split([inner, *[(channels.shape[3] - inner) // 2] * 2], dim=-1)
         x, b = x.reshape(batch, depth, -1, head_dim), b.reshape(batch, depth, -1, size)
         commit_scan(x, gates.flatten(2), self._stored_a[part].flatten(), b, state, path)
+
+
+class Mamba1:
+    """Mamba-1's selective scan, with its gate. State: (channels, state); gates: step sizes and B, (channels + state,).
+
+    Step sizes and B depend on the convolution's output by projections, and norms in Falcon-Mamba and Jamba, that belong
+    to the mixer: a commit reads them from the pass.
+    """
+
+    name: ClassVar[str] = "Mamba"
+    function: ClassVar[str] = "mamba_selective_scan"
+    parameters: ClassVar[tuple[str, ...]] = (
+        *("hidden_states", "dt", "A", "B", "C", "D", "z"),
+        *("delta_bias", "delta_softplus", "return_last_state"),
+    )
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._a: Tensor | None = None  # (layers, channels, state), copy for the commit
+        self._levels: Levels | None = None
+
+    def read(
+        self,
+        place: int,
+        state: Tensor,
+        ancestors: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        D: Tensor | None = None,  # noqa: N803
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Arguments and output are (batch, channels or state, nodes)."""
+        if place == 0:
+            self._levels = tree_levels(ancestors)
+        assert self._levels is not None
+        if self._a is None:
+            self._a = A.new_empty(self._layers, *A.shape)
+        self._a[place] = A.detach()
+        x, dt, b, c = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
+        dt = dt.float() if delta_bias is None else dt.float() + delta_bias
+        dt = torch.nn.functional.softplus(dt) if delta_softplus else dt
+        y = tree_selective(x, dt, A, b.unsqueeze(2), c.unsqueeze(2), D, state, self._levels)
+        if z is not None:
+            y *= torch.nn.functional.silu(z.transpose(1, 2).float())
+        return y.to(x.dtype).transpose(1, 2), torch.cat([dt, b.float()], dim=-1)
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        assert self._a is not None
+        dt, b = gates.split([channels.shape[3], state.shape[2]], dim=-1)
+        commit_selective(channels.flatten(2), dt.flatten(2), self._a[part].flatten(0, 1), b, state, path)
 
 
 class GatedDelta:

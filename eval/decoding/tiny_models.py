@@ -9,16 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BambaConfig,
     CLIPVisionConfig,
     FalconH1Config,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -147,7 +150,17 @@ CONVOLUTION_CONFIGS: dict[str, Any] = {
 }
 """Models with short convolutions as the only other layers."""
 
+SELECTIVE_CONFIGS: dict[str, Any] = {
+    "mamba": lambda: _shrink(transformers.MambaConfig, num_hidden_layers=3, state_size=8),
+    "falcon_mamba": lambda: _shrink(FalconMambaConfig, num_hidden_layers=3, state_size=8),
+    "jamba": lambda: _shrink(
+        JambaConfig, num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1, num_experts=4, mamba_d_state=8
+    ),
+}
+"""Models with Mamba-1 layers: alone, with norms of B, C and step sizes, and alternating with attention layers."""
+
 HYBRID_CONFIGS: dict[str, Any] = {
+    **SELECTIVE_CONFIGS,
     **GATED_DELTA_CONFIGS,
     **CONVOLUTION_CONFIGS,
     "mamba2": lambda: _shrink(
@@ -220,7 +233,7 @@ HYBRID_CONFIGS: dict[str, Any] = {
         embedding_multiplier=1.2,
     ),
 }
-"""Models with Gated DeltaNet layers, and with Mamba-2 layers: alone, alternating with attention layers, before shared
+"""All models with recurrent layers. Those of Mamba-2: alone, alternating with attention layers, before shared
 attention (Zamba2), and in one layer with attention (Falcon-H1); with one and two groups."""
 if FalconH1RMSNormGated(4)(torch.zeros(2, 1, 4)).ndim < 3:
     del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.17 loses an axis there, and decodes no batches
@@ -238,9 +251,9 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.A_log.data.uniform_(-4, 1)
-            module.dt_bias.data.normal_()
+            (module.dt_bias if hasattr(module, "dt_bias") else module.dt_proj.bias).data.normal_()
             module.conv1d.weight.data.normal_(std=0.5)
-            if hasattr(module, "D"):  # Mamba-2, not Gated DeltaNet
+            if hasattr(module, "D"):  # not Gated DeltaNet
                 module.D.data.normal_()
                 module.conv1d.bias.data.normal_(std=0.2)
     head = model.get_output_embeddings()

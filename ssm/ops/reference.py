@@ -1,7 +1,7 @@
 """Reference implementations of ``ssm.ops`` by loops over nodes.
 
-Papers: Mamba-2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464), whose recurrences these are; STree (arXiv
-2505.14969), which runs the first over a tree.
+Papers: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (arXiv 2412.06464) and Mamba (arXiv 2312.00752), whose recurrences
+these are; STree (arXiv 2505.14969), which runs the first over a tree.
 
     x      (batch, nodes, heads, head_dim)   X, the convolution's output
     dt     (batch, nodes, heads)             Delta, the step sizes, after softplus
@@ -27,7 +27,18 @@ Gated DeltaNet:
     S <- S + k (outer product) beta (v - S^T k)
     y  = S^T q
 
-It computes in the dtype of the state, float64 included.
+Mamba-1, for one channel with its own decays A = a (state,):
+
+    x, dt  (batch, nodes, channels)          X and Delta
+    a      (channels, state)                 A, one negative number per channel and state element
+    b, c   (batch, nodes, groups, state)     B and C, one pair for all channels of a group
+    d      (channels,)                       D
+    state  (batch, channels, state)          h, here S: one vector per channel
+
+    S <- exp(dt a) S + dt x B
+    y  = S . C + D x
+
+The last two compute in the dtype of the state, float64 included.
 
 Every node's state is materialised: a node starts from a copy of its parent's state, the root from the state before the
 tree. Signatures are those of ``ssm.ops``, with ``parents`` (batch, nodes), -1 at the root, instead of ``ancestors`` and
@@ -85,6 +96,30 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
                 state[row, head] = _corrected(state[row, head], k, v, g, beta, row, node, head)
 
 
+def tree_selective(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, parents: Tensor
+) -> Tensor:
+    """Output at every node, (batch, nodes, channels), in the dtype of the state."""
+    y = torch.empty(x.shape, dtype=state.dtype)
+    for row, channel in _pairs(x):
+        states: list[Tensor] = []
+        for node, parent in enumerate(parents[row].tolist()):
+            before = state[row, channel] if parent < 0 else states[parent]
+            states.append(_selected(before, x, dt, a, b, row, node, channel))
+            y[row, node, channel] = states[node] @ c[row, node, _group(channel, x, c)].to(state.dtype)
+            if d is not None:
+                y[row, node, channel] += d[channel] * x[row, node, channel].to(state.dtype)
+    return y
+
+
+def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
+    """Advance the state along each row's path, in place."""
+    for row, channel in _pairs(x):
+        for node in path[row].tolist():
+            if node >= 0:
+                state[row, channel] = _selected(state[row, channel], x, dt, a, b, row, node, channel)
+
+
 def tree_conv(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, parents: Tensor, activation: str | None = "silu"
 ) -> Tensor:
@@ -127,6 +162,13 @@ def _corrected(before: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ro
     )
     decayed = torch.exp(decay) * before
     return decayed + torch.outer(key, rate * (value - key @ decayed))
+
+
+def _selected(before: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, row: int, node: int, channel: int) -> Tensor:
+    """One channel's state after a node, (state,)."""
+    step = dt[row, node, channel].to(before.dtype)
+    entering = x[row, node, channel].to(before.dtype) * b[row, node, _group(channel, x, b)].to(before.dtype)
+    return torch.exp(step * a[channel].to(before.dtype)) * before + step * entering
 
 
 def _group(head: int, x: Tensor, b: Tensor) -> int:

@@ -101,6 +101,21 @@ class Inputs:
         return _inside_nan(self.state.transpose(2, 3).contiguous())
 
 
+    @property
+    def selective(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """x, dt, a, b, c and d of Mamba-1's scan: steps differ by channel, decays by channel and state element."""
+        per_head, size = self.x.shape[3], self.b.shape[3]
+        x = self.x.flatten(2)
+        dt = _strided(self.dt.repeat_interleave(per_head, 2) * x.float().sigmoid())
+        a = self.a.repeat_interleave(per_head)[:, None] * torch.linspace(0.01, 1.0, size, device=x.device)
+        return x, dt, a, self.b, self.c, None if self.d is None else self.d.repeat_interleave(per_head)
+
+    @property
+    def selective_state(self) -> Tensor:
+        """(batch, channels, state)"""
+        return _inside_nan(self.state.flatten(1, 2))
+
+
 def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
     """Random inputs. What lies around and between them in memory is NaN."""
     g = torch.Generator().manual_seed(seed)
@@ -208,7 +223,35 @@ def check_delta_commit(case: Case, device: str = "cpu") -> None:
         assert torch.equal(state[1].cpu(), on.delta_state[1])
 
 
-CHECKS = (check_tree, check_commit, check_delta, check_delta_commit)
+def check_selective(case: Case, device: str = "cpu") -> None:
+    """Mamba-1's scan at every node, against float64."""
+    i = draw(case, device)
+    state = i.selective_state
+    with patch("torch.empty", _nan_filled):
+        y = ops.tree_selective(*i.selective, state, ops.tree_levels(i.tree.ancestors))
+    on = _on_cpu(i)
+    expected = reference.tree_selective(*on.selective, on.selective_state.double(), on.tree.parents)
+    assert y.dtype == torch.float32
+    _close(y, expected.float(), case)
+    assert torch.equal(state, i.selective_state)
+
+
+def check_selective_commit(case: Case, device: str = "cpu") -> None:
+    """The state after the deepest path of each row, the second row having none, against float64."""
+    i = draw(case, device)
+    path = i.deepest.clone()
+    if case.batch > 1:
+        path[1] = -1
+    on, state = _on_cpu(i), i.selective_state
+    expected = on.selective_state.double()
+    ops.commit_selective(*i.selective[:4], state, path)
+    reference.commit_selective(*on.selective[:4], expected, path.cpu())
+    _close(state, expected.float(), case)
+    if case.batch > 1:
+        assert torch.equal(state[1].cpu(), on.selective_state[1])
+
+
+CHECKS = (check_tree, check_commit, check_delta, check_delta_commit, check_selective, check_selective_commit)
 
 
 def _close(found: Tensor, expected: Tensor, case: Case) -> None:

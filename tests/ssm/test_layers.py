@@ -12,14 +12,14 @@ from mmspec import UserError, plugins
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
-from ssm.layers import GatedDeltaNetLayers, Mamba2Layers, ShortConvolutionLayers, _check, _dispatching, _functions
+from ssm.layers import GatedDeltaNetLayers, Mamba1Layers, Mamba2Layers, ShortConvolutionLayers, _check, _dispatching, _functions
 from ssm.recurrences import Mamba2
 from tests.tiny import random_tree, shared_model
 
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
 
 
-PLUGINS = (Mamba2Layers, GatedDeltaNetLayers, ShortConvolutionLayers)
+PLUGINS = (Mamba1Layers, Mamba2Layers, GatedDeltaNetLayers, ShortConvolutionLayers)
 RECURRENT = {family: layers for layers in PLUGINS for family in layers.families}
 
 
@@ -111,5 +111,5 @@ def test_families(family):
     assert [plugin.supports(model.config) for plugin in PLUGINS] == [plugin is RECURRENT[family] for plugin in PLUGINS]
     layers = plugins.layer_class(model.config)(model)
     assert type(layers) is RECURRENT[family]
-    assert layers.attends == (family != "mamba2")
+    assert layers.attends == (family not in ("mamba", "falcon_mamba", "mamba2"))
     assert not Mamba2Layers.supports(shared_model("llama").config)

@@ -1,0 +1,161 @@
+"""Selective scan of Mamba-1 over a tree, level by level.
+
+Decays differ by channel and state element, so that no matmul over nodes replaces the recurrence. The states of a tile of
+channels at all nodes are temporaries; each level of the tree is computed from its parents' level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspec.ops import kernels
+from ssm.ops.decay import exp2
+
+_LARGE = {"cpu": 2**17}
+"""State elements of a tile at all nodes, by device: what stays in a CPU's cache."""
+
+_LARGE_ELSEWHERE = 2**24
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Order in which the nodes of a tree are computed; the same for all layers.
+
+    Attributes:
+        parents: (batch, nodes) int64, -1 at the root.
+        nodes: per level, its nodes as indices into (batch * nodes); empty if a kernel walks the tree.
+        slots: per level, the same nodes as indices into (batch * (1 + nodes)); the first slot of a row is its state.
+        sources: per level, the slots of their parents.
+    """
+
+    parents: Tensor
+    nodes: tuple[Tensor, ...] = ()
+    slots: tuple[Tensor, ...] = ()
+    sources: tuple[Tensor, ...] = ()
+
+
+def tree_levels(ancestors: Tensor) -> Levels:
+    """The levels of a tree, from (batch, nodes, nodes) bool: [i, j] is True if j is i or an ancestor of i."""
+    batch, nodes, _ = ancestors.shape
+    index = torch.arange(nodes, device=ancestors.device)
+    # The parent is the last proper ancestor, as parents precede their children.
+    parents = torch.where(ancestors.tril(-1), index, -1).amax(-1)
+    if kernels.in_use(ancestors.device) == "triton":
+        return Levels(parents)
+    row = torch.arange(batch, device=ancestors.device)[:, None]
+    if ancestors.device.type == "cpu":
+        depth = ancestors.sum(-1).flatten()
+        by_level = [(depth == level).nonzero()[:, 0] for level in range(1, int(depth.max()) + 1)]
+    else:  # node by node, without reading the tree on the host
+        by_level = list((row * nodes + index).unbind(1))
+    slots, sources = (row * (1 + nodes) + index + 1).flatten(), (row * (1 + nodes) + parents + 1).flatten()
+    return Levels(parents, tuple(by_level), *(tuple(one[at] for at in by_level) for one in (slots, sources)))
+
+
+def tree_selective(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: Levels
+) -> Tensor:
+    """Output of the selective scan at every node of a tree.
+
+    With S_p the state at the parent of node i, or the state before the tree at the root:
+
+        S_i = exp(dt_i a) S_p + dt_i x_i (x) B_i
+        y_i = S_i C_i + D x_i
+
+    Computed in float32 for any input dtype, in tiles of channels of a limited size.
+
+    Args:
+        x: (batch, nodes, channels).
+        dt: (batch, nodes, channels) float32, after bias and softplus.
+        a: (channels, state) float32, negative.
+        b, c: (batch, nodes, groups, state); groups divide channels, consecutive channels share a group.
+        d: (channels,) or None.
+        state: (batch, channels, state) float32, before the root; not modified.
+        levels: from ``tree_levels``.
+
+    Returns:
+        (batch, nodes, channels) float32.
+
+    Source: Mamba (arXiv 2312.00752), algorithm 2, whose sequence is a path of the tree.
+    """
+    _check(x, dt, a, b, state)
+    if kernels.in_use(x.device) == "triton":
+        from ssm.ops import triton_selective
+
+        return triton_selective.tree_selective(x, dt, a, b, c, d, state, levels.parents)
+    (batch, nodes, _), size = x.shape, b.shape[3]
+    y = torch.empty(x.shape, device=x.device)
+    for group, part in _tiles(x, b, batch * nodes * size):
+        step, rate = dt[:, :, part].flatten(0, 1).unsqueeze(2), _base2(a[part])
+        entering = (step * x[:, :, part].flatten(0, 1).unsqueeze(2)) * b[:, :, group].flatten(0, 1).unsqueeze(1)
+        states = torch.empty(batch, 1 + nodes, *rate.shape, device=x.device)
+        states[:, 0] = state[:, part]
+        states = states.flatten(0, 1)
+        for at, slot, source in zip(levels.nodes, levels.slots, levels.sources, strict=True):
+            decay = exp2(step.index_select(0, at) * rate)
+            now = entering.index_select(0, at).addcmul_(decay, states.index_select(0, source))
+            states.index_copy_(0, slot, now)
+        after = states.view(batch, 1 + nodes, *rate.shape)[:, 1:]
+        y[:, :, part] = torch.matmul(after, c[:, :, group].float().unsqueeze(3)).squeeze(3)
+    return y if d is None else y.addcmul_(x, d)
+
+
+def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
+    """Advance the state along a path, in place.
+
+    Args:
+        x, dt, a, b: as for ``tree_selective``.
+        state: (batch, channels, state) float32, contiguous; updated in place.
+        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
+
+    Raises:
+        ValueError: the state is not contiguous.
+
+    Source: Mamba (arXiv 2312.00752), algorithm 2.
+    """
+    _check(x, dt, a, b, state)
+    if not state.is_contiguous():
+        raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
+    if kernels.in_use(x.device) == "triton":
+        from ssm.ops import triton_selective
+
+        return triton_selective.commit_selective(x, dt, a, b, state, path)
+    row = torch.arange(len(path), device=path.device)[:, None]
+    x, dt, b = (t[row, path.clamp(min=0)].float() for t in (x, dt, b))
+    dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds
+    for group, part in _tiles(x, b, len(path) * b.shape[3]):
+        rate, tile = _base2(a[part]), state[:, part]
+        for step, one, entering in zip(*(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True):
+            tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * one).unsqueeze(2), entering.unsqueeze(1))
+
+
+def _tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]:
+    """Slices of channels within one group, given the elements that a channel takes."""
+    groups, channels = b.shape[2], x.shape[2] // b.shape[2]
+    tile = max(1, _LARGE.get(x.device.type, _LARGE_ELSEWHERE) // per_channel)
+    for group in range(groups):
+        for start in range(0, channels, tile):
+            first = group * channels
+            yield group, slice(first + start, first + min(start + tile, channels))
+
+
+def _base2(a: Tensor) -> Tensor:
+    return a * math.log2(math.e)
+
+
+def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor) -> None:
+    (batch, nodes, channels), (groups, size) = x.shape, b.shape[2:]
+    if channels % groups:
+        raise ValueError(f"groups must divide channels: got {groups} groups of {channels} channels")
+    if dt.shape != x.shape:
+        raise ValueError(f"dt must be (batch, nodes, channels) {(batch, nodes, channels)}: got {tuple(dt.shape)}")
+    if a.shape != (channels, size):
+        raise ValueError(f"a must be (channels, state) {(channels, size)}: got {tuple(a.shape)}")
+    expected = (batch, channels, size)
+    if state.shape != expected or state.dtype != torch.float32:
+        raise ValueError(f"state must be {expected} torch.float32: got {tuple(state.shape)} {state.dtype}")

@@ -1,0 +1,198 @@
+"""Triton kernels of ``ssm.ops.selective``: one program per row, group and tile of the group's channels.
+
+Prefixes as in ``triton_scan``. A program walks the nodes, parents first, with the states of its tile at all nodes in
+registers: tiles are small. A step selects the parent's state, and stores the node's output. The commit walks the path.
+"""
+
+# Kernel arguments are pointers, scalars and constexprs, which have no Python types.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TREE_TILE, _COMMIT_TILE = 32, 512
+"""State elements per program; those of the tree are the lanes of one warp, so that selecting a state needs no other."""
+
+
+def tree_selective(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, parents: Tensor
+) -> Tensor:
+    """See ``ssm.ops.tree_selective``."""
+    y = torch.empty(x.shape, device=x.device)
+    grid, per_group, tile = _launch(x, b, _TREE_TILE)
+    _tree_selective_kernel[grid](
+        *(x, dt, a, b, c, d, state, parents, y),
+        *(x.shape[1], per_group, b.shape[3]),
+        *(*x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), *state.stride()),
+        *(*parents.stride(), *y.stride()),
+        HAS_D=d is not None,
+        BLOCK_NODES=triton.next_power_of_2(x.shape[1]),
+        **tile,
+        num_warps=1,
+    )
+    return y
+
+
+def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
+    """See ``ssm.ops.commit_selective``."""
+    grid, per_group, tile = _launch(x, b, _COMMIT_TILE)
+    _commit_selective_kernel[grid](
+        *(x, dt, a, b, state, path),
+        *(path.shape[1], per_group, b.shape[3]),
+        *(*x.stride(), *dt.stride(), *a.stride(), *b.stride(), *state.stride(), *path.stride()),
+        **tile,
+    )
+
+
+def _launch(x: Tensor, b: Tensor, elements: int) -> tuple[tuple[int, int, int], int, dict[str, int]]:
+    """Grid, channels per group, and tile sizes: the full state dimension, and as many channels as fit."""
+    groups, size = b.shape[2:]
+    per_group, block_state = x.shape[2] // groups, triton.next_power_of_2(size)
+    block = max(1, min(triton.next_power_of_2(per_group), elements // block_state))
+    grid = (triton.cdiv(per_group, block), groups, x.shape[0])
+    return grid, per_group, {"BLOCK_CHANNELS": block, "BLOCK_STATE": block_state}
+
+
+@triton.jit
+def _program(per_group, size, BLOCK_CHANNELS: tl.constexpr, BLOCK_STATE: tl.constexpr):
+    """Row, group, channel and state indices of a program, and masks of the last two."""
+    i_group, i_state = tl.program_id(1), tl.arange(0, BLOCK_STATE)
+    i_in = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    i_channel = i_group.to(tl.int64) * per_group + i_in
+    return tl.program_id(2).to(tl.int64), i_group, i_channel, i_in < per_group, i_state, i_state < size
+
+
+@triton.jit
+def _vector(pointer, i, stride, m_i):
+    return tl.load(pointer + i * stride, mask=m_i, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tree_selective_kernel(
+    x,
+    dt,
+    a,
+    b,
+    c,
+    d,
+    state,
+    parents,
+    y,
+    nodes,
+    per_group,
+    size,
+    x_row,
+    x_node,
+    x_channel,
+    dt_row,
+    dt_node,
+    dt_channel,
+    a_channel,
+    a_state,
+    b_row,
+    b_node,
+    b_group,
+    b_state,
+    c_row,
+    c_node,
+    c_group,
+    c_state,
+    s_row,
+    s_channel,
+    s_state,
+    p_row,
+    p_node,
+    y_row,
+    y_node,
+    y_channel,
+    HAS_D: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_STATE: tl.constexpr,
+):
+    i_row, i_group, i_channel, m_channel, i_state, m_state = _program(per_group, size, BLOCK_CHANNELS, BLOCK_STATE)
+    x += i_row * x_row
+    dt += i_row * dt_row
+    b += i_row * b_row + i_group * b_group
+    c += i_row * c_row + i_group * c_group
+    parents += i_row * p_row
+    y += i_row * y_row
+
+    m_tile = m_channel[:, None] & m_state[None, :]
+    b_a = tl.load(a + i_channel[:, None] * a_channel + i_state[None, :] * a_state, mask=m_tile, other=0.0)
+    p_tile = state + i_row * s_row + i_channel[:, None] * s_channel + i_state[None, :] * s_state
+    b_start = tl.load(p_tile, mask=m_tile, other=0.0)
+    if HAS_D:
+        b_d = _vector(d, i_channel, 1, m_channel)
+    i_slot = tl.arange(0, BLOCK_NODES)[:, None, None]
+    b_states = tl.zeros((BLOCK_NODES, BLOCK_CHANNELS, BLOCK_STATE), dtype=tl.float32)
+    for i_node in range(nodes):
+        i_parent = tl.load(parents + i_node * p_node)
+        b_step = _vector(dt + i_node * dt_node, i_channel, dt_channel, m_channel)
+        b_x = _vector(x + i_node * x_node, i_channel, x_channel, m_channel)
+        b_b = _vector(b + i_node * b_node, i_state, b_state, m_state)
+        b_c = _vector(c + i_node * c_node, i_state, c_state, m_state)
+        b_before = tl.sum(tl.where(i_slot == i_parent, b_states, 0.0), axis=0)
+        b_before = tl.where(i_parent < 0, b_start, b_before)
+        b_now = b_before * tl.exp(b_step[:, None] * b_a) + (b_step * b_x)[:, None] * b_b[None, :]
+        b_states = tl.where(i_slot == i_node, b_now[None, :, :], b_states)
+        b_y = tl.sum(b_now * b_c[None, :], axis=1)
+        if HAS_D:
+            b_y += b_d * b_x
+        tl.store(y + i_node * y_node + i_channel * y_channel, b_y, mask=m_channel)
+
+
+@triton.jit
+def _commit_selective_kernel(
+    x,
+    dt,
+    a,
+    b,
+    state,
+    path,
+    depth,
+    per_group,
+    size,
+    x_row,
+    x_node,
+    x_channel,
+    dt_row,
+    dt_node,
+    dt_channel,
+    a_channel,
+    a_state,
+    b_row,
+    b_node,
+    b_group,
+    b_state,
+    s_row,
+    s_channel,
+    s_state,
+    p_row,
+    p_depth,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_STATE: tl.constexpr,
+):
+    i_row, i_group, i_channel, m_channel, i_state, m_state = _program(per_group, size, BLOCK_CHANNELS, BLOCK_STATE)
+    x += i_row * x_row
+    dt += i_row * dt_row
+    b += i_row * b_row + i_group * b_group
+    path += i_row * p_row
+
+    m_tile = m_channel[:, None] & m_state[None, :]
+    b_a = tl.load(a + i_channel[:, None] * a_channel + i_state[None, :] * a_state, mask=m_tile, other=0.0)
+    p_tile = state + i_row * s_row + i_channel[:, None] * s_channel + i_state[None, :] * s_state
+    b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
+    for i_depth in range(depth):
+        i_node = tl.load(path + i_depth * p_depth)
+        kept = (i_node >= 0).to(tl.float32)  # padding neither decays nor adds
+        i_node = tl.maximum(i_node, 0)
+        b_step = _vector(dt + i_node * dt_node, i_channel, dt_channel, m_channel) * kept
+        b_x = _vector(x + i_node * x_node, i_channel, x_channel, m_channel)
+        b_b = _vector(b + i_node * b_node, i_state, b_state, m_state)
+        b_tile = b_tile * tl.exp(b_step[:, None] * b_a) + (b_step * b_x)[:, None] * b_b[None, :]
+    tl.store(p_tile, b_tile, mask=m_tile)
