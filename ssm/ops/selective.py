@@ -16,10 +16,11 @@ from torch import Tensor
 from mmspec.ops import kernels
 from ssm.ops.decay import exp2
 
-_LARGE = {"cpu": 2**17}
-"""State elements of a tile at all nodes, by device: what stays in a CPU's cache."""
+_TILE = 2**18, 2**24
+"""State elements of a tile at all nodes: on a CPU, in whose cache they stay, and elsewhere."""
 
-_LARGE_ELSEWHERE = 2**24
+_NARROWEST = 512
+"""Channels of the smallest tile: in narrower ones, calls take longer than their work."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def tree_selective(
         return triton_selective.tree_selective(x, dt, a, b, c, d, state, levels.parents)
     (batch, nodes, _), size = x.shape, b.shape[3]
     y = torch.empty(x.shape, device=x.device)
-    for group, part in _tiles(x, b, batch * nodes * size):
+    for group, part in tiles(x, b, batch * nodes * size):
         step, rate = dt[:, :, part].flatten(0, 1).unsqueeze(2), _base2(a[part])
         entering = (step * x[:, :, part].flatten(0, 1).unsqueeze(2)) * b[:, :, group].flatten(0, 1).unsqueeze(1)
         states = torch.empty(batch, 1 + nodes, *rate.shape, device=x.device)
@@ -128,16 +129,18 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
     row = torch.arange(len(path), device=path.device)[:, None]
     x, dt, b = (t[row, path.clamp(min=0)].float() for t in (x, dt, b))
     dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds
-    for group, part in _tiles(x, b, len(path) * b.shape[3]):
+    for group, part in tiles(x, b, len(path) * b.shape[3]):
         rate, tile = _base2(a[part]), state[:, part]
-        for step, one, entering in zip(*(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True):
+        for step, one, entering in zip(
+            *(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True
+        ):
             tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * one).unsqueeze(2), entering.unsqueeze(1))
 
 
-def _tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]:
-    """Slices of channels within one group, given the elements that a channel takes."""
+def tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]:
+    """Groups, and slices of their channels, given the elements that a channel takes."""
     groups, channels = b.shape[2], x.shape[2] // b.shape[2]
-    tile = max(1, _LARGE.get(x.device.type, _LARGE_ELSEWHERE) // per_channel)
+    tile = max(_NARROWEST, _TILE[x.device.type != "cpu"] // per_channel)
     for group in range(groups):
         for start in range(0, channels, tile):
             first = group * channels

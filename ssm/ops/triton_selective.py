@@ -1,7 +1,8 @@
 """Triton kernels of ``ssm.ops.selective``: one program per row, group and tile of the group's channels.
 
 Prefixes as in ``triton_scan``. A program walks the nodes, parents first, with the states of its tile at all nodes in
-registers: tiles are small. A step selects the parent's state, and stores the node's output. The commit walks the path.
+registers: tiles are small. A step selects the parent's state, and stores the node's output. Of long trees, such as chunks
+of a prompt, the states are in global memory, for a limited number of channels at a time. The commit walks the path.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.
@@ -14,6 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssm.ops.selective import tiles
+
+_NODES = 64
+"""Most nodes whose states are in registers."""
+
 _TREE_TILE, _COMMIT_TILE = 32, 512
 """State elements per program; those of the tree are the lanes of one warp, so that selecting a state needs no other."""
 
@@ -22,19 +28,46 @@ def tree_selective(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, parents: Tensor
 ) -> Tensor:
     """See ``ssm.ops.tree_selective``."""
+    (batch, nodes, _), size = x.shape, b.shape[3]
     y = torch.empty(x.shape, device=x.device)
+    if nodes <= _NODES:
+        _walk(x, dt, a, b, c, d, state, parents, y, None)
+        return y
+    for group, part in tiles(x, b, batch * nodes * size):
+        b_part, c_part = (t[:, :, group : group + 1] for t in (b, c))
+        x_part, dt_part, y_part = (t[:, :, part] for t in (x, dt, y))
+        states = torch.empty(batch, nodes, x_part.shape[2], size, device=x.device)
+        d_part = None if d is None else d[part]
+        _walk(x_part, dt_part, a[part], b_part, c_part, d_part, state[:, part], parents, y_part, states)
+    return y
+
+
+def _walk(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    state: Tensor,
+    parents: Tensor,
+    y: Tensor,
+    states: Tensor | None,
+) -> None:
+    """``tree_selective`` into ``y``, with room for the states, (batch, nodes, channels, state), or in registers."""
     grid, per_group, tile = _launch(x, b, _TREE_TILE)
+    nodes = x.shape[1]
     _tree_selective_kernel[grid](
-        *(x, dt, a, b, c, d, state, parents, y),
-        *(x.shape[1], per_group, b.shape[3]),
+        *(x, dt, a, b, c, d, state, parents, y, states),
+        *(nodes, per_group, b.shape[3]),
         *(*x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), *state.stride()),
         *(*parents.stride(), *y.stride()),
         HAS_D=d is not None,
-        BLOCK_NODES=triton.next_power_of_2(x.shape[1]),
+        IN_REGISTERS=states is None,
+        BLOCK_NODES=triton.next_power_of_2(nodes) if states is None else 1,
         **tile,
         num_warps=1,
     )
-    return y
 
 
 def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
@@ -60,9 +93,9 @@ def _launch(x: Tensor, b: Tensor, elements: int) -> tuple[tuple[int, int, int], 
 @triton.jit
 def _program(per_group, size, BLOCK_CHANNELS: tl.constexpr, BLOCK_STATE: tl.constexpr):
     """Row, group, channel and state indices of a program, and masks of the last two."""
-    i_group, i_state = tl.program_id(1), tl.arange(0, BLOCK_STATE)
+    i_group, i_state = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_STATE)
     i_in = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    i_channel = i_group.to(tl.int64) * per_group + i_in
+    i_channel = i_group * per_group + i_in
     return tl.program_id(2).to(tl.int64), i_group, i_channel, i_in < per_group, i_state, i_state < size
 
 
@@ -82,6 +115,7 @@ def _tree_selective_kernel(
     state,
     parents,
     y,
+    states,
     nodes,
     per_group,
     size,
@@ -110,6 +144,7 @@ def _tree_selective_kernel(
     y_node,
     y_channel,
     HAS_D: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_STATE: tl.constexpr,
@@ -128,18 +163,29 @@ def _tree_selective_kernel(
     b_start = tl.load(p_tile, mask=m_tile, other=0.0)
     if HAS_D:
         b_d = _vector(d, i_channel, 1, m_channel)
-    i_slot = tl.arange(0, BLOCK_NODES)[:, None, None]
-    b_states = tl.zeros((BLOCK_NODES, BLOCK_CHANNELS, BLOCK_STATE), dtype=tl.float32)
+    if IN_REGISTERS:
+        i_slot = tl.arange(0, BLOCK_NODES)[:, None, None]
+        b_states = tl.zeros((BLOCK_NODES, BLOCK_CHANNELS, BLOCK_STATE), dtype=tl.float32)
+    else:  # contiguous
+        of_node = tl.num_programs(1).to(tl.int64) * per_group * size
+        p_states = states + i_row * nodes * of_node + i_channel[:, None] * size + i_state[None, :]
     for i_node in range(nodes):
         i_parent = tl.load(parents + i_node * p_node)
         b_step = _vector(dt + i_node * dt_node, i_channel, dt_channel, m_channel)
         b_x = _vector(x + i_node * x_node, i_channel, x_channel, m_channel)
         b_b = _vector(b + i_node * b_node, i_state, b_state, m_state)
         b_c = _vector(c + i_node * c_node, i_state, c_state, m_state)
-        b_before = tl.sum(tl.where(i_slot == i_parent, b_states, 0.0), axis=0)
+        if IN_REGISTERS:
+            b_before = tl.sum(tl.where(i_slot == i_parent, b_states, 0.0), axis=0)
+        else:
+            b_before = tl.load(p_states + tl.maximum(i_parent, 0) * of_node, mask=m_tile, other=0.0)
         b_before = tl.where(i_parent < 0, b_start, b_before)
         b_now = b_before * tl.exp(b_step[:, None] * b_a) + (b_step * b_x)[:, None] * b_b[None, :]
-        b_states = tl.where(i_slot == i_node, b_now[None, :, :], b_states)
+        if IN_REGISTERS:
+            b_states = tl.where(i_slot == i_node, b_now[None, :, :], b_states)
+        else:
+            tl.store(p_states + i_node * of_node, b_now, mask=m_tile)
+            tl.debug_barrier()  # other threads may read them
         b_y = tl.sum(b_now * b_c[None, :], axis=1)
         if HAS_D:
             b_y += b_d * b_x

@@ -28,7 +28,8 @@ def test_interpreted_kernels_say_what_generate_says():
         "top_log_probs",
         "tree_attention",
     ]
-    for hybrid, model, scan in zip(hybrids, ("bamba", "olmo_hybrid"), ("scan", "delta"), strict=True):
+    scans = {"bamba": "scan", "olmo_hybrid": "delta", "jamba": "selective"}
+    for hybrid, (model, scan) in zip(hybrids, scans.items(), strict=True):
         own = [f"{part}_{op}" for part in ("commit", "tree") for op in ("conv", scan)]
         ran = sorted([*own, "compact_kv", "follow", "tree_attention"])
         assert [part.split("=")[0] for part in hybrid.split()] == [model, *ran]

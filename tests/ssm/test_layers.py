@@ -1,6 +1,7 @@
 """Dispatchers of the modelling modules: transformers' own functions as long as there is no tree."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 
@@ -12,7 +13,15 @@ from mmspec import UserError, plugins
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
-from ssm.layers import GatedDeltaNetLayers, Mamba1Layers, Mamba2Layers, ShortConvolutionLayers, _check, _dispatching, _functions
+from ssm.layers import (
+    GatedDeltaNetLayers,
+    Mamba1Layers,
+    Mamba2Layers,
+    ShortConvolutionLayers,
+    _check,
+    _dispatching,
+    _functions,
+)
 from ssm.recurrences import Mamba2
 from tests.tiny import random_tree, shared_model
 
@@ -53,6 +62,22 @@ def test_a_mixer_without_keyword_arguments_has_the_cache_on_its_inputs():
         assert module.causal_conv1d_fn(x, 3, seq_idx=None) == ((x, 3), {"seq_idx": None})
 
 
+def test_a_scan_without_keyword_arguments_has_the_cache_of_its_convolution():
+    """As Mamba-1's: not that of other convolutions or threads, nor after the pass."""
+    states = SimpleNamespace(conv=lambda x: "convolved", scan=lambda x: "scanned")
+    module, x, plain = module_of(mamba2_chunk_scan=lambda x: "plain"), torch.zeros(1), torch.zeros(1)
+    module.causal_conv1d_fn = lambda x: "plain"
+    setattr(x, STATES, states)
+    with _dispatching(module, Mamba2):
+        assert [module.causal_conv1d_fn(x), module.mamba2_chunk_scan(plain)] == ["convolved", "scanned"]
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(module.mamba2_chunk_scan, plain).result() == "plain"
+        assert [module.causal_conv1d_fn(plain), module.mamba2_chunk_scan(plain)] == ["plain", "plain"]
+        module.causal_conv1d_fn(x)
+    with _dispatching(module, Mamba2):
+        assert module.mamba2_chunk_scan(plain) == "plain"
+
+
 def test_functions_are_replaced_during_passes_only():
     """Of several threads the last one to leave restores them, in any order and after an error."""
     before = [getattr(modeling_bamba, name) for name in NAMES]
@@ -91,7 +116,14 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "function", "expected", "received"),
-    [("bamba", 0, 6, 3), ("bamba", 1, 6, 3), ("olmo_hybrid", 0, 6, 3), ("olmo_hybrid", 1, 6, 3), ("lfm2", 0, 2, 0)],
+    [
+        ("bamba", 0, 6, 3),
+        ("bamba", 1, 6, 3),
+        ("olmo_hybrid", 0, 6, 3),
+        ("olmo_hybrid", 1, 6, 3),
+        ("jamba", 1, 6, 3),
+        ("lfm2", 0, 2, 0),
+    ],
 )
 @torch.inference_mode()
 def test_mixers_that_go_another_way_are_noticed(name, function, expected, received, monkeypatch):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
-from eval.decoding.tiny_models import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, text_inputs, text_model
+from eval.decoding.tiny_models import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, SELECTIVE_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.ops import kernels
 from mmspec.targets.support import cache_argument
@@ -130,7 +130,7 @@ def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
     assert len(set(reference[0, length:].tolist())) > 5
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1", "qwen3_next", *SELECTIVE_CONFIGS])
 def test_inside_generate(name):
     model, inputs = shared_model(name), text_inputs(3, 9)
     options = dict(max_new_tokens=12, do_sample=False, repetition_penalty=1.2)
@@ -139,7 +139,7 @@ def test_inside_generate(name):
     assert torch.equal(hooked, reference)
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "olmo_hybrid"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "olmo_hybrid", "falcon_mamba"])
 def test_a_filled_cache_is_refused(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7]])
     _, cache = decoded(model, ids, [8])
@@ -150,7 +150,7 @@ def test_a_filled_cache_is_refused(name):
         )
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5_text", "mamba", "jamba"])
 def test_half_precision(name):
     """bfloat16: each token is almost the best after those before it, by transformers' own pass over the answer."""
     model = text_model(name).bfloat16()
@@ -213,7 +213,8 @@ def test_no_drafts_after_several_were_accepted(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1", *GATED_DELTA_CONFIGS, "lfm2"]
+    "name",
+    ["bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1", *GATED_DELTA_CONFIGS, *SELECTIVE_CONFIGS, "lfm2"],
 )
 def test_rows_accept_different_lengths(name):
     """Left-padded rows of different length, one of which keeps nothing from the second step on."""
@@ -240,7 +241,7 @@ def test_rows_accept_different_lengths(name):
         assert_same_states(target, b, decoded(model, row_of(inputs, b)["input_ids"], said[b])[1])
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "jamba"])
 def test_what_is_not_committed_leaves_no_trace(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7, 8]])
     target = TransformersTarget(model)
@@ -253,7 +254,7 @@ def test_what_is_not_committed_leaves_no_trace(name):
         assert all(torch.equal(a, b) for a, b in zip(before, states, strict=True))
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "zamba2", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "zamba2", "qwen3_5_text", "falcon_mamba", "jamba", "lfm2"])
 @pytest.mark.parametrize("static", [False, True])
 def test_sequences_join_and_leave(name, static, monkeypatch):
     """Those that stay go on from their own states, in whatever order."""
@@ -284,7 +285,7 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
         rows = [rows[row] for row in kept]
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "mamba", "lfm2"])
 def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
     target, kept = TransformersTarget(shared_model(name)), []
     for entries in (1, 1 << 10, 1 << 30):
@@ -314,7 +315,7 @@ def test_nodes_behind_uncommitted_ones_are_refused():
 # ---------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "mamba"])
 @torch.inference_mode()
 def test_samples_are_distributed_as_plain_ones(name):
     """Every outcome of a sampled step on a hybrid, and of what follows it: the target's own distribution of three
@@ -380,9 +381,10 @@ def test_a_pure_mamba_folder(tmp_path):
 # ---------------------------------------------------------------------- side by side
 
 
-def test_threads_do_not_meet():
+@pytest.mark.parametrize("name", ["bamba", "jamba"])
+def test_threads_do_not_meet(name):
     """Two speculations and transformers' own decoding at the same time, through one model."""
-    model = shared_model("bamba")
+    model = shared_model(name)
     inputs = [text_inputs(1, 9, seed) for seed in range(3)]
     options = dict(max_new_tokens=24, do_sample=False)
     expected = [model.generate(**i, **options) for i in inputs]
