@@ -37,7 +37,7 @@ _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"
 
 _LOCK = threading.Lock()
 _PASSES: Counter[ModuleType] = Counter()  # that run now
-_CONVOLVED: ContextVar[StateCache | None] = ContextVar("_CONVOLVED", default=None)
+_LAST: ContextVar[StateCache | None] = ContextVar("_LAST", default=None)
 """The cache of a thread's last convolution, for the scan that follows it."""
 
 
@@ -143,7 +143,7 @@ def _dispatching(module: ModuleType, recurrence: type[Recurrence] | None) -> Ite
     try:
         yield
     finally:
-        _CONVOLVED.set(None)
+        _LAST.set(None)
         with _LOCK:
             _PASSES[module] -= 1
             if not _PASSES[module]:
@@ -160,9 +160,9 @@ def _dispatcher(original: Callable[..., Any], method: str) -> Callable[..., Any]
         if method == "conv":
             # The mixers of Mamba-1, and of LFM2 in transformers 5.17, pass no keyword arguments.
             states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))
-            _CONVOLVED.set(states)
+            _LAST.set(states)
         else:
-            states = kwargs.pop(STATES, _CONVOLVED.get())
+            states = kwargs.pop(STATES, _LAST.get())
         return original(*args, **kwargs) if states is None else getattr(states, method)(*args, **kwargs)
 
     dispatch.without_tree = original  # type: ignore[attr-defined]

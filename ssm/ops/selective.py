@@ -1,7 +1,7 @@
 """Selective scan of Mamba-1 over a tree, level by level.
 
-Decays differ by channel and state element, so that no matmul over nodes replaces the recurrence. The states of a tile of
-channels at all nodes are temporaries; each level of the tree is computed from its parents' level.
+Decays differ by channel and state element, so that no matmul over nodes replaces the recurrence. Each level of the tree
+is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ def main() -> int:
     if os.environ.get("TRITON_INTERPRET"):
         from ssm.ops import triton_selective
 
-        triton_selective._TREE_TILE = 512  # the interpreter takes as long for a program of any size
+        triton_selective._TREE_TILE = 4096  # the interpreter takes as long for a program of any size
     for case in CASES:
         for check in CHECKS:
             try:

@@ -18,7 +18,7 @@ from tests.targets import prompt_of
 from tests.tiny import random_tree
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_next", "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_next", "olmo_hybrid", "jamba", "lfm2"])
 def test_decoding(name):
     check_decoding(name)
 

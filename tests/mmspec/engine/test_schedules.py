@@ -38,7 +38,7 @@ CASES = [
     *[("mistral-window", name) for name in ("plain", "recycle", "small")],
     *[("bamba", name) for name in ("plain", "ngram", "recycle", "mamba", "msd")],
     *[("mamba2", name) for name in ("plain", "recycle")],
-    *[(name, "recycle") for name in ("qwen3_5_text", "olmo_hybrid", "lfm2")],
+    *[(name, "recycle") for name in ("qwen3_5_text", "olmo_hybrid", "falcon_mamba", "jamba", "lfm2")],
     *[("llava", name) for name in ("plain", "union", "msd", "flash")],
     *[("qwen3_vl", name) for name in ("plain", "recycle", "msd")],
 ]

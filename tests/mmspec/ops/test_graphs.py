@@ -149,7 +149,13 @@ DRAFTERS = {
     "recycle": lambda model: Recycle(),
 }
 CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd")]
-CASES += [("qwen3_5_text", "ngram"), ("olmo_hybrid", "recycle"), ("lfm2", "ngram")]
+CASES += [
+    ("qwen3_5_text", "ngram"),
+    ("olmo_hybrid", "recycle"),
+    ("falcon_mamba", "recycle"),
+    ("jamba", "ngram"),
+    ("lfm2", "ngram"),
+]
 CASES += [("bamba", kind) for kind in ("plain", "ngram", "small", "mamba", "recycle")]
 
 

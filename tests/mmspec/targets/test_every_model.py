@@ -33,6 +33,7 @@ _UNBUILT = (
     *("reformer", "xlstm", "xmod"),
 )
 _EQUAL = ("mamba2", "moshi", "llama", "gpt2", "gemma2", "olmoe", "qwen3_next", "olmo_hybrid", "lfm2")
+_EQUAL += ("mamba", "falcon_mamba", "jamba")
 _REFUSED = ("git", "electra", "rembert", "bert", "xlm", "rwkv")
 
 
