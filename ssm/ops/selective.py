@@ -49,11 +49,11 @@ def tree_levels(ancestors: Tensor) -> Levels:
     if kernels.in_use(ancestors.device) == "triton":
         return Levels(parents)
     row = torch.arange(batch, device=ancestors.device)[:, None]
-    if ancestors.device.type == "cpu":
+    if kernels.fixed_shapes(ancestors.device):  # node by node, without reading the tree on the host
+        by_level = list((row * nodes + index).unbind(1))
+    else:
         depth = ancestors.sum(-1).flatten()
         by_level = [(depth == level).nonzero()[:, 0] for level in range(1, int(depth.max()) + 1)]
-    else:  # node by node, without reading the tree on the host
-        by_level = list((row * nodes + index).unbind(1))
     slots, sources = (row * (1 + nodes) + index + 1).flatten(), (row * (1 + nodes) + parents + 1).flatten()
     return Levels(parents, tuple(by_level), *(tuple(one[at] for at in by_level) for one in (slots, sources)))
 

@@ -1,8 +1,8 @@
 """Triton kernels of ``ssm.ops.selective``: one program per row, group and tile of the group's channels.
 
 Prefixes as in ``triton_scan``. A program walks the nodes, parents first, with the states of its tile at all nodes in
-registers: tiles are small. A step selects the parent's state, and stores the node's output. Larger trees, such as chunks
-of a prompt, have their states in global memory, for a limited number of channels at a time. The commit walks the path.
+registers: tiles are small. A step selects the parent's state, and stores the node's output. Larger trees, such as
+chunks of a prompt, keep states in global memory, for a limited number of channels at a time. The commit walks the path.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.

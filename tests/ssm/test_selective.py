@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmspec.ops import kernels
 from mmspec.speculation.tree import TokenTree
 from ssm import ops
 from ssm.ops import reference, selective
@@ -26,14 +27,13 @@ def test_tiles_of_channels(monkeypatch):
 
 
 def test_nodes_are_computed_alike_one_by_one(monkeypatch):
-    """As on devices whose trees the host does not read."""
+    """As where shapes are fixed, and the host does not read the tree."""
     i = draw(Case(nodes=20, batch=3))
     expected = ops.tree_selective(*i.selective, i.selective_state, ops.tree_levels(i.tree.ancestors))
-    nodes = torch.arange(60).view(3, 20)
-    slots, sources = (torch.arange(3)[:, None] * 21 + 1 + at for at in (torch.arange(20), i.tree.parents))
-    one_by_one = ops.Levels(i.tree.parents, *(tuple(t.unbind(1)) for t in (nodes, slots, sources)))
-    y = ops.tree_selective(*i.selective, i.selective_state, one_by_one)
-    torch.testing.assert_close(y, expected, **CLOSE)
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    levels = ops.tree_levels(i.tree.ancestors)
+    assert [nodes.tolist() for nodes in levels.nodes] == [[at, at + 20, at + 40] for at in range(20)]
+    torch.testing.assert_close(ops.tree_selective(*i.selective, i.selective_state, levels), expected, **CLOSE)
 
 
 def test_levels_are_parents_before_children():

@@ -19,7 +19,17 @@ from tests.tiny import shared_model
 pytest.importorskip("triton")
 from tests.pretended import pretended, pretended_cuda, to_cuda
 
-HYBRIDS = ("mamba2", "bamba", "falcon_h1", "zamba2", "qwen3_5_text", "olmo_hybrid", "jamba", "lfm2", "llava_bamba")
+HYBRIDS = (
+    "mamba2",
+    "bamba",
+    "falcon_h1",
+    "zamba2",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "falcon_mamba",
+    "lfm2",
+    "llava_bamba",
+)
 CASES = [("llava", kind) for kind in DRAFTERS]
 CASES += [(name, "ngram") for name in ("qwen2-window", "gemma3", "llava_next", *HYBRIDS)]
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
