@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError
+
+_MAKING = threading.Lock()
 
 
 def cache_folder() -> Path:
@@ -17,6 +22,37 @@ def cache_folder() -> Path:
     if folder := os.environ.get("MMSPEC_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
+
+
+def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes a folder of the cache that appears whole; several threads and processes may make it at the same time.
+
+    Args:
+        folder: left alone if it exists.
+        write: fills the temporary folder that it is given.
+
+    Raises:
+        UserError: its parent cannot be written.
+    """
+    with _MAKING:
+        if folder.is_dir():
+            return
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            part = Path(tempfile.mkdtemp(dir=folder.parent))
+        except OSError as error:
+            raise UserError(
+                f"cannot make {folder}: expected a cache folder that can be written, received {error}; MMSPEC_CACHE "
+                "names another one"
+            ) from error
+        try:
+            write(part)
+            os.rename(part, folder)
+        except OSError:
+            if not folder.is_dir():  # no other process was faster
+                raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager

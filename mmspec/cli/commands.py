@@ -22,6 +22,7 @@ _HELP = {
     "info": "Show devices, versions, models and drafters.",
     "calibrate": "Measure the time of verify passes by tree size.",
     "tiny-llava": "The embedded vision-language model.",
+    "smol-llava": "The embedded tower and connector of SmolLM2.",
     "tiny-hybrid": "The embedded hybrid language model.",
     "make-data": "Generate training data for drafters with a model.",
     "msd": "An MSD drafter for a model.",

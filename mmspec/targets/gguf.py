@@ -6,12 +6,10 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmspec.errors import UserError
 from mmspec.extras import missing
-from mmspec.files import cache_folder
+from mmspec.files import cache_folder, make_folder
 from mmspec.targets.support import from_pretrained
 
 _FORMAT = 2  # of the converted folder
 _FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that holds the file's weights
-_LOCK = threading.Lock()
 
 
 def file_in(name: str | Path) -> Path | None:
@@ -69,31 +66,9 @@ def converted(file: Path) -> Path:
     status = file.stat()
     identity = f"{_FORMAT} {file} {status.st_size} {status.st_mtime_ns}"
     folder = cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16] / file.stem
-    if folder.is_dir():
-        return folder
-    with _LOCK:
-        if not folder.is_dir():
-            _convert(file, folder)
+    if not folder.is_dir():
+        make_folder(folder, partial(_write, file))
     return folder
-
-
-def _convert(file: Path, folder: Path) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=folder.parent))
-    except OSError as error:
-        raise UserError(
-            f"cannot convert {file}: expected a cache folder that can be written, received {error}; MMSPEC_CACHE names "
-            "another one"
-        ) from error
-    try:
-        _write(file, part)
-        os.rename(part, folder)
-    except OSError:
-        if not folder.is_dir():  # no other process was faster
-            raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def stored_form(folder: str | Path) -> str | None:

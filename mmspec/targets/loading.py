@@ -20,7 +20,7 @@ from mmspec.drafters.union import Union
 from mmspec.errors import UserError, explained
 from mmspec.ops import cpu
 from mmspec.quantisation.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
-from mmspec.targets import gguf
+from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import from_pretrained, lay_out_for_few_rows, read_whole
@@ -63,7 +63,7 @@ def load_target(
         cache_if_offline("model", name) as found,
     ):
         options |= found
-        name = gguf.resolved(name)
+        name = completed.resolved(gguf.resolved(name))
         config = from_pretrained(AutoConfig, name, **options)
         adapter = plugins.target_class(config)
         model: Any = read_whole(adapter.auto_class, name, config=config, **options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,6 @@ def export(model: PreTrainedModel, processor: Any, folder: Path) -> None:
         processor: its processor or tokenizer.
         folder: created if missing; other files in it are kept.
     """
-    temporary = folder.parent / (folder.name + ".part")
-    shutil.rmtree(temporary, ignore_errors=True)
     small: Any = copy.deepcopy(model)
     small.to(torch.bfloat16)
     text: Any = model.config.get_text_config()
@@ -34,9 +34,19 @@ def export(model: PreTrainedModel, processor: Any, folder: Path) -> None:
         max_new_tokens=MAX_NEW_TOKENS,
         do_sample=False,
     )
-    small.save_pretrained(temporary)
-    processor.save_pretrained(temporary)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(temporary.iterdir()):
+    with replacing(folder) as part:
+        small.save_pretrained(part)
+        processor.save_pretrained(part)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder, whose files then replace those of the same names in `folder`, each atomically."""
+    part = folder.parent / (folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
+    folder.mkdir(exist_ok=True)
+    for path in sorted(part.iterdir()):
         os.replace(path, folder / path.name)
-    temporary.rmdir()
+    part.rmdir()

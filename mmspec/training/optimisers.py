@@ -40,7 +40,8 @@ class Optimisers:
     """Muon and AdamW as one optimiser.
 
     Args:
-        groups: modules, each with a factor on its learning rates. A parameter in two modules belongs to the first.
+        groups: modules, each with a factor on its learning rates. A parameter in two modules belongs to the first;
+            those that require no gradient are left out.
         rates: learning rates; `LearningRates()` by default.
         is_matrix: whether Muon trains a parameter, given its name in its module.
     """
@@ -60,7 +61,7 @@ class Optimisers:
             inner: list[nn.Parameter] = []
             outer: list[nn.Parameter] = []
             for name, parameter in module.named_parameters():
-                if id(parameter) in taken:
+                if id(parameter) in taken or not parameter.requires_grad:
                     continue
                 taken.add(id(parameter))
                 (inner if rates.matrix is not None and is_matrix(name, parameter) else outer).append(parameter)

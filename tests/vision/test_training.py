@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from vision.training.batches import (
 from vision.training.command import tiny_llava
 from vision.training.network import TrainedLlava
 from vision.training.perception import TASKS, patch_labels, perception_accuracy, perception_loss
-from vision.training.task import TOWER_SHARE, LlavaTask, TowerTask, stages
+from vision.training.task import TOWER_SHARE, TowerTask, llava_task, stages
 from vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
 
 SMALL = Architecture(32, 1, 2, 32, 1, 2, 1, 16, 32, 1024, 512)
@@ -158,7 +159,7 @@ def test_perception_loss_ignores_unlabelled_patches() -> None:
 
 def test_a_conversation_sampler_resumes_at_any_step(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    whole = ConversationSampler(tokenizer, 0.1)
+    whole = ConversationSampler(partial(encode, tokenizer=tokenizer), 0.1)
     # Pools of both curriculum stages: what a pool holds follows from the progress at its first step.
     progress = [0.9 * LISTS_UNTIL + 0.01 * step for step in range(2 * POOL)]
     states, in_order = [], []
@@ -166,7 +167,7 @@ def test_a_conversation_sampler_resumes_at_any_step(tokenizer_folder: Path) -> N
         states.append(whole.state_dict())
         in_order.append([row.ids for row in whole.next(value)])
     for step in (POOL + 1, 2, POOL):
-        resumed = ConversationSampler(tokenizer, 0.1)
+        resumed = ConversationSampler(partial(encode, tokenizer=tokenizer), 0.1)
         resumed.load_state_dict(states[step])
         assert [[row.ids for row in resumed.next(value)] for value in progress[step:]] == in_order[step:]
     assert in_order[0] != in_order[1]
@@ -174,7 +175,7 @@ def test_a_conversation_sampler_resumes_at_any_step(tokenizer_folder: Path) -> N
 
 def test_labels_are_the_next_tokens_of_answers(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    batch = collate(ConversationSampler(tokenizer, 0.1).next(0.5), tokenizer.pad_token_id)
+    batch = collate(ConversationSampler(partial(encode, tokenizer=tokenizer), 0.1).next(0.5), tokenizer.pad_token_id)
     known = batch.labels != IGNORE
     assert known.any()
     assert batch.tokens.shape[1] % 16 == 0
@@ -195,7 +196,9 @@ def test_network_equals_transformers_own_forward(tokenizer_folder: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     torch.manual_seed(0)
     network = TrainedLlava(llava_config(SMALL, token_ids(tokenizer))).eval()
-    batch = collate(held_out_examples("video4", tokenizer, 3), tokenizer.pad_token_id)
+    batch = collate(
+        held_out_examples(CONVERSATIONS["video4"], partial(encode, tokenizer=tokenizer), 3), tokenizer.pad_token_id
+    )
     with torch.no_grad():
         ours = network(batch, 0.0).metrics["language"]
         out = network.llava(input_ids=batch.tokens, pixel_values=batch.pixels)
@@ -208,7 +211,7 @@ def test_network_equals_transformers_own_forward(tokenizer_folder: Path) -> None
 def test_optimisers_cover_every_trained_parameter_once(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     network = TrainedLlava(llava_config(SMALL, token_ids(tokenizer)))
-    held = [id(parameter) for parameter in LlavaTask(network, tokenizer).optimisers.parameters]
+    held = [id(parameter) for parameter in llava_task(network, tokenizer).optimisers.parameters]
     assert len(held) == len(set(held))
     assert set(held) == {id(parameter) for parameter in network.parameters()}
     tower = {id(p) for module in (network.llava.model.vision_tower, network.heads) for p in module.parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from mmspec.training.loss import IGNORE, TokenBatch, pad_tokens
 from vision.scenes.conversations import (
@@ -29,8 +28,10 @@ from vision.scenes.conversations import (
 from vision.scenes.drawing import draw
 from vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, seeded
 from vision.scenes.vocabulary import SIDE
-from vision.training.perception import TASKS, patch_labels
-from vision.training.text import IMAGE_TOKENS, encode
+from vision.training.perception import SLOTS, TASKS, patch_labels
+
+Encode = Callable[[SceneConversation], tuple[list[int], list[bool]]]
+"""Token ids of a conversation, and for each whether it belongs to an answer."""
 
 KINDS_PER_POOL = 4
 BATCHES_PER_KIND = 4
@@ -138,27 +139,33 @@ def to_pixels(images: Sequence[np.ndarray]) -> Tensor:
 def perception_batch(indices: Iterable[int], split: str = "train") -> tuple[Tensor, Tensor]:
     """Draws scenes, most of them crowded: pixels (batch, 3, 96, 96) and labels (batch, tasks, patches)."""
     images, labels = [], []
-    for index in indices:
-        rng = seeded(split, index)
-        if rng.random() < 0.75:
-            scene, signs = sample_dense(rng)
-        else:
-            scene, signs = sample_scene(rng), ()
+    for scene, signs, rng in perception_scenes(indices, split):
         images.append(render(scene, rng, signs))
         labels.append(patch_labels(scene, signs))
     return to_pixels(images), torch.from_numpy(np.stack(labels))
+
+
+def perception_scenes(
+    indices: Iterable[int], split: str = "train"
+) -> Iterator[tuple[Scene, Sequence[Sign], random.Random]]:
+    """Yields scenes, most of them crowded, each with its additional signs and the random state to draw it with."""
+    for index in indices:
+        rng = seeded(split, index)
+        scene, signs = sample_dense(rng) if rng.random() < 0.75 else (sample_scene(rng), ())
+        yield scene, signs, rng
 
 
 class ConversationSampler:
     """Samples batches of conversations: short lists at first, then all kinds.
 
     Args:
-        tokenizer: encodes the conversations.
+        encode: token ids of a conversation, and for each whether it belongs to an answer.
         size: factor on the batch sizes.
+        kinds: of conversations, once short lists are known.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, size: float = 1.0) -> None:
-        self.tokenizer, self.size = tokenizer, size
+    def __init__(self, encode: Encode, size: float = 1.0, kinds: Mapping[str, ConversationKind] | None = None) -> None:
+        self.encode, self.size, self.kinds = encode, size, kinds or CONVERSATIONS
         self.info: dict[str, Any] = {}
         self._step, self._progress = 0, 0.0
         self._pool: list[list[EncodedExample]] = []
@@ -187,13 +194,13 @@ class ConversationSampler:
         if self._progress < LISTS_UNTIL:
             kinds, factor = FIRST_CONVERSATIONS, 0.5
         else:
-            kinds, factor = CONVERSATIONS, 0.75 if self._progress < LARGER_FROM else 1.0
+            kinds, factor = self.kinds, 0.75 if self._progress < LARGER_FROM else 1.0
         batches: list[list[EncodedExample]] = []
         for index, name in enumerate(_draw_kinds(kinds, rng.random())):
             size = max(2, round(kinds[name].batch * factor * self.size))
             first = (number * KINDS_PER_POOL + index) << 12
             indices = range(first, first + size * BATCHES_PER_KIND)
-            rows = _make(kinds[name], "train", indices, self.tokenizer)
+            rows = _make(kinds[name], "train", indices, self.encode)
             rows.sort(key=lambda row: len(row.ids))
             batches += [rows[start : start + size] for start in range(0, len(rows), size)]
         rng.shuffle(batches)
@@ -207,30 +214,34 @@ def _draw_kinds(kinds: Mapping[str, ConversationKind], offset: float) -> list[st
     return [list(kinds)[bisect(bounds[:-1], point)] for point in points]
 
 
-def held_out_examples(name: str, tokenizer: PreTrainedTokenizerFast, count: int) -> list[EncodedExample]:
+def held_out_examples(kind: ConversationKind, encode: Encode, count: int) -> list[EncodedExample]:
     """Returns the first held-out conversations of a kind."""
-    return _make(CONVERSATIONS[name], "heldout", range(count), tokenizer)
+    return _make(kind, "heldout", range(count), encode)
 
 
-def _make(
-    kind: ConversationKind, split: str, indices: Iterable[int], tokenizer: PreTrainedTokenizerFast
-) -> list[EncodedExample]:
+def _make(kind: ConversationKind, split: str, indices: Iterable[int], encode: Encode) -> list[EncodedExample]:
     rows = []
     for index in indices:
         rng = seeded(split, index)
         example = kind.make(rng)
-        rows.append(EncodedExample(*encode(example, tokenizer), example, rng))
+        rows.append(EncodedExample(*encode(example), example, rng))
     return rows
 
 
-def collate(rows: Sequence[EncodedExample], pad: int) -> ConversationBatch:
-    """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row."""
+def collate(rows: Sequence[EncodedExample], pad: int, per_slot: int = 1) -> ConversationBatch:
+    """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row.
+
+    Args:
+        rows: the conversations.
+        pad: id of the padding token.
+        per_slot: patches along a side of a character's slot.
+    """
     text = pad_tokens([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
     images, perception = [], []
-    unlabelled = np.full((len(TASKS), IMAGE_TOKENS), IGNORE)
+    unlabelled = np.full((len(TASKS), (SLOTS * per_slot) ** 2), IGNORE)
     for row in rows:
         for scene in row.example.scenes:
             images.append(render(scene, row.rng))
-            perception.append(patch_labels(scene) if row.example.at_rest else unlabelled)
-    truth = np.stack(perception) if perception else np.zeros((0, len(TASKS), IMAGE_TOKENS), np.int64)
+            perception.append(patch_labels(scene, (), per_slot) if row.example.at_rest else unlabelled)
+    truth = np.stack(perception) if perception else unlabelled[None][:0]
     return ConversationBatch(text.tokens, text.labels, to_pixels(images), torch.from_numpy(truth))

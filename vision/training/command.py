@@ -1,61 +1,90 @@
-"""`mmspec train tiny-llava --out DIR --minutes N` retrains the embedded vision-language model."""
+"""`mmspec train tiny-llava` and `mmspec train smol-llava` train the embedded vision-language models."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mmspec.cli.options import OUT_FOLDER
 
+if TYPE_CHECKING:
+    from mmspec.training.trainer import Trainer
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that both commands have."""
+    decorators = (
+        click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run."),
+        click.option(
+            "--size", type=click.FloatRange(0.05, 8), default=1.0, show_default=True, help="Factor on batch sizes."
+        ),
+        click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads."),
+        click.option(
+            "--scenes", type=click.IntRange(0), default=100, show_default=True, help="Held-out scenes at the end."
+        ),
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def _minutes(default: float) -> Callable[..., Any]:
+    kind = click.FloatRange(min=0, min_open=True)
+    return click.option("--minutes", type=kind, default=default, show_default=True, help="Wall-clock budget.")
+
 
 @click.command("tiny-llava")
-@click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run.")
-@click.option(
-    "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    default=107.0,
-    show_default=True,
-    help="Wall-clock budget.",
-)
+@_options
+@_minutes(107.0)
 @click.option("--steps", type=click.IntRange(1), nargs=2, help="Steps of the two stages, instead of --minutes.")
-@click.option("--size", type=click.FloatRange(0.05, 8), default=1.0, show_default=True, help="Factor on batch sizes.")
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads.")
-@click.option("--scenes", type=click.IntRange(0), default=100, show_default=True, help="Held-out scenes at the end.")
-def tiny_llava(
-    out: Path, minutes: float, steps: tuple[int, int] | None, size: float, threads: int, scenes: int
-) -> None:
+def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: float, **rest: Any) -> None:
     """Train the embedded vision-language model from scratch, on scenes drawn on the fly.
 
     The vision tower is trained alone first. Run the same command again to resume an interrupted run from its last
     checkpoint. The model is written to OUT/model, metrics to OUT/log.jsonl, those of the tower to OUT/tower/log.jsonl.
     """
+    from vision.training.task import stages
+
+    _train(lambda: stages(out, size, minutes=None if steps else minutes, steps=steps), **rest)
+
+
+@click.command("smol-llava")
+@_options
+@_minutes(100.0)
+@click.option("--steps", type=click.IntRange(1), nargs=3, help="Steps of the three stages, instead of --minutes.")
+def smol_llava(out: Path, minutes: float, steps: tuple[int, ...] | None, size: float, **rest: Any) -> None:
+    """Train a vision tower and a connector for SmolLM2, on scenes drawn on the fly.
+
+    The language model comes from its package and stays as it is. Run the same command again to resume an interrupted
+    run from its last checkpoint. Stages have folders in OUT; the model is written to OUT/whole/model.
+    """
+    from vision.training.smol import stages
+
+    _train(lambda: stages(out, size, minutes=None if steps else minutes, steps=steps), **rest)
+
+
+def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, scenes: int) -> None:
+    """Train all stages, and print the accuracy of the last one's model on held-out scenes."""
     import torch
     from rich.console import Console
     from transformers.utils import logging
 
+    import mmspec
     from mmspec.training.console import train_with_progress
-    from mmspec.training.trainer import MODEL
-    from vision.training.task import stages
+    from vision.training.accuracy import scene_accuracy
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
     console = Console(stderr=True)
-    for stage, trainer in stages(out, size, minutes=None if steps else minutes, steps=steps):
+    for stage, trainer in stages():
         if not train_with_progress(trainer, console, stage):
             return
     if scenes:
         console.print(f"evaluating on {scenes} held-out scenes")
-        click.echo(json.dumps(_accuracy(out / MODEL, scenes)))
-
-
-def _accuracy(folder: Path, scenes: int) -> dict[str, float]:
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    from mmspec.targets.support import from_pretrained
-    from vision.training.accuracy import scene_accuracy
-
-    model = from_pretrained(AutoModelForImageTextToText, folder, dtype="float32")
-    report = scene_accuracy(model, from_pretrained(AutoProcessor, folder), scenes)
-    return {name: round(value, 4) for name, value in report.items()}
+        pipe = mmspec.load(str(trainer.result), drafter=None, dtype="float32")
+        report = scene_accuracy(pipe.model, pipe.processor, scenes)
+        click.echo(json.dumps({name: round(value, 4) for name, value in report.items()}))

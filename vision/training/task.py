@@ -1,16 +1,17 @@
-"""Training tasks of the embedded vision-language model: the vision tower alone, then the whole model."""
+"""Training tasks of vision-language models: the vision tower alone, then the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmspec.training.export import export
@@ -25,15 +26,16 @@ from vision.training.architecture import Architecture, llava_config
 from vision.training.batches import (
     CONVERSATIONS,
     ConversationBatch,
+    ConversationKind,
     ConversationSampler,
     EncodedExample,
     collate,
     held_out_examples,
     perception_batch,
 )
-from vision.training.network import TrainedLlava
+from vision.training.network import TrainedLlava, TrainedModel
 from vision.training.perception import perception_accuracy, perception_loss
-from vision.training.text import corpus, make_processor, token_ids, train_tokenizer
+from vision.training.text import ChatFormat, corpus, encode, make_processor, token_ids, train_tokenizer
 
 TOKENIZER_SCENES = 3000
 """Scenes whose conversations, one of each kind, the tokenizer is trained on."""
@@ -83,7 +85,14 @@ def stages(
 
     if not (folder / CHECKPOINT).exists():
         yield "tower", trainer(0, TowerTask(network, size), folder / "tower", TOWER_SHARE, hold=0.0)
-    yield "language", trainer(1, LlavaTask(network, tokenizer, size), folder, 1.0 - TOWER_SHARE, hold=0.4)
+    task = llava_task(network, tokenizer, size)
+    yield "language", trainer(1, task, folder, 1.0 - TOWER_SHARE, hold=0.4)
+
+
+def llava_task(network: TrainedLlava, tokenizer: PreTrainedTokenizerFast, size: float = 1.0) -> ConversationTask:
+    """Returns the task of the second stage: tower, connector and language model."""
+    rates = {"tower": 0.25, "connector": 0.75, "language": 0.75}
+    return ConversationTask(network, rates, tokenizer, partial(export, network.llava, make_processor(tokenizer)), size)
 
 
 def _new_network(folder: Path, size: Architecture) -> tuple[TrainedLlava, PreTrainedTokenizerFast]:
@@ -162,27 +171,43 @@ class TowerTask:
         """Exports nothing: the whole model is trained next."""
 
 
-class LlavaTask:
-    """Trains the whole model on drawn conversations. Implements `mmspec.training.plan.TrainingTask`.
-
-    The tower and its heads, trained before, have a quarter of the learning rates; all else has three quarters.
+class ConversationTask:
+    """Trains a model on drawn conversations. Implements `mmspec.training.plan.TrainingTask`.
 
     Args:
         network: with a trained tower.
+        rates: factors on the learning rates of "tower" and heads, "connector" and "language" model.
         tokenizer: of the model.
+        export: writes the trained model to a folder.
         size: factor on the batch sizes.
+        chat: format of the conversations; by default the embedded model's.
+        kinds: of the conversations.
+        per_slot: patches along a side of a character's slot.
     """
 
-    def __init__(self, network: TrainedLlava, tokenizer: PreTrainedTokenizerFast, size: float = 1.0) -> None:
-        self.network, self.tokenizer = network, tokenizer
+    def __init__(
+        self,
+        network: TrainedModel,
+        rates: Mapping[str, float],
+        tokenizer: PreTrainedTokenizerFast,
+        export: Callable[[Path], None],
+        size: float = 1.0,
+        chat: ChatFormat | None = None,
+        kinds: Mapping[str, ConversationKind] = CONVERSATIONS,
+        per_slot: int = 1,
+    ) -> None:
+        self.network, self.tokenizer, self.kinds, self.per_slot = network, tokenizer, kinds, per_slot
         model = network.llava.model
-        rest = nn.ModuleDict({"projector": model.multi_modal_projector, "language": model.language_model})
-        self.optimisers = Optimisers([(model.vision_tower, 0.25), (network.heads, 0.25), (rest, 0.75)])
-        self.sampler = ConversationSampler(tokenizer, size)
+        towers = [(part, rates["tower"]) for part in (model.vision_tower, network.heads)]
+        rest = [(model.multi_modal_projector, rates["connector"]), (model.language_model, rates["language"])]
+        self.optimisers = Optimisers([*towers, *rest])
+        self.encode = partial(encode, tokenizer=tokenizer, chat=chat)
+        self.sampler = ConversationSampler(self.encode, size, kinds)
+        self.save = export
 
     def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
         """Returns the tensors of these conversations."""
-        return collate(examples, self.tokenizer.pad_token_id)
+        return collate(examples, self.tokenizer.pad_token_id, self.per_slot)
 
     def weight(self, batch: ConversationBatch) -> int:
         """Returns the number of labels."""
@@ -199,14 +224,10 @@ class LlavaTask:
     def evaluate(self) -> dict[str, float]:
         """Returns loss and next-token accuracy on held-out conversations of each kind, and the mean loss."""
         report = {"loss": 0.0}
-        for kind in CONVERSATIONS:
+        for name, kind in self.kinds.items():
             with torch.autocast("cpu", torch.bfloat16):
-                output = self.network(self.batch(held_out_examples(kind, self.tokenizer, HELD_OUT)), 0.0)
+                output = self.network(self.batch(held_out_examples(kind, self.encode, HELD_OUT)), 0.0)
             loss = output.metrics["language"]
-            report["loss"] += loss / len(CONVERSATIONS)
-            report |= {f"{kind} loss": loss, f"{kind} right": output.metrics["right"]}
+            report["loss"] += loss / len(self.kinds)
+            report |= {f"{name} loss": loss, f"{name} right": output.metrics["right"]}
         return report
-
-    def save(self, folder: Path) -> None:
-        """Exports the model as a folder that transformers loads."""
-        export(self.network.llava, make_processor(self.tokenizer), folder)

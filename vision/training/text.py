@@ -8,6 +8,7 @@ Prompt format, a LLaVA-style chat; a video is one `<image>` line per frame:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -43,8 +44,17 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     return train_any(texts, vocabulary, r'[A-Z0-9](?=[A-Z0-9"])', (IMAGE,))
 
 
-def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Returns the model's processor, which resizes images to 96 x 96 regardless of their aspect ratio."""
+def make_processor(
+    tokenizer: PreTrainedTokenizerFast, patch: int = SLOT, template: str = CHAT_TEMPLATE, image: str = IMAGE
+) -> LlavaProcessor:
+    """Returns a model's processor, which resizes images to 96 x 96 regardless of their aspect ratio.
+
+    Args:
+        tokenizer: of the model.
+        patch: side of a patch in pixels.
+        template: chat template.
+        image: placeholder of an image in texts.
+    """
     images = CLIPImageProcessorPil(
         size={"height": SIDE, "width": SIDE},
         crop_size={"height": SIDE, "width": SIDE},
@@ -55,10 +65,11 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
     return LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
-        patch_size=SLOT,
+        patch_size=patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
+        image_token=image,
     )
 
 
@@ -75,16 +86,47 @@ def corpus(examples: Iterable[SceneConversation]) -> Iterable[str]:
             yield f"{user} {answer}"
 
 
-def encode(example: SceneConversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
-    """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer."""
+@dataclass(frozen=True)
+class ChatFormat:
+    """Format of a model's conversations; it equals what the model's chat template gives.
+
+    Attributes:
+        image: placeholder of a visual token.
+        image_tokens: visual tokens of an image.
+        start: of the conversation.
+        user: a turn's beginning, with fields `images` and `text`.
+        answer: the rest of a turn, with a field `text`.
+        between: two turns.
+    """
+
+    image: str = IMAGE
+    image_tokens: int = IMAGE_TOKENS
+    start: str = "<s>"
+    user: str = "USER: {images}{text} ASSISTANT:"
+    answer: str = " {text}</s>"
+    between: str = ""
+
+
+def encode(
+    example: SceneConversation, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat | None = None
+) -> tuple[list[int], list[bool]]:
+    """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer.
+
+    Args:
+        example: the conversation.
+        tokenizer: of the model.
+        chat: by default the format of the embedded model.
+    """
+    chat = chat or ChatFormat()
     pieces: list[str] = []
     wanted: list[bool] = []
-    images = ("<image>" * IMAGE_TOKENS + "\n") * len(example.scenes)
+    images = (chat.image * chat.image_tokens + "\n") * len(example.scenes)
     for index, (user, answer) in enumerate(example.turns):
-        pieces += [f"USER: {images if index == 0 else ''}{user} ASSISTANT:", f" {answer}</s>"]
+        before, shown = (chat.between, "") if index else (chat.start, images)
+        pieces += [before + chat.user.format(images=shown, text=user), chat.answer.format(text=answer)]
         wanted += [False, True]
-    ids = [tokenizer.bos_token_id]
-    answers = [False]
+    ids: list[int] = []
+    answers: list[bool] = []
     for piece, label in zip(_encode_all(pieces, tokenizer), wanted, strict=True):
         ids += piece
         answers += [label] * len(piece)

