@@ -24,22 +24,6 @@ from mmspec.errors import UserError
 
 
 @dataclass(frozen=True)
-class EmbeddedModel:
-    """A model that is part of a package; calling it returns its folder.
-
-    Attributes:
-        folder: what ``from_pretrained`` loads.
-        limits: one sentence on what it was trained on, for users who give it input of their own.
-    """
-
-    folder: str
-    limits: str
-
-    def __call__(self) -> str:
-        return self.folder
-
-
-@dataclass(frozen=True)
 class PackagedModel:
     """A model that another package carries; calling it returns the folder of that package, which is not imported.
 
@@ -57,11 +41,33 @@ class PackagedModel:
     drafters: str = ""
     auto: str = "auto"
 
+    @property
+    def installed(self) -> bool:
+        return find_spec(self.package) is not None
+
     def __call__(self) -> str:
         spec = find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
             raise UserError(f"the package {self.package} carries the model, and is not installed: run {self.install}")
         return next(iter(spec.submodule_search_locations))
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model that is part of a package; calling it returns its folder.
+
+    Attributes:
+        folder: what ``from_pretrained`` loads.
+        limits: one sentence on what it was trained on, for users who give it input of their own.
+        language: the packaged model that it needs as its language model; see ``mmspec/targets/completed.py``.
+    """
+
+    folder: str
+    limits: str
+    language: PackagedModel | None = None
+
+    def __call__(self) -> str:
+        return self.folder
 
 
 smollm2 = PackagedModel(
@@ -74,8 +80,13 @@ smollm2 = PackagedModel(
 
 
 def embedded() -> list[str]:
-    """Names of the models that this and other packages register as their own, sorted."""
-    return [entry.name for entry in registered("models") if not isinstance(entry.load(), PackagedModel)]
+    """Names of the models that this and other packages register as their own, without those that lack a package."""
+
+    def complete(model: Any) -> bool:
+        language = getattr(model, "language", None)
+        return not isinstance(model, PackagedModel) and (language is None or language.installed)
+
+    return [entry.name for entry in registered("models") if complete(entry.load())]
 
 
 def drafter_homes(home: Path) -> list[Path]:

@@ -97,7 +97,8 @@ class Recycle:
             context: sorted(((p, t) for t, p in ranking.items() if p >= smallest), reverse=True)[: self.top_k]
             for context, ranking in self._rankings().items()
         }
-        tokens = torch.zeros(len(kept), self.top_k, dtype=torch.int32)
+        dtype = torch.uint16 if (self._vocab or 0) <= 1 << 16 else torch.int32
+        tokens = torch.zeros(len(kept), self.top_k, dtype=dtype)
         probs = torch.zeros(len(kept), self.top_k, dtype=torch.float16)
         for row, ranking in enumerate(kept.values()):
             for place, (p, t) in enumerate(ranking):
@@ -256,6 +257,7 @@ def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) 
         raise UserError(f"{folder}: contexts and tokens must be integers, probs floating point: got {found}")
     if not rows:
         return
+    tokens = tokens.long()  # of uint16, torch finds no minimum
     lowest, highest = min(int(contexts[:, 1].min()), int(tokens.min())), max(int(contexts.max()), int(tokens.max()))
     if lowest < 0 or highest >= vocab or int(contexts.min()) < _ANY:
         raise UserError(f"{folder}: contexts and tokens must be tokens below {vocab}: got {lowest} to {highest}")

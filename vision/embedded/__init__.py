@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mmspec import plugins
 from mmspec.plugins import EmbeddedModel
 
 _HERE = Path(__file__).parent
@@ -13,6 +14,13 @@ tiny_llava = EmbeddedModel(
     str(_HERE / "tiny-llava"),
     "tiny-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
     "meaningless; use another model for them, such as llava-hf/llava-1.5-7b-hf",
+)
+
+smol_llava = EmbeddedModel(
+    str(_HERE / "smol-llava"),
+    "smol-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
+    "meaningless; use another model for them, such as HuggingFaceTB/SmolVLM-256M-Instruct",
+    plugins.smollm2,
 )
 
 
