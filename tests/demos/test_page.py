@@ -110,5 +110,6 @@ def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
 @pytest.mark.parametrize("press", ["_ask", "_race"])
 def test_names_outside_the_catalog_raise(ask, service, press):
     _, html = ask("text", "Hello", "/etc", press=press)
-    assert "model must be one that this server offers: expected tiny-hybrid, tiny-llava, got &#x27;/etc&#x27;" in html
+    offered = ", ".join(plugins.embedded())
+    assert f"model must be one that this server offers: expected {offered}, got &#x27;/etc&#x27;" in html
     assert service.requests == []

@@ -1,8 +1,10 @@
 """Drafters propose sensible trees; that the output stays the target's is for other tests."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
@@ -301,6 +303,20 @@ def test_recycle_checkpoints(tmp_path):
     assert make_drafter("auto", str(home)).entries == drafter.entries
     with pytest.raises(UserError, match=r"the drafter was trained for .* \(architectures .*Llama.*\): got .*Qwen3"):
         again.attach(TransformersTarget(shared_model("qwen3")))
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(65_536, torch.uint16), (65_537, torch.int32)])
+def test_a_table_is_stored_in_the_smallest_type_of_its_tokens(tmp_path, vocab, dtype):
+    drafter, target = Recycle(top_k=2), TransformersTarget(shared_model("llama"))
+    logits = torch.zeros(1, vocab)
+    logits[0, vocab - 1] = 20.0
+    drafter.fit([([vocab - 1], logits)])
+    drafter.save(tmp_path, target)
+    assert load_file(tmp_path / "model.safetensors")["tokens"].dtype == dtype
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["verifier"]["vocab_size"] = vocab
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert next(iter(Recycle.from_checkpoint(tmp_path)._table.values())) == {vocab - 1: pytest.approx(1.0)}
 
 
 def test_damaged_drafter_checkpoints_are_named(tmp_path):
