@@ -93,12 +93,12 @@ class ConversationKind:
     share: float
 
 
-FIRST_CONVERSATIONS: dict[str, ConversationKind] = {
+FIRST_CONVERSATIONS: Mapping[str, ConversationKind] = {
     "lists": ConversationKind(lists_only, 64, 0.9),
     "video4": ConversationKind(lambda rng: video(rng, 4), 24, 0.1),
 }
 
-CONVERSATIONS: dict[str, ConversationKind] = {
+CONVERSATIONS: Mapping[str, ConversationKind] = {
     "image": ConversationKind(one_image, 48, 0.3),
     "questions": ConversationKind(questions_only, 56, 0.28),
     "lists": ConversationKind(lists_only, 64, 0.03),

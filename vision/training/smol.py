@@ -57,7 +57,7 @@ CHAT_TEMPLATE = (
 TOWER = Architecture(patch=8)
 VISUAL_TOKENS = (SIDE // TOWER.patch) ** 2
 
-SHARES = {"tower": 0.25, "half": 0.45, "whole": 0.3}
+SHARES = {"tower": 0.15, "half": 0.35, "whole": 0.5}
 """Stages, and their shares of a run's minutes."""
 
 KINDS: dict[str, ConversationKind] = {
@@ -114,7 +114,7 @@ class SmolLlava(TrainedModel):
     def connector(self) -> nn.Module:
         return self.llava.model.multi_modal_projector
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the tensors that are trained."""
         state, trained = super().state_dict(*args, **kwargs), self.trained()
         return {name: x for name, x in state.items() if name in trained}
@@ -216,7 +216,7 @@ def stages(
     """
     model, tokenizer = language or language_model()
     torch.manual_seed(0)
-    network = SmolLlava(model, tokenizer.convert_tokens_to_ids(IMAGE))
+    network = SmolLlava(model, tokenizer.get_vocab()[IMAGE])
     accelerator = Accelerator(cpu=True)
 
     def task(stage: str) -> Any:
@@ -235,6 +235,7 @@ def stages(
         plan = TrainingPlan(
             steps=steps[index] if steps else None,
             minutes=minutes * share if minutes else None,
+            warmup=20,
             hold=0.3,
             checkpoint_minutes=checkpoint_minutes,
             report_minutes=8.0,

@@ -109,7 +109,9 @@ def test_missing_weights_are_one_line_and_leave_nothing(incomplete: Path, cache:
 def test_a_cache_that_cannot_be_written_is_one_line(incomplete: Path, cache: Path) -> None:
     shutil.rmtree(cache, ignore_errors=True)
     cache.write_text("a file")
-    with pytest.raises(UserError, match=r"expected a cache folder that can be written, received .*; MMSPEC_CACHE names"):
+    with pytest.raises(
+        UserError, match=r"expected a cache folder that can be written, received .*; MMSPEC_CACHE names"
+    ):
         resolved(incomplete)
 
 
