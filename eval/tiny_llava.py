@@ -31,14 +31,15 @@ def accuracy_table(report: dict[str, float]) -> Table:
 @benchmark
 @click.option("--model", default="tiny-llava", show_default=True, help="Embedded name, folder or hub id.")
 @click.option("--scenes", type=click.IntRange(1), default=200, show_default=True, help="Scenes to caption.")
-def main(model: str, scenes: int) -> dict[str, Any]:
+@click.option("--dtype", default="float32", show_default=True, help="As for mmspec.load.")
+def main(model: str, scenes: int, dtype: str) -> dict[str, Any]:
     """Print a table of accuracies, then one JSON line."""
     began = time.monotonic()
-    pipe = mmspec.load(model, drafter=None, dtype="float32")
+    pipe = mmspec.load(model, drafter=None, dtype=dtype)
     report = scene_accuracy(pipe.model, pipe.processor, scenes)
     Console().print(accuracy_table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
-    about = {"model": model, "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}
+    about = {"model": model, "dtype": dtype, "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}
     return about | figures
 
 

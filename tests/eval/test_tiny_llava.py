@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from eval import tiny_llava
 from vision import embedded
-from vision.scenes.captions import caption
+from vision.scenes.captions import caption, listing
 from vision.scenes.clips import describe_clip, sample_clip
 from vision.scenes.drawing import draw
 from vision.scenes.questions import KINDS, ask
@@ -25,9 +25,10 @@ from vision.training import accuracy
 
 def oracle(prompts: list[str], images: list[list[Any]]) -> list[str]:
     """True answers, reconstructed from the seeds that the measurement uses."""
-    if prompts[0] == "Describe the image.":
+    if prompts[0] in ("Describe the image.", "List the objects."):
         scenes = [sample_scene(seeded("heldout", accuracy.FIRST_SCENE + k)) for k in range(len(prompts))]
-        return [caption(scene, random.Random(1)) for scene in scenes]
+        described = prompts[0] == "Describe the image."
+        return [caption(scene, random.Random(1)) if described else listing(scene) for scene in scenes]
     if prompts[0] == "Describe the video.":
         clips = [sample_clip(seeded("heldout", accuracy.FIRST_SCENE + k)) for k in range(len(prompts))]
         return [describe_clip(clip, random.Random(1)) for clip in clips]

