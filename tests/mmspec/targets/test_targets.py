@@ -9,14 +9,11 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
-    FalconMambaConfig,
     GPT2Config,
-    JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
-    MambaConfig,
+    MiniMaxConfig,
     PhiConfig,
-    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -211,16 +208,7 @@ def test_attention_that_takes_none_is_switched(name, model_name):
             lambda: random_model(cut(Llama4TextConfig)),
             "Llama4ForCausalLM has chunked_attention",
         ),
-        (lambda: random_model(cut(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
-        (lambda: random_model(cut(FalconMambaConfig)), "FalconMambaForCausalLM has linear_attention of another kind"),
-        (
-            lambda: random_model(cut(JambaConfig)),
-            "JambaForCausalLM has linear_attention of another kind",
-        ),
-        (
-            lambda: random_model(cut(Qwen3NextConfig)),
-            "Qwen3NextForCausalLM has linear_attention of another kind",
-        ),
+        (lambda: random_model(cut(MiniMaxConfig)), "MiniMaxForCausalLM has linear_attention of another kind"),
         (
             lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)),
             "BloomForCausalLM",
