@@ -23,6 +23,7 @@ from transformers import (
 
 import mmspec
 from eval.decoding.oracle import Oracle
+from eval.decoding.small_configs import random_model, small_config
 from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.speculation.budget import CostTable
@@ -31,7 +32,6 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.cutting import cut, random_model
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 
@@ -208,17 +208,20 @@ def test_attention_that_takes_none_is_switched(name, model_name):
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
         (
-            lambda: random_model(cut(Llama4TextConfig)),
+            lambda: random_model(small_config(Llama4TextConfig)),
             "Llama4ForCausalLM has chunked_attention",
         ),
-        (lambda: random_model(cut(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
-        (lambda: random_model(cut(FalconMambaConfig)), "FalconMambaForCausalLM has linear_attention of another kind"),
+        (lambda: random_model(small_config(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
         (
-            lambda: random_model(cut(JambaConfig)),
+            lambda: random_model(small_config(FalconMambaConfig)),
+            "FalconMambaForCausalLM has linear_attention of another kind",
+        ),
+        (
+            lambda: random_model(small_config(JambaConfig)),
             "JambaForCausalLM has linear_attention of another kind",
         ),
         (
-            lambda: random_model(cut(Qwen3NextConfig)),
+            lambda: random_model(small_config(Qwen3NextConfig)),
             "Qwen3NextForCausalLM has linear_attention of another kind",
         ),
         (
@@ -244,7 +247,7 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_head_that_does_more_than_is_known_is_refused(dtype):
     torch.manual_seed(0)
-    model = random_model(cut(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
+    model = random_model(small_config(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
         TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
 
