@@ -42,7 +42,7 @@ NEW_TOKENS = 24
 _AUTO = {TEXT: AutoModelForCausalLM, VISION: AutoModelForImageTextToText}
 _PROMPTS = {"prompt": [12], "long prompt": [40], "batch": [9, 5]}
 _IMAGE_PROMPTS = {"image": [9], "batch with images": [9, 6]}
-_FEW_BYTES = 6 << 30
+_MOST_BYTES = 5 << 30
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Model:
         auto = _AUTO[VISION if self.kind == VISION or (self.kind == PUBLISHED and vision) else TEXT]
         with torch.device("meta"):
             size = 4 * sum(weight.numel() for weight in auto.from_config(config).parameters())
-        if size > _FEW_BYTES:
-            raise ValueError(f"too large: {size / 2**30:.0f} GiB")
+        if size > _MOST_BYTES:
+            raise ValueError(f"too large: {size / 2**30:.1f} GiB")
         return random_model(config, auto)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB = 128
@@ -20,6 +21,7 @@ WORDS = 90
 """Token ids from here on are left to special tokens."""
 _LAYERS = 4
 _EXPERTS = r"(num|n)_(local_|routed_)?experts|(moe|ffn)_num_experts"
+_ROUTING = rf"{_EXPERTS}|num_experts_per_tok(en)?|moe_(topk|k|top_k)|top_k_experts|n_group|topk_group|num_expert_group"
 _DEPTH = r"(num_|n_)?(hidden_|encoder_|decoder_|global_|resampler_)?(layers?|depth)"
 _SIZES = {
     64: r"(\w+_)?(hidden|embedding|model|emb)_(size|dim)|n_embd|d_model|dim|(\w+_)?embed_dim|(\w+_)?intermediate_size|"
@@ -31,7 +33,7 @@ _SIZES = {
     24: r"qk_head_dim",
     16: r"(?!qk_head_dim)(\w+_)?head_?dim|dim_head|d_head|kv_channels|(mamba_)?d_state|(ssm_)?state_size|index_topk",
     8: r"qk_rope_head_dim|rotary_dim|\w*sliding_window(_size)?|attention_chunk_size|(mamba_)?chunk_size|"
-    r"local_attention|mamba_(n|num)_heads|n_mamba_heads|attention_window_size|hidden_size_per_layer_input",
+    r"local_attention|mamba_(n|num)_heads|n_mamba_heads|attention_window_size|hidden_size_per_layer_input|keep_window_size",
     4: rf"{_DEPTH}|(\w+_)?(attention|key|n|num)_heads|(attention|n|num)_heads?|linear_num_(key|value)_heads|{_EXPERTS}",
     2: r"(\w+_)?(key_value|kv)_heads|num_experts_per_tok(en)?|moe_(topk|k|top_k)|num_experts_per_token|top_k_experts",
     1: r"n_groups?|topk_group|num_expert_group|first_k_dense_replace|mamba_n_groups|mamba_ngroups",
@@ -87,8 +89,7 @@ def small_config(config_class: type[PreTrainedConfig], **changes: Any) -> PreTra
     default = config_class()
     if unknown := sorted(changes.keys() - vars(default).keys()):
         raise TypeError(f"{config_class.__name__} has no {', '.join(unknown)}")
-    parts = {name: part.to_dict() for name, part in vars(default).items() if isinstance(part, PreTrainedConfig)}
-    return config_class(**{**_merged(parts, _changes(default, widths=True, tokens={})), **changes})
+    return config_class(**{**_merged(_parts(default), _changes(default, widths=True, tokens={})), **changes})
 
 
 def published_config(file: Path) -> PreTrainedConfig:
@@ -100,10 +101,16 @@ def published_config(file: Path) -> PreTrainedConfig:
     data = json.loads(file.read_text())
     data.pop("quantization_config", None)
     data.pop("auto_map", None)
-    if (name := data.get("model_type")) not in CONFIG_MAPPING:
-        raise ValueError(f"transformers has no model type {name!r}")
-    config = CONFIG_MAPPING[name].from_dict(data)
-    return type(config).from_dict(_merged(data, _changes(config, widths=False, tokens={})))
+    names = [data.get("model_type"), *(data.get("architectures") or [])]
+    if names[0] not in CONFIG_MAPPING or not all(hasattr(transformers, name) for name in names[1:]):
+        raise ValueError(f"transformers has no class for {', '.join(map(str, names))}")
+    config = CONFIG_MAPPING[names[0]].from_dict(data)
+    whole = {**_parts(config), **data}  # older files list the text model's fields among those of the whole
+    return type(config).from_dict(_merged(whole, _changes(config, widths=False, tokens={})))
+
+
+def _parts(config: PreTrainedConfig) -> dict[str, Any]:
+    return {name: part.to_dict() for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
 
 
 def random_model(config: PreTrainedConfig, auto_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -119,7 +126,7 @@ def random_model(config: PreTrainedConfig, auto_class: Any = AutoModelForCausalL
 def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**data, **changes}
     for name, value in changes.items():
-        if isinstance(value, dict) and isinstance(data.get(name), dict):
+        if isinstance(value, dict) and isinstance(data.get(name), dict) and "model_type" in value:
             merged[name] = _merged(data[name], value)
     return merged
 
@@ -145,7 +152,7 @@ def _changes(config: PreTrainedConfig, *, widths: bool, tokens: dict[int, int]) 
             changes[name] = _SPREAD
         elif isinstance(value, list) and widths and name.endswith("_size") and _size(name):
             changes[name] = [min(size, _size(name)) for size in changes.get(name, value)]
-        elif type(value) is int and name not in changes and (widths or re.fullmatch(_EXPERTS, name)):
+        elif type(value) is int and name not in changes and (widths or re.fullmatch(_ROUTING, name)):
             size = equal.get(name) or _size(name)
             if size is not None and value > size:
                 changes[name] = size
@@ -176,12 +183,14 @@ def _layer_changes(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[
         length, changes["num_kv_shared_layers"] = 2 * length, length
     if count <= length:
         return {}
-    for n, value in fields.items():
+    for n, value in {**fields, "per_layer_config": config.to_dict().get("per_layer_config")}.items():
         if n in by_layer:
             changes[n] = by_layer[n][:length]
         elif isinstance(value, list) and re.fullmatch(r"\w*(indices|indexes|layer_ids|idxs|_layers?)", n):
             if all(type(i) is int for i in value):
                 changes[n] = [i for i in value if i < length] or [length - 1]
+        elif isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
+            changes[n] = {layer: one for layer, one in value.items() if int(layer) < length}
         elif re.fullmatch(_DEPTH, n) and value == count:
             changes[n] = length
     return changes

@@ -1,7 +1,7 @@
 """Prompts with random images for any vision-language class, without a tokenizer: image tokens between random ids.
 
-The class's image processor, as transformers defines it, makes the pixel values; the model itself tells how many image
-tokens its features fill.
+The class's image processor, as transformers defines it, makes the pixel values; the number of image tokens, if it
+has any, follows from the model's image features.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tens
 
     Raises:
         Exception: whatever the class's image processor or its vision tower raises.
-        ValueError: the class lacks an image token, image features or an image processor.
+        ValueError: the image processor needs a package, or makes something else.
     """
     config = network.config
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     encode = getattr(network, "get_image_features", None) or getattr(network.base_model, "get_image_features", None)
-    if token is None or encode is None:
-        raise ValueError("no image token in the prompt, or no get_image_features")
     pixels = _pixels(config, len(lengths))
     known = signature(network.forward).parameters
-    wanted = signature(encode).parameters
+    wanted = signature(encode).parameters if encode is not None else {}
     pixels = {name: value for name, value in pixels.items() if name in known or name in wanted}
-    with torch.no_grad():
-        features = encode(**{name: value for name, value in pixels.items() if name in wanted})
-    count = _rows(getattr(features, "pooler_output", features))
-    media = [token] * (count // len(lengths))
+    if "pixel_values" not in pixels:
+        raise ValueError("its image processor makes no pixel values")
+    media = [token] if token is not None else []
+    if media and encode is not None:
+        with torch.no_grad():
+            features = encode(**{name: value for name, value in pixels.items() if name in wanted})
+        media *= _rows(getattr(features, "pooler_output", features)) // len(lengths)
     if (start := getattr(config, "vision_start_token_id", None)) is not None:
         media = [start, *media, config.vision_end_token_id]
     return {**_prompts(lengths, media, token, known), **pixels}
 
 
-def _prompts(lengths: list[int], media: list[int], token: int, known: Mapping[str, Any]) -> dict[str, Tensor]:
+def _prompts(lengths: list[int], media: list[int], token: int | None, known: Mapping[str, Any]) -> dict[str, Tensor]:
     generator, longest = torch.Generator().manual_seed(0), max(lengths)
     rows, masks = [], []
     for length in lengths:
@@ -60,7 +61,8 @@ def _prompts(lengths: list[int], media: list[int], token: int, known: Mapping[st
     ids = torch.tensor(rows)
     inputs = {"input_ids": ids, "attention_mask": torch.tensor(masks)}
     kinds = [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
-    return {**inputs, **{name: (ids == token).long() for name in kinds}}
+    visual = (ids == token).long() if token is not None else torch.zeros_like(ids)
+    return {**inputs, **dict.fromkeys(kinds, visual)}
 
 
 def _pixels(config: Any, images: int) -> dict[str, Tensor]:

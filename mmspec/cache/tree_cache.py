@@ -1,10 +1,10 @@
 """Preallocated KV cache with tree verification: nodes are written after the committed tokens, accepted ones compacted.
 
-Keys and values of one shape share a buffer (tensors, rows, kv_heads, slots, head_dim), in the order of the layers' first
-writes. Where all layers are alike, a commit is thus one gather and one scatter for the whole model; latent attention
-(MLA) has a buffer for each of its two tensors, and layers that reuse another layer's keys and values have none. Each row
-holds one sequence, its committed tokens in the first slots. Rows differ in length: a forward pass writes its nodes after
-the longest row, and shorter rows mask the slots in between.
+Keys and values of one shape share a buffer (tensors, rows, kv_heads, slots, head_dim). Where all layers are alike, a
+commit is thus one gather and one scatter for the whole model; latent attention (MLA) has a buffer for each of its two
+tensors, and layers that reuse another layer's keys and values have none. Each row holds one sequence, its committed
+tokens in the first slots. Rows differ in length: a forward pass writes its nodes after the longest row, and shorter
+rows mask the slots in between.
 
 In place (static shapes), row lengths are device tensors, writes are indexed and whole buffers are returned: every pass
 of a shape runs the same kernels on the same addresses and can be captured as a CUDA graph.
@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mmspec.cache.rows import batch_bucket, row_index
+from mmspec.errors import UserError
 from mmspec.ops import compact_kv
 from mmspec.ops.transfer import on_device
 
@@ -79,6 +80,7 @@ class TreeCache(Cache):
         self._write_slots: Tensor | None = None  # (nodes,) of the current pass, if in place
         self._buffers: list[Tensor] = []
         self._used: list[int] = []  # tensors of each buffer
+        self._prompt_tokens: set[int] = set()  # that layers cached in the first pass
         self._places: dict[int, list[tuple[int, int]]] = {}  # buffer and tensor of a layer's keys and of its values
         self._attended: Tensor | None = None
         super().__init__(layers=[_Layer(self, layer) for layer in range(num_layers)])
@@ -140,6 +142,7 @@ class TreeCache(Cache):
         rows, _, count, _ = states[0].shape
         self.allocate(rows, self.get_seq_length() + count)
         if layer not in self._places:
+            self._prompt_tokens.add(count)
             alike = len(self.attending) * (2 if _kind(states[0]) == _kind(states[1]) else 1)
             self._places[layer] = [self._next_tensor(one, alike) for one in states]
         return [self._buffers[buffer][tensor, :rows] for buffer, tensor in self._places[layer]]
@@ -201,7 +204,12 @@ class TreeCache(Cache):
 
         Args:
             attention_mask: (batch, tokens), 0 at padding; None when there is none.
+
+        Raises:
+            UserError: a layer has cached other than one entry per token, such as an image's for cross-attention.
         """
+        if other := self._prompt_tokens - {tokens}:
+            raise UserError(f"layers must cache the prompt's tokens: expected {tokens} entries, received {min(other)}")
         # Tensors that no layer needed, where shapes differ or layers share keys and values.
         self._buffers = [
             buffer if used == len(buffer) else buffer[:used].clone()

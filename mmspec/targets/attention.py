@@ -25,6 +25,7 @@ from mmspec import ops
 from mmspec.cache.tree_cache import SlotBounds
 from mmspec.errors import UserError
 from mmspec.targets.masks import window_of
+from mmspec.targets.support import decoder_of
 
 NAME = "mmspec_tree"
 PASS = "tree_pass"
@@ -83,7 +84,7 @@ def tree_attention(
             softcap=options.get("softcap"),
         )
         return read[..., : value.shape[-1]], None
-    masked = attention_mask is not None or query.shape[2] == 1
+    masked = query.shape[2] == 1 if attention_mask is None else attention_mask.shape[1] == 1
     grouped = masked and key.shape[1] < query.shape[1] and query.device.type == "cpu"
     if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -132,7 +133,7 @@ class PassAttention:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        config, decoder = model.config.get_text_config(), model.get_decoder()
+        config, decoder = model.config.get_text_config(), decoder_of(model)
         usual = config._attn_implementation
         self.name = NAME if usual != "eager" and model._supports_sdpa else "eager"
         if usual in ("sdpa", "eager") and not decoder._can_set_attn_implementation():

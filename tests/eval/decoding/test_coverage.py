@@ -24,6 +24,7 @@ from eval.decoding.coverage import (
     models,
 )
 from eval.decoding.small_configs import VOCAB, published_config, small_config
+from mmspec.ops import kernels
 
 _TEXTS, _IMAGES = ("prompt", "long prompt", "batch"), ("image", "batch with images")
 
@@ -81,9 +82,16 @@ def test_every_class_is_listed_once():
         (TEXT, "llama", EQUAL, _TEXTS),
         (TEXT, "gemma2", EQUAL, _TEXTS),
         (TEXT, "mamba2", EQUAL, _TEXTS),
+        (TEXT, "deepseek_v3", EQUAL, _TEXTS),  # keys and values of different widths
+        (TEXT, "gemma4_text", EQUAL, _TEXTS),  # layers of different shapes, and layers that share keys and values
+        (TEXT, "llama4_text", EQUAL, _TEXTS),  # chunked attention
+        (VISION, "cohere2_vision", EQUAL, _TEXTS),  # logits that are not scaled as the text model's
+        (VISION, "gemma3", EQUAL, _TEXTS + _IMAGES),  # a prompt whose images are attended both ways
+        (VISION, "janus", EQUAL, _TEXTS + _IMAGES),  # a generate of its own
         (VISION, "qwen2_vl", EQUAL, _TEXTS + _IMAGES),
         (TEXT, "rwkv", REFUSED, ("prompt",)),
-        (VISION, "blip", NOT_GENERATED, ()),
+        (VISION, "git", REFUSED, (*_TEXTS, "image")),  # caches an image that has no tokens in the prompt
+        (VISION, "blip-2", NOT_GENERATED, ()),
         (TEXT, "dbrx", NOT_BUILT, ()),
     ],
 )
@@ -95,13 +103,19 @@ def test_outcomes(kind, name, outcome, inputs):
     assert len(found.reason.splitlines()) == (outcome != EQUAL)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4_text", "llama4_text"])
+def test_static_shapes(name, monkeypatch):
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    assert check(Model(TEXT, name)).outcome == EQUAL
+
+
 def test_a_published_configuration_is_decoded(published):
     assert check(Model(PUBLISHED, str(published))).outcome == EQUAL
 
 
 def test_models_too_large_for_memory_are_not_built(published, monkeypatch):
-    monkeypatch.setattr(coverage, "_FEW_BYTES", 1 << 10)
-    assert check(Model(PUBLISHED, str(published))).reason == "ValueError: too large: 0 GiB"
+    monkeypatch.setattr(coverage, "_MOST_BYTES", 1 << 10)
+    assert check(Model(PUBLISHED, str(published))).reason == "ValueError: too large: 0.0 GiB"
 
 
 def test_differences_and_crashes_are_faulty(monkeypatch):

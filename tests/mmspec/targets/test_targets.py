@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    DogeConfig,
     FalconMambaConfig,
     GPT2Config,
     JambaConfig,
@@ -207,10 +208,7 @@ def test_attention_that_takes_none_is_switched(name, model_name):
             ),
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
-        (
-            lambda: random_model(small_config(Llama4TextConfig)),
-            "Llama4ForCausalLM has chunked_attention",
-        ),
+        (lambda: random_model(small_config(DogeConfig)), "DogeForCausalLM computes its attention mask from the values"),
         (lambda: random_model(small_config(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
         (
             lambda: random_model(small_config(FalconMambaConfig)),
@@ -233,6 +231,13 @@ def test_attention_that_takes_none_is_switched(name, model_name):
 def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
     with pytest.raises(UserError, match=message):
         TransformersTarget(make())
+
+
+def test_a_prompt_that_crosses_llama_4s_attention_temperatures_is_refused():
+    target = TransformersTarget(random_model(small_config(Llama4TextConfig, floor_scale=540)))
+    target.prefill(Prompt(torch.full((1, 12), 7)), 16)
+    with pytest.raises(UserError, match=r"^attention temperatures change at 28 tokens: .*below, got 12 and up to 17"):
+        target.prefill(Prompt(torch.full((1, 12), 7)), 17)
 
 
 def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
