@@ -238,12 +238,12 @@ class TreeCache(Cache):
                 self._buffers, self.bounds = [], None  # the model moved to another device or dtype
             slots = max(self.length, prompt.length, reserve - 1)
             if not self._buffers:
-                new = max(slots + 1, self.reserve)
-                self._buffers = [self._zeros(len(buffer), rows, new, buffer) for buffer in prompt._buffers]
+                size = max(slots + 1, self.reserve)
+                self._buffers = [self._zeros(len(buffer), rows, size, buffer) for buffer in prompt._buffers]
                 self._used, self._places = prompt._used[:], dict(prompt._places)
             self.allocate(rows, slots)
-            for ours, new in zip(self._buffers, prompt._buffers, strict=True):
-                ours[:, self.rows : rows, :, : prompt.length] = new[:, : prompt.rows, :, : prompt.length]
+            for ours, theirs in zip(self._buffers, prompt._buffers, strict=True):
+                ours[:, self.rows : rows, :, : prompt.length] = theirs[:, : prompt.rows, :, : prompt.length]
         self.lengths = self.lengths + prompt.lengths
         self._changed()
 

@@ -75,7 +75,7 @@ def tree_attention(
             raise UserError(f"attention must be a softmax of scaled scores: {type(module).__name__} has {other[0]}")
         bounds, width = tree.bounds, max(query.shape[-1], value.shape[-1])
         read = ops.tree_attention(
-            *(_widened(states, width) for states in (query, key, value)),
+            *(_widened(query, width), _widened(key, width), _widened(value, width)),
             *(bounds.lengths, attention_mask[:, 0]),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             start=bounds.start,

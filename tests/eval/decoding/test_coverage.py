@@ -89,6 +89,8 @@ def test_every_class_is_listed_once():
         (VISION, "gemma3", EQUAL, _TEXTS + _IMAGES),  # a prompt whose images are attended both ways
         (VISION, "janus", EQUAL, _TEXTS + _IMAGES),  # a generate of its own
         (VISION, "qwen2_vl", EQUAL, _TEXTS + _IMAGES),
+        (TEXT, "qwen3_next", EQUAL, _TEXTS),
+        (TEXT, "bert", REFUSED, ("prompt",)),
         (TEXT, "rwkv", REFUSED, ("prompt",)),
         (VISION, "git", REFUSED, (*_TEXTS, "image")),  # caches an image that has no tokens in the prompt
         (VISION, "blip-2", NOT_GENERATED, ()),
