@@ -38,10 +38,12 @@ from mmspec.drafters.recycle import Recycle
 EQUAL, REFUSED, FAULTY, NOT_GENERATED, NOT_BUILT = "equal", "refused", "faulty", "not by generate", "not built"
 OUTCOMES = (EQUAL, REFUSED, FAULTY, NOT_GENERATED, NOT_BUILT)
 TEXT, VISION, PUBLISHED = "causal language models", "vision-language models", "published configurations"
-NEW_TOKENS = 24
+NEW_TOKENS, NEW_TOKENS_LARGE = 24, 8
 _AUTO = {TEXT: AutoModelForCausalLM, VISION: AutoModelForImageTextToText}
 _PROMPTS = {"prompt": [12], "long prompt": [40], "batch": [9, 5]}
 _IMAGE_PROMPTS = {"image": [9], "batch with images": [9, 6]}
+_LARGE = 100_000_000  # parameters
+_MOST_WORK = 10**11  # parameters times tokens of the prompts
 _MOST_BYTES = 5 << 30
 
 
@@ -146,6 +148,8 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
         progress(NOT_GENERATED)
         try:
             inputs = make()
+            if inputs["input_ids"].numel() * network.num_parameters() > _MOST_WORK:
+                raise ValueError(f"too slow at these widths: {inputs['input_ids'].numel()} tokens")
             reference = _generate(network, inputs)
         except Exception as error:
             missing.append(f"{label}: {_one_line(error)}")
@@ -179,7 +183,8 @@ def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
 
 def _options(network: PreTrainedModel) -> dict[str, Any]:
     special = list(range(WORDS, network.config.get_text_config().vocab_size))
-    return {"max_new_tokens": NEW_TOKENS, "do_sample": False, "suppress_tokens": special}
+    new_tokens = NEW_TOKENS if network.num_parameters() < _LARGE else NEW_TOKENS_LARGE
+    return {"max_new_tokens": new_tokens, "do_sample": False, "suppress_tokens": special}
 
 
 def _generate(network: Any, inputs: dict[str, Any]) -> Tensor:

@@ -75,7 +75,7 @@ def _pixels(config: Any, images: int) -> dict[str, Tensor]:
     side = getattr(vision, "image_size", None)
     side = side[0] if isinstance(side, list | tuple) else side
     options: dict[str, Any] = {}
-    for name in ("size", "crop_size"):
+    for name in ("size", "crop_size", "max_image_size"):
         if isinstance(side, int) and (size := getattr(default, name, None)):
             options[name] = {axis: side for axis, value in dict(size).items() if value is not None}
     for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
