@@ -134,9 +134,10 @@ _INTRODUCTION = """# Supported models
 Written by `python -m eval.coverage` with transformers {transformers} and torch {torch}. Every decoder-only class with a
 causal language model or image-text-to-text head is built from its default configuration with sizes cut, and published
 configurations keep their widths with layers, experts and vocabulary cut. Weights are random, in {dtype}. Each class
-decodes greedily {new_tokens} tokens (8 if it has more than 100 million parameters) after a short prompt, a long one, two
-prompts with padding and, where the inputs can be made without a checkpoint's processor, prompts with images, with random
-trees and with recycled drafts; the tokens are compared with those of transformers' `generate`.
+decodes greedily {new_tokens} tokens (8 if it has more than 100 million parameters) after a short prompt, a long one and
+two prompts with padding; vision-language models also after prompts with images, where the inputs can be made without a
+checkpoint's processor. Trees are random, or drafted from recycled tokens. The tokens are compared with those of
+transformers' `generate`.
 
 - **equal**: all tokens are those of `generate`.
 - **refused**: an error of one line, before any token.
