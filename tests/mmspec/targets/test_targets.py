@@ -10,14 +10,11 @@ from transformers import (
     BertConfig,
     BloomConfig,
     DogeConfig,
-    FalconMambaConfig,
     GPT2Config,
-    JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
-    MambaConfig,
+    MiniMaxConfig,
     PhiConfig,
-    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -209,19 +206,7 @@ def test_attention_that_takes_none_is_switched(name, model_name):
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
         (lambda: random_model(small_config(DogeConfig)), "DogeForCausalLM computes its attention mask from the values"),
-        (lambda: random_model(small_config(MambaConfig)), "MambaForCausalLM has linear_attention of another kind"),
-        (
-            lambda: random_model(small_config(FalconMambaConfig)),
-            "FalconMambaForCausalLM has linear_attention of another kind",
-        ),
-        (
-            lambda: random_model(small_config(JambaConfig)),
-            "JambaForCausalLM has linear_attention of another kind",
-        ),
-        (
-            lambda: random_model(small_config(Qwen3NextConfig)),
-            "Qwen3NextForCausalLM has linear_attention of another kind",
-        ),
+        (lambda: random_model(small_config(MiniMaxConfig)), "MiniMaxForCausalLM has linear_attention of another kind"),
         (
             lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)),
             "BloomForCausalLM",
