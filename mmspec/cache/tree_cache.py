@@ -142,7 +142,6 @@ class TreeCache(Cache):
         rows, _, count, _ = states[0].shape
         self.allocate(rows, self.get_seq_length() + count)
         if layer not in self._places:
-            self._prompt_tokens.add(count)
             alike = len(self.attending) * (2 if _kind(states[0]) == _kind(states[1]) else 1)
             self._places[layer] = [self._next_tensor(one, alike) for one in states]
         return [self._buffers[buffer][tensor, :rows] for buffer, tensor in self._places[layer]]
@@ -177,7 +176,7 @@ class TreeCache(Cache):
             like: (kv_heads, any, head_dim), for shape, dtype and device.
         """
         states = like.expand(rows, *like.shape)
-        for layer in self.attending:
+        for layer in self.attending if not self._places else ():
             self.written(layer, (states, states))
         start = self.get_seq_length()
         self.allocate(rows, start + nodes)
@@ -351,6 +350,8 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start, count = self.get_seq_length(), key_states.shape[2]
+        if self.index not in self.cache._places:
+            self.cache._prompt_tokens.add(count)
         keys, values = self.cache.written(self.index, (key_states, value_states))
         if self.cache._write_slots is not None:
             keys.index_copy_(2, self.cache._write_slots, key_states)
