@@ -155,9 +155,9 @@ def generate(
             model, input_ids, drafter=drafter, nodes=nodes, streamer=streamer, assistant_model=assistant, **given
         )
 
-    return model.generate(  # type: ignore[operator]
-        inputs, generation_config, stopping_criteria=criteria, custom_generate=method, **arguments
-    )
+    arguments |= {"generation_config": generation_config, "stopping_criteria": criteria, "custom_generate": method}
+    positional = () if inputs is None else (inputs,)  # BLIP's first is another
+    return model.generate(*positional, **arguments)  # type: ignore[operator]
 
 
 def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

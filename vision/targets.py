@@ -1,5 +1,4 @@
-"""Vision-language models as targets: LLaVA-1.5, LLaVA-NeXT, LLaVA-NeXT-Video, LLaVA-OneVision, Qwen2-VL, Qwen2.5-VL and
-Qwen3-VL, each the unmodified class of transformers."""
+"""Vision-language models as targets: any decoder-only image-text-to-text class of transformers, unmodified."""
 
 from __future__ import annotations
 
@@ -7,28 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
 
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from vision.processor import VisionProcessor
 
-FAMILIES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-
 
 class VisionTarget(TransformersTarget):
-    """A LLaVA-type or Qwen-VL model. See ``TransformersTarget``."""
+    """A vision-language model. See ``TransformersTarget``."""
 
     auto_class = AutoModelForImageTextToText
     processor_class = VisionProcessor
 
     @classmethod
     def supports(cls, config: Any) -> bool:
-        return getattr(config, "model_type", None) in FAMILIES
+        return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        # Qwen-VL places visual tokens on three position axes and computes them from the prompt.
-        if "qwen" in self.model.config.model_type and bool(self._is_visual(ids).any()):
+        # Models with several position axes (Qwen-VL) compute those of visual tokens from the prompt.
+        if hasattr(self.model.base_model, "get_rope_index") and bool(self._is_visual(ids).any()):
             return None
         return super()._prompt_positions(ids, mask)
 

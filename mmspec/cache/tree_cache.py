@@ -1,8 +1,10 @@
 """Preallocated KV cache with tree verification: nodes are written after the committed tokens, accepted ones compacted.
 
-All layers share one buffer (layers * 2, rows, kv_heads, slots, head_dim), so that a commit is one gather and one
-scatter for the whole model. Each row holds one sequence, its committed tokens in the first slots. Rows differ in
-length: a forward pass writes its nodes after the longest row, and shorter rows mask the slots in between.
+Keys and values of one shape share a buffer (tensors, rows, kv_heads, slots, head_dim). Where all layers are alike, a
+commit is thus one gather and one scatter for the whole model; latent attention (MLA) has a buffer for each of its two
+tensors, and layers that reuse another layer's keys and values have none. Each row holds one sequence, its committed
+tokens in the first slots. Rows differ in length: a forward pass writes its nodes after the longest row, and shorter
+rows mask the slots in between.
 
 In place (static shapes), row lengths are device tensors, writes are indexed and whole buffers are returned: every pass
 of a shape runs the same kernels on the same addresses and can be captured as a CUDA graph.
@@ -76,10 +78,12 @@ class TreeCache(Cache):
         self.bounds: SlotBounds | None = None
         self.version = object()
         self._write_slots: Tensor | None = None  # (nodes,) of the current pass, if in place
-        self._storage: Tensor | None = None
+        self._buffers: list[Tensor] = []
+        self._used: list[int] = []  # tensors of each buffer
+        self._prompt_tokens: set[int] = set()  # that layers cached in the first pass
+        self._places: dict[int, list[tuple[int, int]]] = {}  # buffer and tensor of a layer's keys and of its values
         self._attended: Tensor | None = None
-        place = {layer: place for place, layer in enumerate(self.attending)}
-        super().__init__(layers=[_Layer(self, layer, place.get(layer, -1)) for layer in range(num_layers)])
+        super().__init__(layers=[_Layer(self, layer) for layer in range(num_layers)])
 
     @property
     def rows(self) -> int:
@@ -88,7 +92,7 @@ class TreeCache(Cache):
     @property
     def capacity(self) -> int:
         """Number of allocated slots."""
-        return self._storage.shape[3] if self._storage is not None else 0
+        return self._buffers[0].shape[3] if self._buffers else 0
 
     @property
     def padded(self) -> bool:
@@ -98,52 +102,85 @@ class TreeCache(Cache):
     @property
     def attended(self) -> Tensor:
         """(rows, length) bool, committed slots of each row."""
-        assert self._storage is not None, "the prompt comes first"
+        assert self._buffers, "the prompt comes first"
         if self._attended is None:
-            device = self._storage.device
+            device = self._buffers[0].device
             self._attended = (
                 torch.arange(self.length, device=device) < torch.tensor(self.lengths, device=device)[:, None]
             )
         return self._attended
 
-    def allocate(self, rows: int, slots: int, like: Tensor) -> Tensor:
-        """The shared buffer, grown to at least ``rows`` rows and ``slots`` slots.
+    def allocate(self, rows: int, slots: int) -> None:
+        """Grow the buffers to at least ``rows`` rows and ``slots`` slots."""
+        if not self._buffers:
+            return
+        # One extra slot serves as a write sink for the padding of ragged commits.
+        allocated, capacity = self._buffers[0].shape[1], self.capacity
+        if slots < capacity and rows <= allocated:
+            return
+        slots = capacity if slots < capacity else max(slots + 1, 2 * capacity)
+        rows = allocated if rows <= allocated else max(rows, 2 * allocated)
+        used = self.length + self.offset
+        for place, old in enumerate(self._buffers):
+            grown = self._buffers[place] = self._zeros(len(old), rows, slots, old)
+            grown[:, :allocated, :, :used] = old[:, :, :, :used]
+
+    def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:
+        """A new buffer, like a tensor (..., kv_heads, any, head_dim)."""
+        if self.in_place:
+            slots, rows = slots + -slots % _SLOT_MULTIPLE, batch_bucket(rows)
+        self.version = object()
+        return like.new_zeros(tensors, rows, like.shape[-3], slots, like.shape[-1])
+
+    def written(self, layer: int, states: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the buffers for a layer's keys and values, (rows, kv_heads, slots, head_dim) each, with slots
+        for the next pass.
 
         Args:
-            like: (..., kv_heads, any, head_dim), for shape, dtype and device.
+            states: keys and values of the pass, (rows, kv_heads, nodes, head_dim).
         """
-        old = self._storage
-        # One extra slot serves as a write sink for the padding of ragged commits.
-        if old is None or slots >= self.capacity or rows > old.shape[1]:
-            if old is None:
-                slots = max(slots + 1, self.reserve)
+        rows, _, count, _ = states[0].shape
+        self.allocate(rows, self.get_seq_length() + count)
+        if layer not in self._places:
+            alike = len(self.attending) * (2 if _kind(states[0]) == _kind(states[1]) else 1)
+            self._places[layer] = [self._next_tensor(one, alike) for one in states]
+        return [self._buffers[buffer][tensor, :rows] for buffer, tensor in self._places[layer]]
+
+    def _next_tensor(self, states: Tensor, alike: int) -> tuple[int, int]:
+        """The next free tensor for keys or values of a shape, expected to be ``alike`` in all."""
+        kinds = [_kind(buffer) for buffer in self._buffers]
+        if _kind(states) not in kinds:
+            kinds.append(_kind(states))
+            rows, _, count, _ = states.shape
+            if self._buffers:
+                rows, slots = self._buffers[0].shape[1], self.capacity
             else:
-                slots = self.capacity if slots < self.capacity else max(slots + 1, 2 * self.capacity)
-                rows = old.shape[1] if rows <= old.shape[1] else max(rows, 2 * old.shape[1])
-            if self.in_place:
-                slots, rows = slots + -slots % _SLOT_MULTIPLE, batch_bucket(rows)
-            self.version = object()
-            grown = like.new_zeros(2 * len(self.attending), rows, like.shape[-3], slots, like.shape[-1])
-            if old is not None:
-                used = self.length + self.offset
-                grown[:, : old.shape[1], :, :used] = old[:, :, :, :used]
-            self._storage = grown
-        assert self._storage is not None
-        return self._storage
+                slots = max(self.get_seq_length() + count + 1, self.reserve)
+            self._buffers.append(self._zeros(alike, rows, slots, states))
+            self._used.append(0)
+        buffer = kinds.index(_kind(states))
+        if self._used[buffer] == len(self._buffers[buffer]):
+            self._buffers[buffer] = torch.cat([self._buffers[buffer], torch.zeros_like(self._buffers[buffer])])
+        self._used[buffer] += 1
+        return buffer, self._used[buffer] - 1
 
     def reserve_nodes(self, nodes: int) -> None:
         """Reserve KV slots for the next pass; a captured pass cannot allocate."""
-        if self._storage is not None:
-            self.allocate(self.rows, self.length + self.offset + nodes, self._storage)
+        self.allocate(self.rows, self.get_seq_length() + nodes)
 
     def written_by_kernels(self, rows: int, nodes: int, like: Tensor) -> tuple[Tensor, int]:
-        """The buffer and the first slot of the next pass, for kernels that write keys and values themselves.
+        """The buffer of layers that are all alike, and the first slot of the next pass, for kernels that write keys and
+        values themselves.
 
         Args:
-            like: (..., kv_heads, any, head_dim), for shape, dtype and device.
+            like: (kv_heads, any, head_dim), for shape, dtype and device.
         """
-        start = self.length + self.offset
-        return self.allocate(rows, start + nodes, like), start
+        states = like.expand(rows, *like.shape)
+        for layer in self.attending if not self._places else ():
+            self.written(layer, (states, states))
+        start = self.get_seq_length()
+        self.allocate(rows, start + nodes)
+        return self._buffers[0], start
 
     def set_write_slots(self, nodes: int) -> None:
         """Set the write slots of the next pass; part of what is captured."""
@@ -166,15 +203,25 @@ class TreeCache(Cache):
 
         Args:
             attention_mask: (batch, tokens), 0 at padding; None when there is none.
+
+        Raises:
+            UserError: a layer has cached other than one entry per token, such as an image's for cross-attention.
         """
+        if other := self._prompt_tokens - {tokens}:
+            raise UserError(f"layers must cache the prompt's tokens: expected {tokens} entries, received {min(other)}")
+        # Tensors that no layer needed, where shapes differ or layers share keys and values.
+        self._buffers = [
+            buffer if used == len(buffer) else buffer[:used].clone()
+            for buffer, used in zip(self._buffers, self._used, strict=True)
+        ]
         if attention_mask is None:
             self.lengths = [tokens] * batch
         else:
             kept = [row.nonzero()[:, 0] for row in attention_mask[:, :tokens]]
             self.lengths = [len(slots) for slots in kept]
-            if self._storage is not None:
+            for buffer in self._buffers:
                 for row, slots in enumerate(kept):
-                    self._storage[:, row, :, : len(slots)] = self._storage[:, row, :, slots]
+                    buffer[:, row, :, : len(slots)] = buffer[:, row, :, slots]
         self._changed()
 
     def append(self, prompt: TreeCache, reserve: int = 0) -> None:
@@ -184,26 +231,34 @@ class TreeCache(Cache):
             reserve: total slots that the longest of these rows may need.
         """
         rows = self.rows + prompt.rows
-        if (new := prompt._storage) is not None:
-            if self._storage is not None and (self._storage.device, self._storage.dtype) != (new.device, new.dtype):
-                self._storage = self.bounds = None  # the model moved to another device or dtype
-            storage = self.allocate(rows, max(self.length, prompt.length, reserve - 1), new)
-            storage[:, self.rows : rows, :, : prompt.length] = new[:, : prompt.rows, :, : prompt.length]
+        if prompt._buffers:
+            kinds = [_kind(buffer) for buffer in prompt._buffers]
+            if self._buffers and [_kind(buffer) for buffer in self._buffers] != kinds:
+                self._buffers, self.bounds = [], None  # the model moved to another device or dtype
+            slots = max(self.length, prompt.length, reserve - 1)
+            if not self._buffers:
+                size = max(slots + 1, self.reserve)
+                self._buffers = [self._zeros(len(buffer), rows, size, buffer) for buffer in prompt._buffers]
+                self._used, self._places = prompt._used[:], dict(prompt._places)
+            self.allocate(rows, slots)
+            for ours, theirs in zip(self._buffers, prompt._buffers, strict=True):
+                ours[:, self.rows : rows, :, : prompt.length] = theirs[:, : prompt.rows, :, : prompt.length]
         self.lengths = self.lengths + prompt.lengths
         self._changed()
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; free the others' slots."""
         if not rows and not self.in_place:
-            self._storage = None
-        storage = self._storage
-        if storage is not None and any(new > old for new, old in enumerate(rows)):
-            index = row_index(rows, storage.device)
-            storage[:, : len(rows), :, : self.length] = storage[:, index, :, : self.length]
-        elif storage is not None:  # rows only move to lower indices, whose content is no longer needed
-            for new, old in enumerate(rows):
+            self._buffers, self._used, self._places = [], [], {}
+        moved = any(new > old for new, old in enumerate(rows))
+        for buffer in self._buffers:
+            if moved:
+                index = row_index(rows, buffer.device)
+                buffer[:, : len(rows), :, : self.length] = buffer[:, index, :, : self.length]
+                continue
+            for new, old in enumerate(rows):  # rows only move to lower indices, whose content is no longer needed
                 if new != old:
-                    storage[:, new, :, : self.lengths[old]] = storage[:, old, :, : self.lengths[old]]
+                    buffer[:, new, :, : self.lengths[old]] = buffer[:, old, :, : self.lengths[old]]
         self.lengths = [self.lengths[row] for row in rows]
         self.offset = 0
         self._changed()
@@ -211,9 +266,9 @@ class TreeCache(Cache):
     def _changed(self) -> None:
         """Update lengths after rows were added or removed."""
         self.length, self._attended, self._write_slots = max(self.lengths, default=0), None, None
-        if not self.in_place or (self._storage is None and self.attending):
+        if not self.in_place or (not self._buffers and self.attending):
             return
-        size = batch_bucket(self.rows) if self._storage is None else self._storage.shape[1]
+        size = self._buffers[0].shape[1] if self._buffers else batch_bucket(self.rows)
         if self.bounds is None or len(self.bounds.lengths) < size:
             zeros = torch.zeros(size + 1, dtype=torch.long, device=self._device())
             self.bounds, self.version = SlotBounds(zeros[:-1], zeros[-1:]), object()
@@ -223,8 +278,7 @@ class TreeCache(Cache):
         self.bounds.start.fill_(self.length)
 
     def _device(self) -> torch.device:
-        assert self._storage is not None
-        return self._storage.device
+        return self._buffers[0].device
 
     # ------------------------------------------------------------------ the accepted path
 
@@ -246,8 +300,8 @@ class TreeCache(Cache):
         """Device part of an in-place ``commit``; ``advance`` is the host part."""
         assert self.bounds is not None, "the prompt comes first"
         bounds = self.bounds.first(len(path))
-        if self._storage is not None:
-            compact_kv(self._storage[:, : len(path)], path, bounds.start, bounds.lengths)
+        for buffer in self._buffers:
+            compact_kv(buffer[:, : len(path)], path, bounds.start, bounds.lengths)
         bounds.lengths.add_((path >= 0).sum(1))
         bounds.start.copy_(bounds.lengths.amax(0, keepdim=True))
 
@@ -258,20 +312,21 @@ class TreeCache(Cache):
         self.offset = 0
 
     def _compact(self, path: Tensor, rows: list[list[int]]) -> None:
-        storage, start, longest = self._storage, self.length, max(map(len, rows))
-        assert storage is not None
+        start, longest = self.length, max(map(len, rows))
         if all(n == start for n in self.lengths) and all(r == list(range(len(r))) for r in rows):
             return  # already in place
         path = path[:, :longest]
         if len(rows) == 1:
             slot = self.lengths[0]
-            storage[:, :1, :, slot : slot + longest] = storage[:, :1, :, start + path[0]]
+            for buffer in self._buffers:
+                buffer[:, :1, :, slot : slot + longest] = buffer[:, :1, :, start + path[0]]
             return
         steps = torch.arange(longest, device=path.device)
         lengths = torch.tensor(self.lengths, device=path.device)[:, None]
         target = torch.where(path >= 0, lengths + steps, self.capacity - 1)
         row = torch.arange(len(rows), device=path.device)[:, None]
-        storage[:, row, :, target] = storage[:, row, :, start + path.clamp(min=0)]
+        for buffer in self._buffers:
+            buffer[:, row, :, target] = buffer[:, row, :, start + path.clamp(min=0)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length + self.offset
@@ -285,25 +340,19 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: TreeCache, index: int, place: int) -> None:
+    def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self.cache, self.index, self.place = cache, index, place
+        self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.cache.allocate(len(key_states), 0, key_states)
+        self.cache.written(self.index, (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        rows, _, count, _ = key_states.shape
-        start = self.cache.length + self.cache.offset
-        storage = self.cache.allocate(rows, start + count, key_states)
-        expected = (rows, storage.shape[2], count, storage.shape[4])
-        if key_states.shape != expected or value_states.shape != expected:
-            raise UserError(
-                f"keys and values of all layers must have the same shape: expected {expected}, "
-                f"layer {self.index} has {tuple(key_states.shape)} and {tuple(value_states.shape)}"
-            )
-        keys, values = storage[2 * self.place, :rows], storage[2 * self.place + 1, :rows]
+        start, count = self.get_seq_length(), key_states.shape[2]
+        if self.index not in self.cache._places:
+            self.cache._prompt_tokens.add(count)
+        keys, values = self.cache.written(self.index, (key_states, value_states))
         if self.cache._write_slots is not None:
             keys.index_copy_(2, self.cache._write_slots, key_states)
             values.index_copy_(2, self.cache._write_slots, value_states)
@@ -320,3 +369,8 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _kind(states: Tensor) -> tuple[Any, ...]:
+    """What tensors of one buffer have in common."""
+    return states.shape[-3], states.shape[-1], states.dtype, states.device

@@ -25,6 +25,7 @@ from mmspec import ops
 from mmspec.cache.tree_cache import SlotBounds
 from mmspec.errors import UserError
 from mmspec.targets.masks import window_of
+from mmspec.targets.support import decoder_of
 
 NAME = "mmspec_tree"
 PASS = "tree_pass"
@@ -72,22 +73,27 @@ def tree_attention(
         assert attention_mask is not None
         if other := [name for name in ("position_bias", "s_aux") if options.get(name) is not None]:
             raise UserError(f"attention must be a softmax of scaled scores: {type(module).__name__} has {other[0]}")
-        window = window_of(tree.config, module.layer_idx)  # type: ignore[arg-type]
-        bounds, cap = tree.bounds, options.get("softcap")
+        bounds, width = tree.bounds, max(query.shape[-1], value.shape[-1])
         read = ops.tree_attention(
-            *(query, key, value, bounds.lengths, attention_mask[:, 0]),
-            scale=scaling,
+            *(_widened(query, width), _widened(key, width), _widened(value, width)),
+            *(bounds.lengths, attention_mask[:, 0]),
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             start=bounds.start,
             depth=tree.depth,
-            window=window,
-            softcap=cap,
+            window=window_of(tree.config, module.layer_idx),  # type: ignore[arg-type]
+            softcap=options.get("softcap"),
         )
-        return read, None
-    masked = attention_mask is not None or query.shape[2] == 1
+        return read[..., : value.shape[-1]], None
+    masked = query.shape[2] == 1 if attention_mask is None else attention_mask.shape[1] == 1
     grouped = masked and key.shape[1] < query.shape[1] and query.device.type == "cpu"
     if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     return _grouped_attention(query, key, value, attention_mask, scaling), None
+
+
+def _widened(states: Tensor, width: int) -> Tensor:
+    """Zeros after the head dimension: in latent attention (MLA), keys are wider than values."""
+    return states if states.shape[-1] == width else torch.nn.functional.pad(states, (0, width - states.shape[-1]))
 
 
 def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -127,7 +133,7 @@ class PassAttention:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        config, decoder = model.config.get_text_config(), model.get_decoder()
+        config, decoder = model.config.get_text_config(), decoder_of(model)
         usual = config._attn_implementation
         self.name = NAME if usual != "eager" and model._supports_sdpa else "eager"
         if usual in ("sdpa", "eager") and not decoder._can_set_attn_implementation():

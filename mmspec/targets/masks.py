@@ -30,20 +30,26 @@ def tree_mask(
     """
     batch, nodes = reach.shape[:2]
     kinds, window = _windows(config)
+    chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+    limited = window is not None or chunk is not None
     all_allowed = nodes == 1 and tail_depth is None and not cache.padded
-    if (all_allowed and window is None) or not cache.attending:
+    if (all_allowed and not limited) or not cache.attending:
         return None
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
     full = torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
     additive = dtype if config._attn_implementation == "eager" else None
-    if window is None:
+    if not limited:
         return _in_form(full, additive)
     if depth is None:
         depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
-    # A single node needs the window too: in some models (Moshi, OLMoE) only transformers' cache applies it.
-    slid = _in_form(full & _within(window, cache, depth, tail_depth), additive)
-    everything = None if all_allowed else _in_form(full, additive)
-    return {"full_attention": everything, "sliding_attention": slid} if kinds else slid
+    query, key = _positions(cache, depth, tail_depth)
+    # A single node needs the limits too: in some models (Moshi, OLMoE) only transformers' cache applies them.
+    masks = {"full_attention": None if all_allowed else _in_form(full, additive)}
+    if window is not None:
+        masks["sliding_attention"] = _in_form(full & (query - key < window), additive)
+    if chunk is not None:
+        masks["chunked_attention"] = _in_form(full & (query // chunk == key // chunk), additive)
+    return masks if kinds else masks["sliding_attention"]
 
 
 def tail_mask(
@@ -76,13 +82,12 @@ def _windows(config: Any) -> tuple[list[str], int | None]:
     return kinds, None if kinds and "sliding_attention" not in kinds else window
 
 
-def _within(window: int, cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> Tensor:
-    """(batch, 1, nodes, slots) bool: slots less than ``window`` tokens before a node."""
+def _positions(cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Positions of nodes, (batch, 1, nodes, 1), and of slots, (batch, 1, 1, slots), without padding."""
     ends = torch.tensor(cache.lengths, device=depth.device)[:, None]
     tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
     slots = torch.arange(cache.length, device=depth.device).expand(depth.shape[0], -1)
-    key = torch.cat([slots, ends + tail], dim=1)
-    return ((ends + depth)[:, :, None] - key[:, None, :] < window)[:, None]
+    return (ends + depth)[:, None, :, None], torch.cat([slots, ends + tail], dim=1)[:, None, None]
 
 
 def _in_form(allowed: Tensor, additive: torch.dtype | None) -> Tensor:

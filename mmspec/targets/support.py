@@ -73,12 +73,27 @@ def lay_out_for_few_rows(module: nn.Module) -> None:
                 weight.data = weight.data.t().contiguous().t()
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The model's stack of layers, without the output layer.
+
+    ``get_decoder`` of some classes returns a module that contains the output layer, or that layer itself.
+    """
+    embedding, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
+    module: Any = decoder if any(part is embedding for part in decoder.modules()) else model
+    while any(part is head for part in module.modules()):
+        module = next(child for child in module.children() if any(part is embedding for part in child.modules()))
+    return module
+
+
 def cache_argument(decoder: nn.Module) -> str:
     """Name of the cache argument of a decoder's forward."""
     return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
 
 
-_NEVER_EXACT = {"git": "caches image tokens that the prompt does not contain"}
+_NEVER_EXACT = {
+    "doge": "computes its attention mask from the values of all tokens",
+    "kosmos-2.5": "offsets its positions",
+}
 """Model types that pass all other checks, and the reason why their tokens would differ."""
 
 
@@ -106,13 +121,22 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
             f"layers must be full or sliding-window attention{supported and f', or {supported}'}: "
             f"{name} has {', '.join(other)} of another kind"
         )
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     attends = layers is None or layers.attends
     needs = {"position_ids", "past_key_values"} if attends else {cache_argument(decoder)}
     for part, needed in ((model, {"logits_to_keep"}), (decoder, needs)):
         accepted = signature(part.forward).parameters
         if lacking := sorted(needed - accepted.keys()):
             raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
+
+
+_SWITCHES = {
+    "dynamic": "dynamic rotary embeddings",
+    "longrope": "longrope rotary embeddings",
+    "temperature": "attention temperatures",
+}
+_BELOW = ("dynamic", "temperature")
+_MOST_NODES = 512  # in a pass
 
 
 def refuse_rope_switch(config: Any, length: int, room: int) -> None:
@@ -124,10 +148,10 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
         UserError: prompt and answer are not on one side of that length (longrope), or below it (dynamic).
     """
     for kind, switch in _rope_switches(config):
-        if (kind == "dynamic" and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
+        if (kind in _BELOW and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
             raise UserError(
-                f"{kind} rotary embeddings change at {switch} tokens: prompt and answer must "
-                f"{'fit below' if kind == 'dynamic' else 'stay on one side'}, got {length} and up to {room} more"
+                f"{_SWITCHES[kind]} change at {switch} tokens: prompt and answer must "
+                f"{'fit below' if kind in _BELOW else 'stay on one side'}, got {length} and up to {room} more"
             )
 
 
@@ -148,24 +172,26 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
                 config, "original_max_position_embeddings", switch
             )
         yield kind, switch
+    if getattr(config, "attn_temperature_tuning", None):  # Llama 4 numbers the nodes of a pass, whatever their depth
+        yield "temperature", config.floor_scale - _MOST_NODES
 
 
 def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """Scaling of logits after the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1)."""
+    """Scaling of logits after the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1, Muse)."""
     if cap := getattr(config, "final_logit_softcapping", None):
-        return partial(_capped, cap=cap)
+        return partial(_capped, cap=cap, scale=getattr(config, "output_multiplier", 1.0))
     if scale := getattr(config, "logit_scale", None):
         return partial(torch.mul, other=scale)
     if scale := getattr(config, "logits_scaling", None):
         return partial(torch.div, other=scale)
     if scale := getattr(config, "lm_head_multiplier", None):
         return partial(torch.mul, other=scale)
-    return _unscaled
+    return unscaled
 
 
-def _capped(logits: Tensor, cap: float) -> Tensor:
-    return torch.tanh(logits / cap) * cap
+def _capped(logits: Tensor, cap: float, scale: float) -> Tensor:
+    return torch.tanh(logits * (scale / cap)) * cap if scale != 1.0 else torch.tanh(logits / cap) * cap
 
 
-def _unscaled(logits: Tensor) -> Tensor:
+def unscaled(logits: Tensor) -> Tensor:
     return logits

@@ -27,7 +27,15 @@ from mmspec.targets import attention
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import tail_mask, tree_mask
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import cache_argument, logit_scaling, refuse_rope_switch, refuse_unsupported, rope_side
+from mmspec.targets.support import (
+    cache_argument,
+    decoder_of,
+    logit_scaling,
+    refuse_rope_switch,
+    refuse_unsupported,
+    rope_side,
+    unscaled,
+)
 from mmspec.targets.target import Feature, Prompt, Step
 
 
@@ -61,7 +69,7 @@ class TransformersTarget:
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
         self.attention = attention.PassAttention(model)
-        self.decoder = model.get_decoder()
+        self.decoder = decoder_of(model)
         self._cache_argument = cache_argument(self.decoder)
         self._embedding: Any = model.get_input_embeddings()
         self._output: Any = model.get_output_embeddings()
@@ -399,7 +407,9 @@ class TransformersTarget:
     @property
     def in_place(self) -> bool:
         """Whether passes have static shapes."""
-        supported = self.attention.name == attention.NAME or (self.layers is not None and not self.layers.attends)
+        kinds = getattr(self.config, "layer_types", None) or ()
+        supported = self.attention.name == attention.NAME and "chunked_attention" not in kinds
+        supported = supported or (self.layers is not None and not self.layers.attends)
         return supported and kernels.fixed_shapes(self.device)
 
     def _new_cache(self, reserve: int, in_place: bool) -> TreeCache:
@@ -435,7 +445,12 @@ class TransformersTarget:
             return
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
         fits = self._output.weight.shape[-1] == hidden.shape[-1]  # other widths: a projection before the output layer
-        if not fits or not torch.allclose(self.head(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
+        # Some vision-language models do not scale logits as their text model does (Cohere).
+        for scale in (self._scale_logits, unscaled) if fits else ():
+            self._scale_logits = scale
+            if torch.allclose(self.head(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
+                break
+        else:
             raise UserError(
                 f"{type(self.model).__name__} transforms its logits after the output layer in an unknown way: expected "
                 "head(hidden) to equal the model's logits"

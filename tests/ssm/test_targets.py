@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
+from eval.decoding.small_configs import random_model, small_config
 from eval.decoding.tiny_models import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, SELECTIVE_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.ops import kernels
 from mmspec.targets.support import cache_argument
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.cutting import cut, random_model
 from tests.targets import assert_trees_equal_paths, prompt_of, row_of
 from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
 
@@ -369,7 +369,7 @@ def test_samples_are_distributed_as_plain_ones(name):
 def test_a_pure_mamba_folder(tmp_path):
     """As transformers saves Mamba-2: no context limit, and a bare Infinity in config.json."""
     byte_tokenizer().save_pretrained(tmp_path)
-    random_model(cut(Mamba2Config, vocab_size=259, num_heads=8)).save_pretrained(tmp_path)
+    random_model(small_config(Mamba2Config, vocab_size=259, num_heads=8)).save_pretrained(tmp_path)
     assert "Infinity" in (tmp_path / "config.json").read_text()
     pipe = mmspec.load(str(tmp_path), "recycle")
     assert pipe.target.context_limit is None

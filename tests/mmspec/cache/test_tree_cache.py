@@ -5,18 +5,24 @@ import random
 import pytest
 import torch
 
-from mmspec import UserError
 from mmspec.cache.rows import batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from tests.tiny import random_tree, root_path, valid_nodes
 
-LAYERS, HEADS, WIDTH = 2, 2, 3
+LAYERS, HEADS = 2, 2
+WIDTHS = {"alike": [(3, 3), (3, 3)], "different": [(3, 5), (4, 3)]}  # of each layer's keys and values
+
+
+@pytest.fixture(autouse=True, params=WIDTHS)
+def widths(request, monkeypatch):
+    monkeypatch.setitem(WIDTHS, "in use", WIDTHS[request.param])
 
 
 def entries(ids, layer):
     """(batch, heads, tokens, head_dim) keys and values that tell which token, layer and head they stand for."""
     keys = ids[:, None, :, None].float() + 1000.0 * layer + torch.arange(HEADS).view(1, -1, 1, 1) * 0.25
-    return keys.expand(-1, -1, -1, WIDTH).contiguous(), -keys.expand(-1, -1, -1, WIDTH).contiguous()
+    width, values = WIDTHS["in use"][layer]
+    return keys.expand(-1, -1, -1, width).contiguous(), -keys.expand(-1, -1, -1, values).contiguous()
 
 
 def write(cache, ids):
@@ -48,7 +54,7 @@ def attended(cache, layer, row):
         slots = torch.arange(int(cache.bounds.lengths[row]))
     per_head = [(keys[row, h, slots, 0] - 1000.0 * layer - 0.25 * h).tolist() for h in range(HEADS)]
     assert per_head[0] == per_head[1]
-    assert torch.equal(keys[row][:, slots], -values[row][:, slots])
+    assert torch.equal(keys[row][:, slots, :1], -values[row][:, slots, :1])
     return per_head[0]
 
 
@@ -161,7 +167,8 @@ def test_sequences_join_and_leave(in_place, seed):
         if rows:
             check(cache, rows)
         if in_place and cache.bounds is not None:
-            now = cache._storage.data_ptr(), cache.bounds.lengths.data_ptr(), cache.bounds.start.data_ptr()
+            parts = [*cache._buffers, cache.bounds.lengths, cache.bounds.start]
+            now = [part.data_ptr() for part in parts]
             assert (now == address) or cache.version is not version
             version, address = cache.version, now
 
@@ -183,14 +190,15 @@ def test_a_moved_model_begins_anew():
         cache = TreeCache(1, in_place=in_place)
         for dtype in (torch.float32, torch.float64):
             prompts = TreeCache(1)
-            keys = torch.randn(2, HEADS, 5, WIDTH, dtype=dtype)
+            keys = torch.randn(2, HEADS, 5, 3, dtype=dtype)
             prompts.layers[0].update(keys, keys)
             prompts.commit_prompt(5, None, 2)
             version = cache.version
             cache.append(prompts)
             assert cache.version is not version
-            assert cache._storage.dtype == dtype
-            assert torch.equal(cache._storage[0, :2, :, :5], keys)
+            (buffer,) = cache._buffers
+            assert buffer.dtype == dtype
+            assert torch.equal(buffer[0, :2, :, :5], keys)
             cache.select([])
 
 
@@ -252,8 +260,11 @@ def test_transformers_is_told_the_length_and_that_nothing_slides():
     assert cache.layers[0].get_max_length() == -1
 
 
-def test_layers_of_different_shape_are_refused():
-    cache, _ = start(1, 3)
-    keys, values = entries(torch.zeros(1, 2), 1)
-    with pytest.raises(UserError, match=r"expected \(1, 2, 2, 3\), layer 1 has \(1, 2, 2, 3\) and \(1, 2, 2, 2\)"):
-        cache.layers[1].update(keys, values[..., :2])
+def test_tensors_of_one_shape_share_a_buffer(request):
+    """Layers that reuse another layer's keys and values have none."""
+    cache = TreeCache(LAYERS + 1, reserve=16)
+    write(cache, torch.zeros(1, 4))
+    cache.commit_prompt(4, None, 1)
+    shapes = [tuple(buffer.shape) for buffer in cache._buffers]
+    alike = "alike" in request.node.name
+    assert shapes == ([(4, 1, 2, 16, 3)] if alike else [(2, 1, 2, 16, 3), (1, 1, 2, 16, 5), (1, 1, 2, 16, 4)])

@@ -52,6 +52,23 @@ def by_loop(cache, depth, tail_depth, reach, window):
     return allowed
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 9])
+def test_chunks_equal_a_loop(chunk):
+    cache, (depth, tail, reach) = cache_of((6, 4)), nodes_of(1, earlier=3)
+    text = config(kinds=["full_attention", "chunked_attention"])
+    text.attention_chunk_size = chunk
+    masks = tree_mask(text, cache, depth, tail, reach, torch.float32)
+    expected = by_loop(cache, depth, tail, reach, None)
+    assert torch.equal(masks["full_attention"], expected)
+    behind = torch.cat([tail, depth], 1)
+    for b, length in enumerate(cache.lengths):
+        positions = [*range(cache.length), *(length + behind[b]).tolist()]
+        for i in range(depth.shape[1]):
+            same = [at // chunk == (length + int(depth[b, i])) // chunk for at in positions]
+            expected[b, 0, i] &= torch.tensor(same)
+    assert torch.equal(masks["chunked_attention"], expected)
+
+
 @pytest.mark.parametrize("earlier", [0, 3])
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
 @pytest.mark.parametrize(("lengths", "padding"), [((6, 6), (0, 0)), ((6, 4), (0, 0)), ((6, 6), (2, 0))])

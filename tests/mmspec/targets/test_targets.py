@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    DogeConfig,
     GPT2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
 
 import mmspec
 from eval.decoding.oracle import Oracle
+from eval.decoding.small_configs import random_model, small_config
 from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.speculation.budget import CostTable
@@ -28,7 +30,6 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.cutting import cut, random_model
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 
@@ -204,11 +205,8 @@ def test_attention_that_takes_none_is_switched(name, model_name):
             ),
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
-        (
-            lambda: random_model(cut(Llama4TextConfig)),
-            "Llama4ForCausalLM has chunked_attention",
-        ),
-        (lambda: random_model(cut(MiniMaxConfig)), "MiniMaxForCausalLM has linear_attention of another kind"),
+        (lambda: random_model(small_config(DogeConfig)), "DogeForCausalLM computes its attention mask from the values"),
+        (lambda: random_model(small_config(MiniMaxConfig)), "MiniMaxForCausalLM has linear_attention of another kind"),
         (
             lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)),
             "BloomForCausalLM",
@@ -218,6 +216,13 @@ def test_attention_that_takes_none_is_switched(name, model_name):
 def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
     with pytest.raises(UserError, match=message):
         TransformersTarget(make())
+
+
+def test_a_prompt_that_crosses_llama_4s_attention_temperatures_is_refused():
+    target = TransformersTarget(random_model(small_config(Llama4TextConfig, floor_scale=540)))
+    target.prefill(Prompt(torch.full((1, 12), 7)), 16)
+    with pytest.raises(UserError, match=r"^attention temperatures change at 28 tokens: .*below, got 12 and up to 17"):
+        target.prefill(Prompt(torch.full((1, 12), 7)), 17)
 
 
 def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
@@ -232,7 +237,7 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_head_that_does_more_than_is_known_is_refused(dtype):
     torch.manual_seed(0)
-    model = random_model(cut(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
+    model = random_model(small_config(BertConfig, is_decoder=True, initializer_range=0.5)).to(dtype)
     with pytest.raises(UserError, match="BertLMHeadModel transforms its logits after the output layer"):
         TransformersTarget(model.eval()).prefill(Prompt(torch.tensor([[5, 6]])), 4)
 
