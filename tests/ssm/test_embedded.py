@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,5 @@ def test_what_travels_is_small() -> None:
     assert (Path(tiny_hybrid()) / "model.safetensors").stat().st_size < 8.5e6
     folders = [ROOT / part / "embedded" for part in ("mmspec", "ssm", "vision")]
     assert sum(path.stat().st_size for at in folders for path in at.rglob("*") if path.is_file()) < 32_000_000
+    for path in (path for at in folders for path in at.rglob("*.json")):
+        assert not re.search(r'"/\w', path.read_text()), f"{path} names a folder of the machine that it was made on"

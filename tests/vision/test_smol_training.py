@@ -156,6 +156,7 @@ def test_a_run_of_all_stages_gives_a_model_that_loads(
     assert train_all(stages(tmp_path, **settings)) == list(SHARES)
     model = tmp_path / "whole" / MODEL
     assert sum(file.stat().st_size for file in model.iterdir()) < 5e6
+    assert str(language_folder) not in (model / "config.json").read_text()
     found = plugins.find
     monkeypatch.setattr(
         plugins, "find", lambda group, name: (lambda: str(language_folder)) if name == "smollm2" else found(group, name)

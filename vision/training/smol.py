@@ -257,6 +257,7 @@ def export_connector(network: SmolLlava, tokenizer: PreTrainedTokenizerFast, fol
             file.unlink()
         config = network.llava.config
         config.architectures, config.dtype = [type(network.llava).__name__], torch.float32
+        config.text_config.name_or_path = ""  # a folder of this machine
         config.save_pretrained(part)
         state = {name.removeprefix("llava."): x for name, x in network.state_dict().items() if "heads." not in name}
         gains = "model.language_model."
