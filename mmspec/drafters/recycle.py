@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from mmspec import ops
 from mmspec.drafters import checkpoint
 from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.fields import Checked, Within
@@ -187,13 +188,13 @@ class Recycle:
         keys, ranked, probs = [], [], []
         for tokens, logits in texts:
             self._vocab = logits.shape[-1]
-            best = logits.float().topk(min(self.top_k, self._vocab), dim=-1)
+            best, log_probs = ops.top_log_probs(logits, self.top_k)
             last = torch.tensor(tokens)
             pairs = (last[:-1] + 1) * self._vocab + last[1:]  # below the vocabulary's size: a context of one token
             places = torch.cat([torch.arange(len(tokens)), torch.arange(1, len(tokens))][: 1 + self.pairs])
             keys.append(torch.cat([last, pairs][: 1 + self.pairs]))
-            ranked.append(best.indices.cpu()[places])
-            probs.append((best.values - logits.float().logsumexp(-1, keepdim=True)).exp().cpu()[places])
+            ranked.append(best.cpu()[places])
+            probs.append(log_probs.exp().cpu()[places])
         self._table, self._recycled = {}, None
         if not keys:
             return
@@ -221,8 +222,8 @@ class Recycle:
 
     def _learn(self, contexts: list[Context], logits: Tensor) -> None:
         """Update the contexts' entries with the rankings of ``logits``, (contexts, vocab)."""
-        best, ranked = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
-        probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
+        ranked, log_probs = ops.top_log_probs(logits, self.top_k)
+        probs = log_probs.exp()
         for context, tokens, chances in zip(contexts, ranked.tolist(), probs.tolist(), strict=True):
             latest = [(token, p) for token, p in zip(tokens, chances, strict=True) if p >= UNLIKELY]
             self._average((_ANY, context[1]), latest)

@@ -1,18 +1,19 @@
 """Non-GEMM decode-step ops: tree attention, verification, KV compaction, tree growth.
 
 Each op has a torch reference and a Triton kernel of the same signature; ``mmspec.ops.kernels`` selects one. The C++
-kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights.
+kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank their logits.
 """
 
 from mmspec.ops.attention import tree_attention
 from mmspec.ops.compact import compact_kv
 from mmspec.ops.growth import keep_best, next_beam, top_log_probs
-from mmspec.ops.verify import choose_drawn, follow, quantile
+from mmspec.ops.verify import choose_drawn, follow, greedy, quantile
 
 __all__ = [
     "choose_drawn",
     "compact_kv",
     "follow",
+    "greedy",
     "keep_best",
     "next_beam",
     "quantile",

@@ -1,4 +1,5 @@
-// CPU kernels: products with quantised weights, tree attention, and what a decoder layer does around them.
+// CPU kernels: products with quantised weights, tree attention, what a decoder layer does around them, and the
+// greatest logits.
 //
 // Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
 // the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
@@ -87,6 +88,16 @@ inline float greatest(floats value) {
   for (int width = LANES / 2; width; width /= 2)
     for (int i = 0; i < width; i++) value[i] = std::max(value[i], value[i + width]);
   return value[0];
+}
+
+// Bit i: whether value[i] > than[i].
+inline uint32_t greater(floats value, floats than) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)value, (__m512)than, _CMP_GT_OQ);
+#endif
+  uint32_t found = 0;
+  for (int i = 0; i < LANES; i++) found |= uint32_t(value[i] > than[i]) << i;
+  return found;
 }
 
 // float16 without infinities: the exponent is moved by a multiplication, which also covers subnormal numbers.
@@ -514,6 +525,45 @@ void attend_all(const Attention& a, int threads) {
   }
 }
 
+// The k greatest of a row and their places, in descending order, equal ones by place.
+void greatest_of(const float* row, int64_t count, int64_t k, float* best, int64_t* places) {
+  int64_t found = 0;
+  floats least = splat(-INFINITY);
+  auto visit = [&](floats values, int64_t first) {
+    for (uint32_t left = greater(values, least); left; left &= left - 1) {
+      int lane = __builtin_ctz(left);
+      if (found == k && !(values[lane] > best[k - 1])) continue;
+      int64_t place = found < k ? found++ : k - 1;
+      for (; place && best[place - 1] < values[lane]; place--)
+        best[place] = best[place - 1], places[place] = places[place - 1];
+      best[place] = values[lane], places[place] = first + lane;
+      if (found == k) least = splat(best[k - 1]);
+    }
+  };
+  int64_t whole = count - count % LANES;
+  for (int64_t at = 0; at < whole; at += LANES) visit(load<floats>(row + at), at);
+  floats rest = splat(-INFINITY);
+  for (int64_t at = whole; at < count; at++) rest[at - whole] = row[at];
+  visit(rest, whole);
+  for (int64_t at = 0; at < count && found < k; at++)
+    if (!(row[at] > -INFINITY)) best[found] = -INFINITY, places[found++] = at;
+}
+
+// log(sum(exp(row))), given its greatest value.
+float log_total(const float* row, int64_t count, float most) {
+  floats total[4] = {}, top = splat(most);
+  for (int64_t at = 0; at < count; at += LANES) {
+    floats values = splat(-INFINITY);
+    if (count - at < LANES) {
+      for (int64_t i = at; i < count; i++) values[i - at] = row[i];
+    } else {
+      values = load<floats>(row + at);
+    }
+    total[at / LANES % 4] += exponential(values - top);
+  }
+  return most + std::log(sum((total[0] + total[1]) + (total[2] + total[3])));
+}
+
 thread_local Rows inputs, hidden;
 thread_local std::vector<float> gates;
 
@@ -598,6 +648,18 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
     product(gate_up, given, count, between.data());
     take_gated(down, gated, between.data(), count);
     product(down, gated, count, out + at, out + at);
+  }
+}
+
+// The k <= count greatest of each row: values (rows, k), of log_softmax if asked, and their places.
+void greatest_of_rows(const float* x, int64_t rows, int64_t count, int64_t k, int log_softmax, float* best,
+                      int64_t* places, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; row++) {
+    greatest_of(x + row * count, count, k, best + row * k, places + row * k);
+    if (!log_softmax) continue;
+    float total = log_total(x + row * count, count, best[row * k]);
+    for (int64_t i = 0; i < k; i++) best[row * k + i] -= total;
   }
 }
 

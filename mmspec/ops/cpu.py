@@ -70,6 +70,12 @@ def available() -> bool:
     return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(_library(), ctypes.CDLL)
 
 
+def in_use(x: Tensor) -> bool:
+    """Whether the kernels take a tensor and are loaded: what needs no packed weights does not wait for a compiler."""
+    loaded = _library.cache_info().currsize > 0 and available()
+    return loaded and x.device.type == "cpu" and x.dtype == torch.float32
+
+
 def problem() -> str | None:
     """Why the kernels cannot be compiled or loaded here; None if they can."""
     found = _library()
@@ -207,6 +213,26 @@ def decode(
     return states
 
 
+def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tensor]:
+    """The greatest values along the last axis in descending order, equal ones by index, and their indices.
+
+    Args:
+        x: (..., count) float32.
+        k: at most ``count``.
+        log_softmax: return those of ``log_softmax(x)``.
+
+    Returns:
+        (..., k) float32 and int64.
+    """
+    x = x.contiguous()
+    rows = x.numel() // x.shape[-1]
+    best = x.new_empty(*x.shape[:-1], k)
+    places = best.new_empty(best.shape, dtype=torch.int64)
+    pointers = best.data_ptr(), places.data_ptr()
+    _functions().greatest_of_rows(x.data_ptr(), rows, x.shape[-1], k, log_softmax, *pointers, torch.get_num_threads())
+    return best, places
+
+
 def _functions() -> Any:
     library = _library()
     assert isinstance(library, ctypes.CDLL), library
@@ -232,8 +258,10 @@ def _library() -> ctypes.CDLL | str:
     library.attention.argtypes = [given(_Attention), threads]
     library.layer_outputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
     library.decode.argtypes = [given(_Pass), threads]
-    for function in (library.linear, library.attention_inputs, library.layer_outputs, library.decode):
-        function.restype = None
+    library.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
+    functions = "linear", "attention_inputs", "layer_outputs", "decode", "greatest_of_rows"
+    for name in functions:
+        getattr(library, name).restype = None
     return library
 
 

@@ -300,7 +300,7 @@ class _Group:
     def _pick(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
         """Choose tokens from processed scores, (batch, nodes, vocab)."""
         if numbers is None:
-            return scores.max(-1).indices  # equals argmax, ties included, and is three times as fast on a CPU
+            return ops.greedy(scores)
         if tree.draft_probs is not None:
             return ops.choose_drawn(tree, scores.softmax(-1), *numbers.unbind(1))
         return ops.quantile(scores.softmax(-1), numbers)

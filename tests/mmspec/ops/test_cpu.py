@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec import ops
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import GROUP
@@ -212,3 +213,39 @@ def test_compiled_once_for_all_processes(fresh, tmp_path):
 def test_reference_kernels_can_be_chosen(monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", "reference")
     assert not cpu.available()
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [1, 5, 16, 130, 49152])
+def test_the_greatest_are_in_order_and_equal_ones_by_index(count):
+    torch.manual_seed(count)
+    coarse = (torch.randn(3, 2, count) * 4).round()  # many are equal
+    for x in (torch.randn(3, 2, count), coarse, coarse.masked_fill(torch.rand(3, 2, count) < 0.9, -torch.inf)):
+        expected, order = x.sort(dim=-1, descending=True, stable=True)
+        for k in {1, min(8, count), min(64, count)}:
+            for number in THREADS:
+                torch.set_num_threads(number)
+                best, places = cpu.greatest(x, k)
+                assert torch.equal(best, expected[..., :k])
+                assert torch.equal(places, order[..., :k])
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [5, 16, 49153])
+def test_the_greatest_of_a_log_softmax(count):
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, count) * 5
+    x[0, :, 1], x[1, 1, :4] = 300.0, -torch.inf
+    best, places = cpu.greatest(x, 4, log_softmax=True)
+    expected = x.double().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    torch.testing.assert_close(best, expected.values[..., :4].float(), atol=1e-5, rtol=1e-6)
+    assert torch.equal(places, expected.indices[..., :4])
+
+
+@needs_kernels
+def test_ops_rank_by_kernel_what_torch_ranks_alike(monkeypatch):
+    x = (torch.randn(2, 3, 300) * 3).round()
+    found = ops.greedy(x), *ops.top_log_probs(x, 1)
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
+    assert torch.equal(found[0], ops.greedy(x))
+    torch.testing.assert_close(found[2], ops.top_log_probs(x, 1)[1])
