@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import build_tree
 from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.tree import TokenTree, build_tree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Prompt, Step, Target
 

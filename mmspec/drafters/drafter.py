@@ -6,10 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from mmspec.ops.transfer import on_device
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
@@ -65,48 +63,6 @@ class Drafter(Protocol):
 def features(drafter: Drafter | None) -> tuple[Feature, ...]:
     """Hidden states of the target that a drafter uses."""
     return tuple(getattr(drafter, "features", ()))
-
-
-def build_tree(
-    token: Tensor,
-    rows: Sequence[tuple[list[int], list[int]]],
-    path_probs: list[list[float]] | None = None,
-) -> TokenTree:
-    """Build a batched tree from ragged rows on the host.
-
-    Args:
-        token: (batch,) int64, the roots.
-        rows: per row ``(tokens, parents)`` of the drafted nodes; parents are node indices, the root is 0.
-        path_probs: per row the path probability of each drafted node, in descending order.
-    """
-    widest = max(len(tokens) for tokens, _ in rows)
-    if widest == 0:
-        return TokenTree.root(token)
-    ids, parents, valid, deepest = [], [], [], 0
-    for tokens, above in rows:
-        spare = widest - len(tokens)
-        depth = [0]
-        for parent in above:
-            depth.append(depth[parent] + 1)
-        deepest = max(deepest, *depth)
-        ids.append(tokens + [0] * spare)
-        parents.append([-1, *above, *[0] * spare])
-        valid.append([True] * (1 + len(tokens)) + [False] * spare)
-    device = token.device
-    drafted = on_device(ids, device)
-    ragged = any(len(tokens) < widest for tokens, _ in rows)
-    tree = TokenTree(
-        torch.cat([token[:, None], drafted], dim=1),
-        on_device(parents, device),
-        on_device(valid, device) if ragged else None,
-        check=False,
-    )
-    tree.max_depth = deepest
-    tree.drafted = [len(tokens) for tokens, _ in rows]
-    if path_probs is not None:
-        padded = [[1.0, *row, *[0.0] * (widest - len(row))] for row in path_probs]
-        tree.log_probs, tree.path_probs = on_device(padded, device).log(), path_probs
-    return tree
 
 
 def fork(drafter: Drafter | None, target: Target) -> Any:

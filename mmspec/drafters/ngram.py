@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.growth import Nodes, best_first
 from mmspec.errors import UserError
 from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.tree import TokenTree, build_tree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Prompt, Step, Target
 

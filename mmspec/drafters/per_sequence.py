@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import Drafter, build_tree, features, fork
+from mmspec.drafters.drafter import Drafter, features, fork
 from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.tree import TokenTree, build_tree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Feature, Prompt, Step, Target
 

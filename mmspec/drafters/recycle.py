@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.drafters import checkpoint
-from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.fields import Checked, Within
 from mmspec.drafters.growth import best_first
 from mmspec.drafters.recycled import NEWEST, UNLIKELY, Recycled
@@ -26,7 +25,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.tree import TokenTree, build_tree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Prompt, Step, Target
 

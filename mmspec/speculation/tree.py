@@ -13,6 +13,9 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+
 
 class TokenTree:
     """Drafted continuations of the last emitted token, one tree per batch row.
@@ -156,11 +159,53 @@ class TokenTree:
         return f"TokenTree(batch={self.batch}, nodes={self.nodes}, drawn={self.draft_probs is not None})"
 
 
+def build_tree(
+    token: Tensor,
+    rows: Sequence[tuple[list[int], list[int]]],
+    path_probs: list[list[float]] | None = None,
+) -> TokenTree:
+    """Build a batched tree from ragged rows on the host.
+
+    Args:
+        token: (batch,) int64, the roots.
+        rows: per row ``(tokens, parents)`` of the drafted nodes; parents are node indices, the root is 0.
+        path_probs: per row the path probability of each drafted node, in descending order.
+    """
+    widest = max(len(tokens) for tokens, _ in rows)
+    if widest == 0:
+        return TokenTree.root(token)
+    ids, parents, valid, deepest = [], [], [], 0
+    for tokens, above in rows:
+        spare = widest - len(tokens)
+        depth = [0]
+        for parent in above:
+            depth.append(depth[parent] + 1)
+        deepest = max(deepest, *depth)
+        ids.append(tokens + [0] * spare)
+        parents.append([-1, *above, *[0] * spare])
+        valid.append([True] * (1 + len(tokens)) + [False] * spare)
+    device = token.device
+    drafted = on_device(ids, device)
+    ragged = any(len(tokens) < widest for tokens, _ in rows)
+    tree = TokenTree(
+        torch.cat([token[:, None], drafted], dim=1),
+        on_device(parents, device),
+        on_device(valid, device) if ragged else None,
+        check=False,
+    )
+    tree.max_depth = deepest
+    tree.drafted = [len(tokens) for tokens, _ in rows]
+    if path_probs is not None:
+        padded = [[1.0, *row, *[0.0] * (widest - len(row))] for row in path_probs]
+        tree.log_probs, tree.path_probs = on_device(padded, device).log(), path_probs
+    return tree
+
+
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """Union of trees with the same roots.
 
-    A path of several trees gets the maximum of its probabilities. Costs a few tensor operations of size
-    (batch, nodes of one tree, nodes of the other).
+    A path of several trees gets the maximum of its probabilities. With static shapes this costs a few tensor operations
+    of size (batch, nodes of one tree, nodes of the other), and no host sync.
 
     Args:
         trees: at least one; each with ``log_probs`` and without ``draft_probs``.
@@ -179,12 +224,37 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             raise ValueError(f"merged trees must have log_probs and no draft_probs: trees[{number}] has {what}")
         if tree.batch != trees[0].batch:
             raise ValueError(f"merged trees must have one batch size: got {trees[0].batch} and {tree.batch}")
-    return reduce(_merge_two, trees)
+    trees = [tree for tree in trees if tree.nodes > 1] or trees[:1]
+    if len(trees) == 1:
+        return trees[0]
+    return reduce(_merge_two, trees) if kernels.fixed_shapes(trees[0].tokens.device) else _merge_on_host(trees)
+
+
+def _merge_on_host(trees: Sequence[TokenTree]) -> TokenTree:
+    rows, probs = [], []
+    parts = [zip(tree.tokens.tolist(), tree.parents.tolist(), tree.path_probs, strict=True) for tree in trees]
+    for row in zip(*parts, strict=True):
+        tokens, parents, scores = [row[0][0][0]], [-1], [1.0]
+        places: dict[tuple[int, int], int] = {}  # of a token below a node
+        for more, above, gains in row:
+            index = [0]
+            for token, parent, gain in zip(more[1:], above[1:], gains, strict=False):
+                place = places.setdefault((index[parent], token), len(tokens))
+                if place == len(tokens):
+                    tokens.append(token)
+                    parents.append(index[parent])
+                    scores.append(gain)
+                scores[place] = max(scores[place], gain)
+                index.append(place)
+        # A stable sort keeps parents before their children.
+        order = sorted(range(1, len(tokens)), key=lambda node: -scores[node])
+        moved = dict(zip([0, *order], range(len(tokens)), strict=True))
+        rows.append(([tokens[node] for node in order], [moved[parents[node]] for node in order]))
+        probs.append([scores[node] for node in order])
+    return build_tree(trees[0].tokens[:, 0], rows, probs)
 
 
 def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
-    if a.nodes == 1 or b.nodes == 1:
-        return b if a.nodes == 1 else a
     assert a.log_probs is not None
     assert b.log_probs is not None
     # same[i, j]: node i of a and node j of b have equal paths.
@@ -213,11 +283,8 @@ def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
     parents = moved.gather(1, parents.gather(1, order).clamp(min=0)).where(alive, 0)
     parents[:, 0] = -1
     merged = TokenTree(tokens.gather(1, order), parents, alive, log_probs=scores, check=False)
-    if merged.tokens.device.type == "cuda":  # static shapes, no host sync
-        merged.max_depth = max(a.max_depth, b.max_depth)
-        return merged
-    merged.drafted = (alive.sum(1) - 1).tolist()
-    return merged.first(1 + max(merged.drafted))
+    merged.max_depth = max(a.max_depth, b.max_depth)
+    return merged
 
 
 def _alive(tree: TokenTree) -> Tensor:

@@ -14,11 +14,11 @@ from eval.decoding.acceptance_study import AcceptanceStudy, Condition, paired_di
 from eval.decoding.tiny_models import msd_network
 from eval.harness.acceptance import AcceptanceStats
 from eval.harness.prompts import Conversation
-from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.engine import Engine
 from mmspec.sampling.sampler import SamplingParams
+from mmspec.speculation.tree import build_tree
 from tests.standin import save_llava
 from vision.drafters.msd import MSD
 

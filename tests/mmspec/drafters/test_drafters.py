@@ -10,12 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmspec
 from eval.decoding.tiny_models import TINY_SIZES, text_inputs
 from mmspec import TokenTree, UserError, plugins
-from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.speculation.budget import Budget
+from mmspec.speculation.tree import build_tree
 from mmspec.speculation.verify import verify_greedy
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.target import Prompt, Step

@@ -9,13 +9,13 @@ from transformers import StoppingCriteria
 
 from eval.decoding.oracle import Oracle
 from mmspec import TokenTree
-from mmspec.drafters.drafter import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler, SamplingParams
 from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable
+from mmspec.speculation.tree import build_tree
 from mmspec.targets.target import Prompt, Step
 from tests.decoding import decode
 from tests.tiny import table_model

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from mmspec import TokenTree
+from mmspec.ops import kernels
 from mmspec.speculation.tree import merge
 from tests.tiny import random_tree, root_path, valid_nodes
 
@@ -117,10 +118,12 @@ def scored_paths(tree, row):
     return {key: float(tree.log_probs[row, node].exp()) for key, node in zip(keys, nodes, strict=True)}
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("sizes", [(1, 6), (7, 1), (2, 2), (9, 14), (12, 5, 8)])
-def test_merged_trees_hold_every_path_once(seed, sizes):
+def test_merged_trees_hold_every_path_once(seed, sizes, fixed, monkeypatch):
     """Against dictionaries of paths; three tokens, so that many paths are shared."""
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: fixed)
     trees = [scored(seed * 10 + number, 3, nodes) for number, nodes in enumerate(sizes)]
     merged = merge(trees)
     TokenTree(merged.tokens, merged.parents, merged.valid, log_probs=merged.log_probs)  # validates
@@ -132,7 +135,9 @@ def test_merged_trees_hold_every_path_once(seed, sizes):
         assert scored_paths(merged, b) == pytest.approx(union)
         assert merged.path_probs[b] == sorted(merged.path_probs[b], reverse=True)
         assert merged.drafted[b] == len(union) == len(merged.path_probs[b])
-    assert 1 in sizes or merged.nodes == 1 + max(merged.drafted)
+    assert fixed or 1 in sizes or merged.nodes == 1 + max(merged.drafted)
+    depth = int(TokenTree(merged.tokens, merged.parents, check=False).depth.max())
+    assert merged.max_depth >= depth if fixed else merged.max_depth == depth
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 11, 40])
