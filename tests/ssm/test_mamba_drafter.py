@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.decoding.tiny_models import VOCAB, mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VOCAB
+from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
 from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_models import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, SELECTIVE_CONFIGS, text_inputs, text_model
+from eval.decoding.tiny_configs import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, SELECTIVE_CONFIGS
+from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.ops import kernels
 from mmspec.targets.support import cache_argument

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter

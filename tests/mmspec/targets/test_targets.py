@@ -22,7 +22,8 @@ from transformers import (
 import mmspec
 from eval.decoding.oracle import Oracle
 from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from eval.decoding.tiny_configs import TEXT_CONFIGS
+from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.speculation.budget import CostTable
 from mmspec.targets.loading import make_drafter
