@@ -12,7 +12,7 @@ from time import perf_counter as clock
 import click
 
 from eval.decoding.losslessness import compare_cases, select_cases
-from eval.decoding.tiny_models import VOCAB
+from eval.decoding.tiny_configs import VOCAB
 from eval.harness.output import BenchmarkCommand
 
 

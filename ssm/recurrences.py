@@ -98,8 +98,7 @@ class Mamba2:
         self._a[place] = A.detach()
         if place == len(self._a) - 1:
             self._stored_a = torch.stack(self._a, out=self._stored_a)
-        dt = dt.float() if dt_bias is None else dt.float() + dt_bias
-        dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+        dt = _step_sizes(dt, dt_bias, dt_softplus)
         return tree_scan(hidden_states, dt, A, B, C, D, state, ancestors).contiguous(), dt
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
@@ -154,8 +153,7 @@ class Mamba1:
             self._a = A.new_empty(self._layers, *A.shape)
         self._a[place] = A.detach()
         x, dt, b, c = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
-        dt = dt.float() if delta_bias is None else dt.float() + delta_bias
-        dt = torch.nn.functional.softplus(dt) if delta_softplus else dt
+        dt = _step_sizes(dt, delta_bias, delta_softplus)
         y = tree_selective(x, dt, A, b.unsqueeze(2), c.unsqueeze(2), D, state, self._levels)
         if z is not None:
             y *= torch.nn.functional.silu(z.transpose(1, 2).float())
@@ -206,6 +204,12 @@ class GatedDelta:
         _, k, v = channels.split([keys, keys, values], dim=-1)
         k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
         commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Step sizes in float32, from the projection's output and its bias."""
+    dt = dt.float() if bias is None else dt.float() + bias
+    return torch.nn.functional.softplus(dt) if softplus else dt
 
 
 def _normalised(x: Tensor) -> Tensor:

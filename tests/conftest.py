@@ -1,6 +1,7 @@
 """Shared by all tests."""
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -9,3 +10,12 @@ def _own_measurements(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMSPEC_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """One thread of torch for the tests of a module."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

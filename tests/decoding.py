@@ -1,5 +1,11 @@
 """Decoding step by step, by an engine of its own."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import mmspec
+from eval.decoding.tiny_models import text_inputs
 from mmspec.engine.engine import Engine
 
 
@@ -17,3 +23,19 @@ def decode(target, drafter, prompt, sampler, stopper, budget, **settings):
             yield rows
     finally:
         engine.remove(rows)
+
+
+def assert_threads_share(model):
+    """Two speculations and transformers' own decoding at the same time, through one model."""
+    inputs = [text_inputs(1, 9, seed) for seed in range(3)]
+    options = dict(max_new_tokens=24, do_sample=False)
+    expected = [model.generate(**i, **options) for i in inputs]
+
+    def ours(i):
+        return mmspec.generate(model, drafter="recycle", nodes=6, **i, **options)
+
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(4):
+            jobs = [pool.submit(ours, inputs[0]), pool.submit(ours, inputs[1])]
+            jobs.append(pool.submit(lambda: model.generate(**inputs[2], **options)))
+            assert all(torch.equal(job.result(), wanted) for job, wanted in zip(jobs, expected, strict=True))

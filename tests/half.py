@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, text_model, vision_inputs, vision_model
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import text_inputs, text_model, vision_inputs, vision_model
 from mmspec import plugins
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler

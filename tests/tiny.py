@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.decoding.tiny_models import VISION_CONFIGS, text_model, vision_model
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import text_model, vision_model
 from mmspec.speculation.tree import TokenTree
 
 

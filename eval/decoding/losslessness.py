@@ -21,17 +21,8 @@ from torch import Tensor
 
 import mmspec
 from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_models import (
-    HYBRID_CONFIGS,
-    TEXT_CONFIGS,
-    VISION_CONFIGS,
-    mamba_network,
-    msd_network,
-    text_inputs,
-    text_model,
-    vision_inputs,
-    vision_model,
-)
+from eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
+from eval.decoding.tiny_models import mamba_network, msd_network, text_inputs, text_model, vision_inputs, vision_model
 from mmspec import ops
 from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.ngram import Ngram

@@ -153,7 +153,7 @@ def measure_state_memory(layers: int, nodes: int, groups: int) -> dict[str, Any]
     """
     model = build_mamba_model(layers, groups)
     ours, snapshots = TransformersTarget(model), TransformersTarget(model)
-    snapshots.layers = _SnapshotLayers(model)
+    snapshots.decoder.layers = _SnapshotLayers(model)
     plain, _, _ = run_step(ours, comb(1))
     peak, logits, state = run_step(ours, comb(nodes))
     snapshots_peak, snapshots_logits, snapshots_state = run_step(snapshots, comb(nodes))

@@ -26,16 +26,15 @@ RESUMABLE_WITH_OTHER = (
 )
 """Options whose values may change when a run is resumed."""
 
+
+def target_option(text: str) -> Callable:
+    """Returns the option that names the target model, with this help."""
+    names = ("--model", "--target", "target")
+    return click.option(*names, default="tiny-llava", show_default=True, metavar="NAME", help=text)
+
+
 DATA = (
-    click.option(
-        "--model",
-        "--target",
-        "target",
-        default="tiny-llava",
-        show_default=True,
-        metavar="NAME",
-        help="Target model.",
-    ),
+    target_option("Target model."),
     click.option("--text", type=FILE, multiple=True, help="Conversations without media (stage 1); repeatable."),
     click.option("--data", type=FILE, multiple=True, help="Conversations with images or videos; repeatable."),
     click.option("--images", type=FOLDER, help="Folder of the media; by default the folder of each file."),

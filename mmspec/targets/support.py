@@ -1,15 +1,14 @@
-"""Checks that a model of transformers can be a target, loading of checkpoints, and logit scaling."""
+"""Checks that a model of transformers can be a target, and loading of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from mmspec import plugins
@@ -174,24 +173,3 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
         yield kind, switch
     if getattr(config, "attn_temperature_tuning", None):  # Llama 4 numbers the nodes of a pass, whatever their depth
         yield "temperature", config.floor_scale - _MOST_NODES
-
-
-def logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """Scaling of logits after the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1, Muse)."""
-    if cap := getattr(config, "final_logit_softcapping", None):
-        return partial(_capped, cap=cap, scale=getattr(config, "output_multiplier", 1.0))
-    if scale := getattr(config, "logit_scale", None):
-        return partial(torch.mul, other=scale)
-    if scale := getattr(config, "logits_scaling", None):
-        return partial(torch.div, other=scale)
-    if scale := getattr(config, "lm_head_multiplier", None):
-        return partial(torch.mul, other=scale)
-    return unscaled
-
-
-def _capped(logits: Tensor, cap: float, scale: float) -> Tensor:
-    return torch.tanh(logits * (scale / cap)) * cap if scale != 1.0 else torch.tanh(logits / cap) * cap
-
-
-def unscaled(logits: Tensor) -> Tensor:
-    return logits

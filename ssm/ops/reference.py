@@ -47,6 +47,10 @@ tree. Signatures are those of ``ssm.ops``, with ``parents`` (batch, nodes), -1 a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -56,44 +60,29 @@ def tree_scan(
 ) -> Tensor:
     """Output at every node, (batch, nodes, heads, head_dim) float32."""
     y = torch.empty(x.shape)
-    for row, head in _pairs(x):
-        group = _group(head, x, b)
-        states: list[Tensor] = []
-        for node, parent in enumerate(parents[row].tolist()):
-            before = state[row, head] if parent < 0 else states[parent]
-            states.append(_step(before, x, dt, a, b, row, node, head))
-            y[row, node, head] = states[node] @ c[row, node, group].float()
-            if d is not None:
-                y[row, node, head] += d[head] * x[row, node, head].float()
+    for row, node, head, after in _states(partial(_step, x, dt, a, b), state, parents):
+        y[row, node, head] = after @ c[row, node, _group(head, x, c)].float()
+        if d is not None:
+            y[row, node, head] += d[head] * x[row, node, head].float()
     return y
 
 
 def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along each row's path, in place."""
-    for row, head in _pairs(x):
-        for node in path[row].tolist():
-            if node >= 0:
-                state[row, head] = _step(state[row, head], x, dt, a, b, row, node, head)
+    _advance(partial(_step, x, dt, a, b), state, path)
 
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, parents: Tensor) -> Tensor:
     """Output at every node, (batch, nodes, heads, value_dim), in the dtype of the state."""
     y = torch.empty(v.shape, dtype=state.dtype)
-    for row, head in _pairs(v):
-        states: list[Tensor] = []
-        for node, parent in enumerate(parents[row].tolist()):
-            before = state[row, head] if parent < 0 else states[parent]
-            states.append(_corrected(before, k, v, g, beta, row, node, head))
-            y[row, node, head] = q[row, node, _group(head, v, q)].to(state.dtype) @ states[node]
+    for row, node, head, after in _states(partial(_corrected, k, v, g, beta), state, parents):
+        y[row, node, head] = q[row, node, _group(head, v, q)].to(state.dtype) @ after
     return y
 
 
 def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along each row's path, in place."""
-    for row, head in _pairs(v):
-        for node in path[row].tolist():
-            if node >= 0:
-                state[row, head] = _corrected(state[row, head], k, v, g, beta, row, node, head)
+    _advance(partial(_corrected, k, v, g, beta), state, path)
 
 
 def tree_selective(
@@ -101,23 +90,16 @@ def tree_selective(
 ) -> Tensor:
     """Output at every node, (batch, nodes, channels), in the dtype of the state."""
     y = torch.empty(x.shape, dtype=state.dtype)
-    for row, channel in _pairs(x):
-        states: list[Tensor] = []
-        for node, parent in enumerate(parents[row].tolist()):
-            before = state[row, channel] if parent < 0 else states[parent]
-            states.append(_selected(before, x, dt, a, b, row, node, channel))
-            y[row, node, channel] = states[node] @ c[row, node, _group(channel, x, c)].to(state.dtype)
-            if d is not None:
-                y[row, node, channel] += d[channel] * x[row, node, channel].to(state.dtype)
+    for row, node, channel, after in _states(partial(_selected, x, dt, a, b), state, parents):
+        y[row, node, channel] = after @ c[row, node, _group(channel, x, c)].to(state.dtype)
+        if d is not None:
+            y[row, node, channel] += d[channel] * x[row, node, channel].to(state.dtype)
     return y
 
 
 def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along each row's path, in place."""
-    for row, channel in _pairs(x):
-        for node in path[row].tolist():
-            if node >= 0:
-                state[row, channel] = _selected(state[row, channel], x, dt, a, b, row, node, channel)
+    _advance(partial(_selected, x, dt, a, b), state, path)
 
 
 def tree_conv(
@@ -147,14 +129,36 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
                 state[row] = torch.cat([state[row, :, 1:], x[row, node, :, None].to(state.dtype)], dim=1)
 
 
-def _step(before: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, row: int, node: int, head: int) -> Tensor:
+_Recurrence = Callable[[Tensor, int, int, int], Tensor]
+"""State of a head, or channel, after a node: from the state before it, and the row, node and head."""
+
+
+def _states(recurrence: _Recurrence, state: Tensor, parents: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
+    """Yields row, node, head and the head's state after the node, for all nodes of a tree."""
+    for row, head in product(*map(range, state.shape[:2])):
+        states: list[Tensor] = []
+        for node, parent in enumerate(parents[row].tolist()):
+            before = state[row, head] if parent < 0 else states[parent]
+            states.append(recurrence(before, row, node, head))
+            yield row, node, head, states[node]
+
+
+def _advance(recurrence: _Recurrence, state: Tensor, path: Tensor) -> None:
+    """Advance the state of every head along each row's path, in place."""
+    for row, head in product(*map(range, state.shape[:2])):
+        for node in path[row].tolist():
+            if node >= 0:
+                state[row, head] = recurrence(state[row, head], row, node, head)
+
+
+def _step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, before: Tensor, row: int, node: int, head: int) -> Tensor:
     """One head's state after a node, (head_dim, state)."""
     step = dt[row, node, head]
     entering = step * torch.outer(x[row, node, head].float(), b[row, node, _group(head, x, b)].float())
     return torch.exp(step * a[head]) * before + entering
 
 
-def _corrected(before: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, row: int, node: int, head: int) -> Tensor:
+def _corrected(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, before: Tensor, row: int, node: int, head: int) -> Tensor:
     """One head's state after a node, (key_dim, value_dim)."""
     key, value, rate, decay = (
         x.to(before.dtype)
@@ -164,7 +168,7 @@ def _corrected(before: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ro
     return decayed + torch.outer(key, rate * (value - key @ decayed))
 
 
-def _selected(before: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, row: int, node: int, channel: int) -> Tensor:
+def _selected(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, before: Tensor, row: int, node: int, channel: int) -> Tensor:
     """One channel's state after a node, (state,)."""
     step = dt[row, node, channel].to(before.dtype)
     entering = x[row, node, channel].to(before.dtype) * b[row, node, _group(channel, x, b)].to(before.dtype)
@@ -174,7 +178,3 @@ def _selected(before: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, row: 
 def _group(head: int, x: Tensor, b: Tensor) -> int:
     """Consecutive heads share a group."""
     return head // (x.shape[2] // b.shape[2])
-
-
-def _pairs(x: Tensor) -> list[tuple[int, int]]:
-    return [(row, head) for row in range(x.shape[0]) for head in range(x.shape[2])]

@@ -20,6 +20,7 @@ from ssm.ops.triton_scan import (
     _SCAN_DIM,
     _SCAN_PART,
     SCAN_STAGES,
+    _decay,
     _load,
     _program,
     _reach,
@@ -89,17 +90,6 @@ def _overlap(
     return b_decay * _read(
         rows, i_to, m_to, r_node, r_key, k, i_on, m_on, k_node, k_key, key_dim, BLOCK_NODES, BLOCK_PART, _PRECISION
     )
-
-
-@triton.jit
-def _decay(ancestors, g, b_reach, i_to, m_to, other, nodes, g_node, m_i, m_j, BLOCK_NODES: tl.constexpr):
-    """Decay from the nodes of another tile to those of this one, 0 from non-ancestors; and whether they are such."""
-    i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
-    m_pair = m_to[:, None] & (i_on < nodes)[None, :]
-    b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
-    b_from = _reach(1.0, g, ancestors, other, nodes, g_node, m_i, m_j, BLOCK_NODES)
-    # Mask before exp, which could overflow between nodes of different paths.
-    return tl.exp(tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))), b_pair
 
 
 @triton.jit
@@ -176,7 +166,7 @@ def _tree_delta_kernel(
             q, i_to, m_to, q_node, q_key, state, i_dim, m_dim, s_dim, s_key, key_dim, BLOCK_DIM, BLOCK_PART, _PRECISION
         )
         for other in range(tile):
-            b_decay, _ = _decay(ancestors, g, b_reach, i_to, m_to, other, nodes, g_node, m_i, m_j, BLOCK_NODES)
+            b_decay, _ = _decay(1.0, g, ancestors, b_reach, i_to, m_to, other, nodes, g_node, m_i, m_j, BLOCK_NODES)
             i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
             b_update = _load(updates, i_on, i_on < nodes, y_node, i_dim, m_dim, y_dim)
             b_weight = _overlap(
@@ -188,7 +178,7 @@ def _tree_delta_kernel(
             )
             b_y = tl.dot(b_weight, b_update, b_y, input_precision=_PRECISION)
 
-        b_decay, b_pair = _decay(ancestors, g, b_reach, i_to, m_to, tile, nodes, g_node, m_i, m_j, BLOCK_NODES)
+        b_decay, b_pair = _decay(1.0, g, ancestors, b_reach, i_to, m_to, tile, nodes, g_node, m_i, m_j, BLOCK_NODES)
         b_beta = tl.load(beta + i_to * b_node, mask=m_to, other=0.0)[:, None]
         b_right *= b_beta
         b_weight = b_beta * _overlap(

@@ -137,6 +137,17 @@ def _reach(a_head, dt, ancestors, tile, nodes, stride_dt, stride_i, stride_j, BL
 
 
 @triton.jit
+def _decay(a_head, dt, ancestors, b_reach, i_to, m_to, other, nodes, dt_node, m_i, m_j, BLOCK_NODES: tl.constexpr):
+    """Decay from the nodes of another tile to those of this one, 0 from non-ancestors; and whether they are such."""
+    i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+    m_pair = m_to[:, None] & (i_on < nodes)[None, :]
+    b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
+    b_from = _reach(a_head, dt, ancestors, other, nodes, dt_node, m_i, m_j, BLOCK_NODES)
+    # Mask before exp, which could overflow between nodes of different paths.
+    return tl.exp(tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))), b_pair
+
+
+@triton.jit
 def _tree_scan_kernel(
     x,
     dt,
@@ -225,13 +236,11 @@ def _tree_scan_kernel(
                 BLOCK_PART,
                 overlap_precision,
             )
-            m_pair = m_to[:, None] & m_on[None, :]
-            b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
-            b_from = _reach(a_head, dt, ancestors, other, nodes, dt_node, m_i, m_j, BLOCK_NODES)
-            # Mask before exp, which could overflow between nodes of different paths.
-            b_decay = tl.where(b_pair, (b_reach[:, None] - b_from[None, :]).to(tl.float32), float("-inf"))
+            b_decay, _ = _decay(
+                a_head, dt, ancestors, b_reach, i_to, m_to, other, nodes, dt_node, m_i, m_j, BLOCK_NODES
+            )
             b_step = tl.load(dt + i_on * dt_node, mask=m_on, other=0.0)
-            b_weight = tl.exp(b_decay) * b_overlap * b_step[None, :]
+            b_weight = b_decay * b_overlap * b_step[None, :]
             b_x = _load(x, i_on, m_on, x_node, i_dim, m_dim, x_dim)
             b_y = tl.dot(b_weight, b_x, b_y, input_precision=_PRECISION)
 

@@ -105,6 +105,20 @@ def _vector(pointer, i, stride, m_i):
 
 
 @triton.jit
+def _tile(a, state, i_channel, m_channel, i_state, m_state, a_channel, a_state, s_channel, s_state):
+    """A program's A, (channels, state), pointers to its states, and their mask."""
+    m_tile = m_channel[:, None] & m_state[None, :]
+    b_a = tl.load(a + i_channel[:, None] * a_channel + i_state[None, :] * a_state, mask=m_tile, other=0.0)
+    return b_a, state + i_channel[:, None] * s_channel + i_state[None, :] * s_state, m_tile
+
+
+@triton.jit
+def _advance(b_before, b_a, b_step, b_x, b_b):
+    """States after a node, (channels, state)."""
+    return b_before * tl.exp(b_step[:, None] * b_a) + (b_step * b_x)[:, None] * b_b[None, :]
+
+
+@triton.jit
 def _tree_selective_kernel(
     x,
     dt,
@@ -157,9 +171,9 @@ def _tree_selective_kernel(
     parents += i_row * p_row
     y += i_row * y_row
 
-    m_tile = m_channel[:, None] & m_state[None, :]
-    b_a = tl.load(a + i_channel[:, None] * a_channel + i_state[None, :] * a_state, mask=m_tile, other=0.0)
-    p_tile = state + i_row * s_row + i_channel[:, None] * s_channel + i_state[None, :] * s_state
+    b_a, p_tile, m_tile = _tile(
+        a, state + i_row * s_row, i_channel, m_channel, i_state, m_state, a_channel, a_state, s_channel, s_state
+    )
     b_start = tl.load(p_tile, mask=m_tile, other=0.0)
     if HAS_D:
         b_d = _vector(d, i_channel, 1, m_channel)
@@ -180,7 +194,7 @@ def _tree_selective_kernel(
         else:
             b_before = tl.load(p_states + tl.maximum(i_parent, 0) * of_node, mask=m_tile, other=0.0)
         b_before = tl.where(i_parent < 0, b_start, b_before)
-        b_now = b_before * tl.exp(b_step[:, None] * b_a) + (b_step * b_x)[:, None] * b_b[None, :]
+        b_now = _advance(b_before, b_a, b_step, b_x, b_b)
         if IN_REGISTERS:
             b_states = tl.where(i_slot == i_node, b_now[None, :, :], b_states)
         else:
@@ -229,9 +243,9 @@ def _commit_selective_kernel(
     b += i_row * b_row + i_group * b_group
     path += i_row * p_row
 
-    m_tile = m_channel[:, None] & m_state[None, :]
-    b_a = tl.load(a + i_channel[:, None] * a_channel + i_state[None, :] * a_state, mask=m_tile, other=0.0)
-    p_tile = state + i_row * s_row + i_channel[:, None] * s_channel + i_state[None, :] * s_state
+    b_a, p_tile, m_tile = _tile(
+        a, state + i_row * s_row, i_channel, m_channel, i_state, m_state, a_channel, a_state, s_channel, s_state
+    )
     b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
     for i_depth in range(depth):
         i_node = tl.load(path + i_depth * p_depth)
@@ -240,5 +254,5 @@ def _commit_selective_kernel(
         b_step = _vector(dt + i_node * dt_node, i_channel, dt_channel, m_channel) * kept
         b_x = _vector(x + i_node * x_node, i_channel, x_channel, m_channel)
         b_b = _vector(b + i_node * b_node, i_state, b_state, m_state)
-        b_tile = b_tile * tl.exp(b_step[:, None] * b_a) + (b_step * b_x)[:, None] * b_b[None, :]
+        b_tile = _advance(b_tile, b_a, b_step, b_x, b_b)
     tl.store(p_tile, b_tile, mask=m_tile)

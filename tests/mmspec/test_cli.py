@@ -7,17 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import mmspec
 from mmspec import plugins
-from mmspec.cli import main
+from tests.commandline import Run, assert_user_error, runner
 from tests.standin import save_text_model
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a command line; returns status, standard output and standard error."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-
-    def call(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()  # what the test itself has caused so far
-        status = main(args)
-        return status, *capfd.readouterr()
-
-    return call
-
-
-def assert_user_error(result: tuple[int, str, str], *expected: str) -> None:
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    for part in expected:
-        assert part in err
+    return runner(capfd)
 
 
 def test_help_does_not_import_torch() -> None:

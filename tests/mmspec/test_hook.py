@@ -18,7 +18,8 @@ from transformers import (
 import mmspec
 from eval.decoding.losslessness import Case, compare_case, select_cases
 from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from eval.decoding.tiny_configs import TEXT_CONFIGS
+from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import UserError
 from mmspec.targets.loading import make_drafter
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model

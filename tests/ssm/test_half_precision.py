@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.decoding.tiny_models import VOCAB, mamba_network
+from eval.decoding.tiny_configs import VOCAB
+from eval.decoding.tiny_models import mamba_network
 from mmspec import plugins
 from mmspec.speculation.tree import TokenTree
 from ssm.cache import StateCache

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,14 @@ from mmspec.errors import UserError
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.sampler import TEXT
-from mmspec.training.trainer import CURVE, DRAFTER, LOG, Trainer
+from mmspec.training.trainer import CURVE, DRAFTER, LOG
 from ssm.distil.command import mamba
 from ssm.distil.objective import forward_kl
 from ssm.drafters.mamba import Mamba
 from ssm.drafters.network import MambaConfig, MambaNetwork
 from tests.standin import save_text_model
 from tests.tiny import shared_model
+from tests.training import terminated_at
 from vision.distil.make_data import make_data
 
 TEMPLATE = (
@@ -199,20 +198,10 @@ def test_a_drafter_learns_to_predict_its_target(model: str, answered: Path, tmp_
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_a_resumed_run_is_bit_identical(
-    model: str, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_bit_identical(model: str, answered: Path, tmp_path: Path) -> None:
     options = ["--steps", "7", "--prompts", "0", "--layers", "2", "--draft-vocabulary", "12"]
     train(tmp_path / "whole", model, *options, data=answered)
-    learn = Trainer._train_step
-
-    def terminated(run: Trainer) -> dict[str, Any]:
-        if run.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return learn(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", terminated)
+    with terminated_at(3):
         assert "stopped at step 4; run the same command again" in train(
             tmp_path / "parts", model, *options, data=answered
         )

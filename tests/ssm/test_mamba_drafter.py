@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.decoding.tiny_models import VOCAB, mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VOCAB
+from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from ssm.drafters import network as networks
 from ssm.drafters.mamba import Mamba
+from tests.drafting import assert_same_drafter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.watching import check_drafts
@@ -214,12 +216,7 @@ def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
     drafter = Mamba(mamba_network(), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
     drafter.save(tmp_path, target)
     again = make_drafter(str(tmp_path))
-    assert isinstance(again, Mamba)
-    assert again.network.config == drafter.network.config
-    assert (again.top_k, again.depth, again.total_tokens) == (7, 4, 30)
-    assert torch.equal(again.draft_ids, drafter.draft_ids)
-    for name, tensor in drafter.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor)
+    assert_same_drafter(again, drafter)
     again.attach(target)
     with pytest.raises(UserError, match=r"trained for .*LlamaForCausalLM.*: got .*Qwen3ForCausalLM"):
         again.attach(TransformersTarget(shared_model("qwen3")))

@@ -1,7 +1,6 @@
 """Models with recurrent layers as targets, against transformers' own passes, in one go and token by token."""
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,12 +9,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
 from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_models import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, SELECTIVE_CONFIGS, text_inputs, text_model
+from eval.decoding.tiny_configs import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, SELECTIVE_CONFIGS
+from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.ops import kernels
 from mmspec.targets.support import cache_argument
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, prompt_of, row_of
 from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
 
@@ -383,17 +384,4 @@ def test_a_pure_mamba_folder(tmp_path):
 
 @pytest.mark.parametrize("name", ["bamba", "jamba"])
 def test_threads_do_not_meet(name):
-    """Two speculations and transformers' own decoding at the same time, through one model."""
-    model = shared_model(name)
-    inputs = [text_inputs(1, 9, seed) for seed in range(3)]
-    options = dict(max_new_tokens=24, do_sample=False)
-    expected = [model.generate(**i, **options) for i in inputs]
-
-    def ours(i):
-        return mmspec.generate(model, drafter="recycle", nodes=6, **i, **options)
-
-    with ThreadPoolExecutor(3) as pool:
-        for _ in range(3):
-            jobs = [pool.submit(ours, inputs[0]), pool.submit(ours, inputs[1])]
-            jobs.append(pool.submit(lambda: model.generate(**inputs[2], **options)))
-            assert all(torch.equal(job.result(), wanted) for job, wanted in zip(jobs, expected, strict=True))
+    assert_threads_share(shared_model(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,15 +27,9 @@ from ssm.training.encoding import encode, make_tokenizer
 from ssm.training.layers import chunk_scan, fast_layers
 from ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, text_loss
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = Architecture(32, 3, (1,), 2, 1, 4, 8, 32, 256, 400)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

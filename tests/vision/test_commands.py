@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import av
@@ -13,11 +12,9 @@ from PIL import Image
 
 import mmspec
 from mmspec import plugins
-from mmspec.cli import main
+from tests.commandline import Run, assert_user_error, runner
 from tests.standin import save_llava, save_text_model
 from vision.embedded import samples
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +47,7 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Status, standard output and standard error of ``mmspec caption``."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-
-    def call(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()  # drop earlier output
-        status = main(["caption", *args])
-        return status, *capfd.readouterr()
-
-    return call
+    return runner(capfd, "caption")
 
 
 def test_image(run: Run, model: str, image: str) -> None:
@@ -150,13 +141,3 @@ def test_note_on_limits_of_an_embedded_model(run: Run, image: str) -> None:
 
 def test_text_model_raises(run: Run, image: str, tmp_path: Path) -> None:
     assert_user_error(run(image, "--model", str(save_text_model(tmp_path / "text"))), "text only")
-
-
-def assert_user_error(result: tuple[int, str, str], *expected: str) -> None:
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    for part in expected:
-        assert part in err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -26,8 +24,9 @@ import mmspec
 from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.targets.loading import make_drafter
-from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
+from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
 from tests.standin import save_llava
+from tests.training import terminated_at
 from vision.distil.command import flash, msd
 from vision.distil.msd import fit_projection
 from vision.drafters.msd import Flash
@@ -142,20 +141,10 @@ def test_flash_learns_to_predict_its_target(
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_the_same_command_resumes_the_run(
-    train: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
     options = ["--steps", "9", "--prompts", "0"]
     train(tmp_path / "whole", *options)
-    learn = Trainer._train_step
-
-    def terminated(run: Trainer) -> dict[str, Any]:
-        if run.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return learn(run)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", terminated)
+    with terminated_at(4):
         assert "stopped at step 5; run the same command again" in train(tmp_path / "parts", *options)
     with pytest.raises(UserError, match=r"noise = 0.1: expected the same to resume it, received 0.2"):
         train(tmp_path / "parts", *options, "--noise", "0.2")

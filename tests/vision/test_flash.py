@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import mmspec
-from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.drafter import fork
 from mmspec.speculation.budget import Budget

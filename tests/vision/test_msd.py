@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.drafting import check, network_for, plain_layer, states_of
+from tests.drafting import assert_same_drafter, check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from vision.drafters.msd import MSD, Eagle
@@ -122,12 +123,7 @@ def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
     drafter = MSD(network_for(model), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
     drafter.save(tmp_path, target)
     again = make_drafter(str(tmp_path))
-    assert isinstance(again, MSD)
-    assert again.network.config == drafter.network.config
-    assert (again.top_k, again.depth, again.total_tokens) == (7, 4, 30)
-    assert torch.equal(again.draft_ids, drafter.draft_ids)
-    for name, tensor in drafter.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor)
+    assert_same_drafter(again, drafter)
     again.attach(target)
     assert make_drafter(f"eagle:{tmp_path}").network.config.decoupled is False
     with pytest.raises(UserError, match=r"trained for .*LlavaForConditionalGeneration.*: got .*Qwen3ForCausalLM"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 import mmspec
 from mmspec import plugins
@@ -26,11 +24,8 @@ SCENES = [sample_scene(seeded("heldout", FIRST_SCENE + 9000 + k), sign_share=0.0
 
 
 @pytest.fixture(scope="module")
-def pipe() -> Iterator[Pipeline]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield mmspec.load("smol-llava", device="cpu")
-    torch.set_num_threads(threads)
+def pipe(one_thread: None) -> Pipeline:
+    return mmspec.load("smol-llava", device="cpu")
 
 
 def test_it_is_offered_where_its_language_model_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,15 +41,9 @@ from vision.training.perception import TASKS, patch_labels, perception_accuracy,
 from vision.training.task import TOWER_SHARE, TowerTask, llava_task, stages
 from vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = Architecture(32, 1, 2, 32, 1, 2, 1, 16, 32, 1024, 512)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import click
 
 from mmspec.cli.options import OUT_FOLDER, Number, device_options
 from mmspec.distil import data
-from mmspec.distil.options import SHARE
+from mmspec.distil.options import SHARE, target_option
 from mmspec.errors import UserError
 from mmspec.files import write_text
 
@@ -29,15 +29,7 @@ FILE, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
 
 @click.command("make-data")
-@click.option(
-    "--model",
-    "--target",
-    "target",
-    default="tiny-llava",
-    show_default=True,
-    metavar="NAME",
-    help="Target model that generates the answers.",
-)
+@target_option("Target model that generates the answers.")
 @click.option("--as-told", is_flag=True, help="With --scenes: use their reference answers, without a model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--scenes", type=click.IntRange(1), help="Draw conversations about this many training scenes.")

@@ -15,7 +15,7 @@ from eval.decoding.losslessness import (
     sampling_margin,
     select_cases,
 )
-from eval.decoding.tiny_models import VISION_CONFIGS
+from eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec import ops
 from mmspec.sampling.sampler import Sampled
 from tests.tiny import shared_model

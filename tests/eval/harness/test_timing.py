@@ -7,10 +7,11 @@ import pytest
 import mmspec
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, interleaved_medians, time_ratios
 from mmspec.drafters.recycle import Recycle
+from mmspec.targets.decoder import Decoder
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.standin import save_text_model
 
-SECONDS = {"_whole_prompt": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
+SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
 REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
 
 
@@ -31,7 +32,7 @@ def pipe(tmp_path, monkeypatch):
         return longer
 
     for name, seconds in SECONDS.items():
-        owner = Recycle if hasattr(Recycle, name) else TransformersTarget
+        owner = next(kind for kind in (Recycle, Decoder, TransformersTarget) if hasattr(kind, name))
         monkeypatch.setattr(owner, name, timed(getattr(owner, name), seconds))
     return mmspec.load(str(save_text_model(tmp_path)), drafter=None)
 

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
-from eval.decoding.tiny_models import TINY_SIZES, text_inputs
+from eval.decoding.tiny_configs import TINY_SIZES
+from eval.decoding.tiny_models import text_inputs
 from mmspec import TokenTree, UserError, plugins
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from eval.decoding.tiny_models import VISION_CONFIGS, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.engine.stopping import Stopper
 from mmspec.ops.graphs import Graphed

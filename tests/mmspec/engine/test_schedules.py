@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 import torch
 
-from eval.decoding.tiny_models import VISION_CONFIGS, mamba_network, msd_network, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import mamba_network, msd_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle

@@ -1,7 +1,6 @@
 """Text models as targets, and what is refused."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,7 +21,8 @@ from transformers import (
 import mmspec
 from eval.decoding.oracle import Oracle
 from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_models import TEXT_CONFIGS, text_inputs, text_model
+from eval.decoding.tiny_configs import TEXT_CONFIGS
+from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import TokenTree, UserError
 from mmspec.speculation.budget import CostTable
 from mmspec.targets.loading import make_drafter
@@ -30,6 +30,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 
@@ -157,19 +158,7 @@ def test_the_model_stays_as_it_was():
 
 
 def test_threads_share_a_model():
-    """Speculations and plain decoding at the same time, through one model."""
-    model, inputs = shared_model("llama"), [text_inputs(1, 9, seed) for seed in range(3)]
-    options = dict(max_new_tokens=24, do_sample=False)
-    expected = [model.generate(**i, **options) for i in inputs]
-
-    def ours(i):
-        return mmspec.generate(model, drafter="recycle", nodes=6, **i, **options)
-
-    with ThreadPoolExecutor(3) as pool:
-        for _ in range(4):
-            jobs = [pool.submit(ours, inputs[0]), pool.submit(ours, inputs[1])]
-            jobs.append(pool.submit(lambda: model.generate(**inputs[2], **options)))
-            assert all(torch.equal(job.result(), wanted) for job, wanted in zip(jobs, expected, strict=True))
+    assert_threads_share(shared_model("llama"))
 
 
 @pytest.mark.parametrize(("asked", "got"), [("sdpa", "mmspec_tree"), ("eager", "eager")])

@@ -1,0 +1,189 @@
+"""Decoder passes of a target: verify passes, and prefill whole or in chunks, with the features that drafters read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.errors import UserError
+from mmspec.targets.attention import PassAttention
+from mmspec.targets.head import contiguous_input
+from mmspec.targets.layers import tree_layers
+from mmspec.targets.masks import tree_mask
+from mmspec.targets.support import cache_argument, decoder_of, refuse_unsupported
+from mmspec.targets.target import Feature
+
+
+class Decoder:
+    """The stack of layers of a model, which runs with a ``TreeCache``.
+
+    Args:
+        model: its code and weights stay unmodified.
+
+    Attributes:
+        attention: attention implementation of the passes.
+        layers: plug-in for layers other than attention; None for a model without any.
+
+    Raises:
+        UserError: a part of the architecture cannot verify trees exactly.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._config = model.config.get_text_config()
+        self.layers = tree_layers(model, self._config)
+        refuse_unsupported(model, self._config, self.layers)
+        self.attention = PassAttention(model)
+        self._module = decoder_of(model)
+        self._cache_argument = cache_argument(self._module)
+        self._embedding: Any = model.get_input_embeddings()
+        self._output: Any = model.get_output_embeddings()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "layers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.layers = tree_layers(self._model, self._config)
+
+    def new_cache(self, reserve: int, in_place: bool) -> TreeCache:
+        """An empty cache for the model's layers, with ``reserve`` KV slots."""
+        if self.layers is not None:
+            return self.layers.cache(reserve, in_place)
+        return TreeCache(self._config.num_hidden_layers, reserve=reserve, in_place=in_place)
+
+    def mask(
+        self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
+    ) -> Tensor | dict[str, Tensor | None] | None:
+        """``tree_mask`` in the form of the attention implementation of the passes."""
+        with self.attention.applied():
+            return tree_mask(self._config, cache, depth, tail_depth, reach, self._model.dtype)
+
+    def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
+        """The named features of one pass of the decoder, and ``"last"``."""
+        layers = self.layers.applied() if self.layers is not None else nullcontext()
+        with self.attention.applied(), layers, self._reading(names) as features:
+            out = self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)
+        features["last"] = self._in_dtype(out[0])
+        return features
+
+    def prefill(
+        self, call: dict[str, Any], cache: TreeCache, names: Sequence[Feature]
+    ) -> tuple[Tensor, dict[str, Any], dict[Feature, Tensor]]:
+        """Prefill in one pass of the model: last logits, the decoder's inputs, its features."""
+        given: dict[str, Any] = {}
+        last: dict[Feature, Tensor] = {}
+
+        def record(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
+            if inputs.get(self._cache_argument) is cache:
+                given.update(inputs) if out is None else last.update(last=self._in_dtype(out[0]))
+
+        with (
+            self.attention.applied(),
+            self._reading(names) as features,
+            self._module.register_forward_pre_hook(record, with_kwargs=True),
+            self._module.register_forward_hook(record, with_kwargs=True),
+            self._output.register_forward_pre_hook(contiguous_input),
+        ):
+            out = self._run_model(call, cache)
+        return out.logits[:, -1:], given, {**features, **last}
+
+    def chunk_inputs(self, call: dict[str, Any], cache: TreeCache) -> dict[str, Any] | None:
+        """The decoder's inputs for a prompt, visual embeddings included; None if they cannot be split into chunks."""
+        limit = getattr(self._config, "time_step_limit", None) or (0.0, inf)
+        if self.layers is not None and tuple(limit) != (0.0, inf):
+            return None  # transformers clamps the step sizes of a prompt in one pass; tree passes do not
+        given = call
+        if set(call) - {"input_ids", "attention_mask", "position_ids"}:
+
+            def stop(_: Any, args: Any, inputs: dict[str, Any]) -> None:
+                raise _DecoderReachedError(inputs)
+
+            try:
+                with self.attention.applied(), self._module.register_forward_pre_hook(stop, with_kwargs=True):
+                    self._run_model(call, cache)
+            except _DecoderReachedError as reached:
+                given = reached.inputs
+        unknown = {name for name, value in given.items() if value is not None} - _SPLIT
+        known = given.get("position_ids") is not None or not cache.attending
+        return None if unknown or not known else given
+
+    def prefill_chunk(
+        self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
+    ) -> dict[Feature, Tensor]:
+        """Prefill a chunk of a prompt, after the first as a chain of nodes that are all accepted; its features.
+
+        Args:
+            given: from ``chunk_inputs``.
+        """
+        inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
+        inputs = {name: value[:, part] for name, value in inputs.items()}
+        if cache.attending:
+            inputs["position_ids"] = given["position_ids"][..., part]
+        if (visual := given.get("visual_pos_masks")) is not None:
+            first, count = int(visual[:, : part.start].sum()), int(visual[:, part].sum())
+            inputs["visual_pos_masks"] = visual[:, part]
+            inputs["deepstack_visual_embeds"] = [
+                embeds[first : first + count] for embeds in given["deepstack_visual_embeds"]
+            ]
+        if part.start == 0:
+            features = self.forward(inputs, cache, names)
+            cache.commit_prompt(part.stop, None, 1)
+            return features
+        nodes, device = part.stop - part.start, self._model.device
+        reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+        depth = torch.arange(nodes, device=device)[None]
+        inputs["attention_mask"] = self.mask(cache, depth, None, reach)
+        features = self.forward({**inputs, **cache.arguments(reach)}, cache, names)
+        cache.commit(depth, [list(range(nodes))])
+        return features
+
+    def _run_model(self, call: dict[str, Any], cache: TreeCache) -> Any:
+        return self._model(**call, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
+
+    @contextmanager
+    def _reading(self, names: Sequence[Feature]) -> Iterator[dict[Feature, Tensor]]:
+        """Records the inputs of the named layers during one pass."""
+        features: dict[Feature, Tensor] = {}
+
+        def record(layer: int, _: Any, args: Any, inputs: dict[str, Any]) -> None:
+            features[layer] = self._in_dtype(args[0] if args else inputs["hidden_states"])
+
+        with ExitStack() as hooks:
+            for layer in names:
+                if isinstance(layer, int):
+                    part = self._stack[layer]
+                    hooks.enter_context(part.register_forward_pre_hook(partial(record, layer), with_kwargs=True))
+            yield features
+
+    @cached_property
+    def _stack(self) -> nn.ModuleList:
+        count = self._config.num_hidden_layers
+        stacks = [part for part in self._module.children() if isinstance(part, nn.ModuleList) and len(part) == count]
+        if len(stacks) != 1:
+            raise UserError(f"features of layers need a decoder with one list of {count} layers: got {len(stacks)}")
+        return stacks[0]
+
+    def _in_dtype(self, hidden: Tensor) -> Tensor:
+        """Last hidden states in the dtype of the weights: Mamba-2 returns float32."""
+        return hidden.to(self._embedding.weight.dtype)
+
+
+_SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
+_SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict"}
+"""Inputs of a decoder that can be split into chunks of positions, or apply to every chunk."""
+
+
+class _DecoderReachedError(Exception):
+    """Ends a model's forward when it calls the decoder."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        self.inputs = inputs

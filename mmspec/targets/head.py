@@ -1,0 +1,116 @@
+"""Output layer of a target: logits from hidden states, over the whole vocabulary or a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from mmspec.errors import UserError
+from mmspec.quantisation.linear import PackedLinear
+
+
+class Head:
+    """The output layer of a model, with the scaling of its logits.
+
+    Args:
+        model: has an output layer.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layer: Any = model.get_output_embeddings()
+        self._scale = _logit_scaling(model.config.get_text_config())
+        self._model_name = type(model).__name__
+        self._checked = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._scale(_by_rows(self._layer, hidden))
+
+    def narrow(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """The logits of some tokens only, as a function of hidden states.
+
+        Args:
+            token_ids: (tokens,) int64, on the layer's device.
+        """
+        # The first tokens of the vocabulary need no copy of their rows.
+        first = torch.equal(token_ids, torch.arange(len(token_ids), device=token_ids.device))
+        rows = slice(len(token_ids)) if first else token_ids
+        layer = self._layer
+        if isinstance(layer, PackedLinear):
+            return _NarrowHead(layer.rows(rows), self._scale)
+        weight = layer.weight.detach()[rows]
+        bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
+        return _NarrowHead(partial(F.linear, weight=weight, bias=bias), self._scale)
+
+    def check(self, hidden: Tensor, logits: Tensor) -> None:
+        """Checks at the first call that the head returns the model's own logits, and corrects their scaling.
+
+        Raises:
+            UserError: the model transforms its logits in another way.
+        """
+        if self._checked:
+            return
+        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
+        fits = self._layer.weight.shape[-1] == hidden.shape[-1]  # other widths: a projection before the output layer
+        # Some vision-language models do not scale logits as their text model does (Cohere).
+        for scale in (self._scale, _unscaled) if fits else ():
+            self._scale = scale
+            if torch.allclose(self(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
+                break
+        else:
+            raise UserError(
+                f"{self._model_name} transforms its logits after the output layer in an unknown way: expected "
+                "head(hidden) to equal the model's logits"
+            )
+        self._checked = True
+
+
+class _NarrowHead:
+    """An output layer restricted to some tokens."""
+
+    def __init__(self, layer: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor]) -> None:
+        self._layer, self._scale = layer, scale
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._scale(_by_rows(self._layer, hidden))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NarrowHead:
+        return self  # copies of a drafter share weights
+
+
+def contiguous_input(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Forward pre-hook of the output layer: makes its input contiguous; see ``_by_rows``."""
+    return inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]
+
+
+def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a linear layer to (..., features) as one matrix: for a slice of few nodes torch would run a batched product
+    and copy the whole weight."""
+    y = layer(x.reshape(-1, x.shape[-1]))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
+    """Scaling of logits after the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1, Muse)."""
+    if cap := getattr(config, "final_logit_softcapping", None):
+        return partial(_capped, cap=cap, scale=getattr(config, "output_multiplier", 1.0))
+    if scale := getattr(config, "logit_scale", None):
+        return partial(torch.mul, other=scale)
+    if scale := getattr(config, "logits_scaling", None):
+        return partial(torch.div, other=scale)
+    if scale := getattr(config, "lm_head_multiplier", None):
+        return partial(torch.mul, other=scale)
+    return _unscaled
+
+
+def _capped(logits: Tensor, cap: float, scale: float) -> Tensor:
+    return torch.tanh(logits * (scale / cap)) * cap if scale != 1.0 else torch.tanh(logits / cap) * cap
+
+
+def _unscaled(logits: Tensor) -> Tensor:
+    return logits
