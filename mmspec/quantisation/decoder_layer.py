@@ -38,7 +38,7 @@ class MergedLayer(nn.Module):
     """
 
     place: int
-    stack: _Stack | None
+    stack: Stack | None
 
     def __init__(self, layer: Any, last: bool = False) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class MergedLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         assert position_embeddings is not None
-        if self.stack is not None:
-            options = {"position_embeddings": position_embeddings, **kwargs}
-            found = self.stack.output(self.place, hidden_states, attention_mask, past_key_values, options)
+        rotation = _rotation(*position_embeddings)
+        if self.stack is not None and self.attends_by_kernel(kwargs):
+            found = self.stack.output(self.place, hidden_states, rotation, attention_mask, past_key_values)
             if found is not None:
                 return found
-        x, rotation = hidden_states.float(), _rotation(*position_embeddings)
+        x = hidden_states.float()
         qkv = self._qkv(x, rotation)
         query, key, value = qkv.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if past_key_values is not None:
@@ -137,39 +137,66 @@ class MergedLayer(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "native"}
 
 
-class _Stack:
+class Stack:
     """A decoder's layers, computed by one call in all but large passes.
 
-    The first layer's forward computes the outputs of all layers. Each other layer returns its own if it is called with
-    the output of the layer before it, so hooks on layers see what they would see.
+    In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each other layer returns its
+    own if it is called with the output of the layer before it, so hooks on layers see what they would see.
     """
 
     def __init__(self, layers: list[MergedLayer]) -> None:
         self._layers = layers
         self._outputs: list[Tensor] = []
+        self._rotations = torch.empty(0)  # (positions, 1, head_dim / 2) complex64
         for place, layer in enumerate(layers):
             layer.place, layer.stack = place, self
 
-    def output(self, place: int, x: Tensor, mask: Tensor | None, cache: Any, options: dict[str, Any]) -> Tensor | None:
-        """A layer's output; None where the layer has to compute it. Arguments as of its forward."""
+    def states(
+        self, decoder: Any, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
+    ) -> list[Tensor] | None:
+        """Inputs of the layers and the output of the last, without a pass of the decoder.
+
+        Args:
+            decoder: a decoder with these layers whose embeddings go to the first of them as they are.
+            tokens: (batch, nodes) int64.
+            positions: (batch, nodes) int64.
+            mask: (batch, 1, nodes, slots) bool or additive; None for single nodes that attend to all slots.
+            cache: a ``TreeCache``.
+
+        Returns:
+            (batch, nodes, hidden) each; None where a pass of the decoder is needed.
+        """
+        hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
+        usual = positions.ndim == 2 and (isinstance(mask, Tensor) or (mask is None and tokens.shape[1] == 1))
+        changing = any(kind in getattr(decoder.rotary_emb, "rope_type", "dynamic") for kind in ("dynamic", "longrope"))
+        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}):
+            return None
+        x, highest = decoder.embed_tokens(tokens), int(positions.max())
+        if highest >= len(self._rotations):
+            known = torch.arange(2 * (highest + 1), device=x.device)[None]
+            self._rotations = _rotation(*decoder.rotary_emb(x, position_ids=known))[0]
+        found = self._computed(x, self._rotations[positions], mask, cache)
+        return None if found is None else [x, *found]
+
+    def output(self, place: int, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
+        """A layer's output; None where the layer has to compute it."""
         if place == 0:
-            self._outputs = self._computed(x, mask, cache, options) or []
+            self._outputs = self._computed(x, rotation.expand(len(x), -1, -1, -1), mask, cache) or []
         elif not self._outputs or x is not self._outputs[place - 1]:
             return None
         return self._outputs[place] if self._outputs else None
 
-    def _computed(self, x: Tensor, mask: Tensor | None, cache: Any, options: dict[str, Any]) -> list[Tensor] | None:
+    def _computed(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> list[Tensor] | None:
         first = self._layers[0]
         stored = isinstance(cache, TreeCache) and not cache.in_place and len(cache.attending) == len(self._layers)
         small = x.shape[0] * x.shape[1] <= _MAX_ROWS
-        if not (small and stored) or self._weights is None or not first.attends_by_kernel(options):
+        if not (small and stored) or self._weights is None:
             return None
         like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.float32)
         storage, start = cache.written_by_kernels(*x.shape[:2], like)
-        rotation = _rotation(*options["position_embeddings"]).expand(len(x), -1, -1, -1).contiguous()
         allowed, scaling = None if mask is None else _allowed(mask, len(x)), first.self_attn.scaling
-        states = cpu.decode(self._weights, x.float().contiguous(), rotation, allowed, scaling, storage, start)
-        *inner, last = states
+        given = x.float().contiguous(), rotation.contiguous(), allowed, scaling
+        *inner, last = cpu.decode(self._weights, *given, storage, start)
         return [*inner, self._layers[-1].rounded(last)]
 
     @cached_property
@@ -180,7 +207,7 @@ class _Stack:
         return None if None in native or len(set(kinds)) > 1 else cpu.decoder_weights(native)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_layers": self._layers, "_outputs": []}
+        return {"_layers": self._layers, "_outputs": [], "_rotations": self._rotations}
 
 
 class _Norm(nn.Module):
@@ -212,7 +239,7 @@ def merge_layers(decoder: nn.Module) -> None:
     if len({type(layer) for layer in layers}) == 1 and _computes_the_same(layers[0], rotary):
         for index in range(len(layers)):
             layers[index] = MergedLayer(layers[index], last=index == len(layers) - 1)
-        _Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
+        Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
 
 
 def _has_parts(layer: Any) -> bool:

@@ -44,6 +44,9 @@ class Decoder:
         self.attention = PassAttention(model)
         self._module = decoder_of(model)
         self._cache_argument = cache_argument(self._module)
+        layers: Any = getattr(self._module, "layers", None)
+        self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
+        self._direct: bool | None = None  # whether a merged stack of layers gives the decoder's output; None: untried
         self._embedding: Any = model.get_input_embeddings()
         self._output: Any = model.get_output_embeddings()
 
@@ -70,10 +73,31 @@ class Decoder:
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """The named features of one pass of the decoder, and ``"last"``."""
         layers = self.layers.applied() if self.layers is not None else nullcontext()
-        with self.attention.applied(), layers, self._reading(names) as features:
-            out = self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)
-        features["last"] = self._in_dtype(out[0])
+        with self.attention.applied(), layers:
+            if (states := self._stack_states(inputs, cache)) is not None:
+                found = {name: states[name] for name in names if isinstance(name, int)} | {"last": states[-1]}
+                return {name: self._in_dtype(state) for name, state in found.items()}
+            with self._reading(names) as features:
+                features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
+
+    def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
+        hidden: Tensor = self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
+        return hidden
+
+    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> list[Tensor] | None:
+        """Inputs of the layers and the final norm's output by ``Stack.states``, if that is what a pass gives."""
+        stack = getattr(self._first, "stack", None) if self._direct is not False else None
+        if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
+            return None
+        given = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
+        states: list[Tensor] | None = stack.states(self._module, *given, cache)
+        if states is None:
+            return None
+        states[-1] = self._module.norm(states[-1])
+        if self._direct is None:  # once: other decoders may scale their embeddings, or do more after the last layer
+            self._direct = torch.equal(self._run(inputs, cache), states[-1])
+        return states if self._direct else None
 
     def prefill(
         self, call: dict[str, Any], cache: TreeCache, names: Sequence[Feature]

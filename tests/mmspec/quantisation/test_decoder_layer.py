@@ -151,3 +151,57 @@ def test_hooks_change_what_the_layers_after_them_compute():
     assert not torch.allclose(whole, halved, atol=0.01)
     assert torch.equal(logits(0.5), halved)
     assert torch.equal(logits(1.0), whole)
+
+
+def passes_of(model, hook=None):
+    """Logits of three verify passes, and how often the decoder's forward ran in them."""
+    calls = []
+    decoder = model.get_decoder()
+    with decoder.register_forward_hook(lambda *args: calls.append(1) or (hook(args[2]) if hook else None)):
+        target = TransformersTarget(model)
+        target.cost = None
+        target.prefill(Prompt(torch.arange(9)[None]), room=9)
+        calls.clear()
+        tree = TokenTree(torch.tensor([[3, 4, 5]]), torch.tensor([[-1, 0, 1]]))
+        found = []
+        for _ in range(3):
+            found.append(target.forward_tree(tree).logits)
+            target.commit(verify_greedy(tree, torch.tensor([[4, 6, 7]])))
+    return torch.cat(found), len(calls)
+
+
+ROPE = dict(rope_theta=10000.0, factor=2.0)
+DYNAMIC = dict(rope_type="dynamic", original_max_position_embeddings=16, **ROPE)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("changes", "ran"),
+    [({}, 1), ({"rope_parameters": dict(rope_type="linear", **ROPE)}, 1), ({"rope_parameters": DYNAMIC}, 3)],
+    ids=["default", "linear", "dynamic"],
+)
+def test_verify_passes_need_the_decoders_forward_once_unless_its_rotations_change(changes, ran):
+    model = model_of(LlamaConfig, **changes)
+    pack_model(model, "int8")
+    found, calls = passes_of(model)
+    assert calls == ran
+    for layer in model.get_decoder().layers:
+        layer.stack = None
+    expected, calls = passes_of(model)
+    assert calls == 3
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
+
+
+@needs_kernels
+def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
+    model = model_of(LlamaConfig)
+    pack_model(model, "int8")
+
+    def doubled(out):
+        out.last_hidden_state = 2 * out.last_hidden_state
+        return out
+
+    plain, _ = passes_of(model)
+    found, calls = passes_of(model, doubled)
+    assert calls == 1 + 3  # once to compare
+    assert not torch.allclose(found, plain, atol=0.1)
