@@ -205,3 +205,17 @@ def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
     found, calls = passes_of(model, doubled)
     assert calls == 1 + 3  # once to compare
     assert not torch.allclose(found, plain, atol=0.1)
+
+
+@needs_kernels
+def test_a_hook_on_a_layer_takes_effect_between_passes():
+    model = model_of(LlamaConfig)
+    pack_model(model, "int8")
+    target = TransformersTarget(model)
+    target.cost = None
+    target.prefill(Prompt(torch.arange(9)[None]), room=9)
+    tree = TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))
+    plain = target.forward_tree(tree).logits
+    with model.get_decoder().layers[1].register_forward_hook(lambda *args: 0.5 * args[2]):
+        assert not torch.allclose(target.forward_tree(tree).logits, plain, atol=0.01)
+    assert torch.equal(target.forward_tree(tree).logits, plain)
