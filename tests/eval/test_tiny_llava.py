@@ -135,3 +135,16 @@ def test_the_samples_show_held_out_scenes() -> None:
     scenes = sample_clip(seeded("heldout", 25)).frames(len(frames))
     for frame, scene in zip(frames, scenes, strict=True):
         assert np.abs(frame.astype(int) - draw(scene, 4)).mean() < 12
+
+
+def test_answers_do_not_depend_on_what_else_is_in_the_batch() -> None:
+    folder = embedded.tiny_llava()
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.tokenizer.padding_side = "right"  # the default of many checkpoints
+    scenes = [sample_scene(seeded("heldout", accuracy.FIRST_SCENE + index)) for index in range(3)]
+    prompts = ["Describe the image.", "List the objects.", "Describe the image from left to right."]
+    images = [[accuracy.picture(scene)] for scene in scenes]
+    together = accuracy.answer(model, processor, prompts, images)
+    for prompt, own, expected in zip(prompts, images, together, strict=True):
+        assert accuracy.answer(model, processor, [prompt], [own]) == [expected]

@@ -49,7 +49,7 @@ def answer(model: Any, processor: Any, prompts: Sequence[str], images: Sequence[
             chat = [{"role": "user", "content": content}]
             texts.append(processor.apply_chat_template(chat, add_generation_prompt=True))
             pictures += own
-        inputs = processor(text=texts, images=pictures or None, padding=True, return_tensors="pt")
+        inputs = processor(text=texts, images=pictures or None, padding=True, padding_side="left", return_tensors="pt")
         with torch.no_grad():
             ids = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
         new = ids[:, inputs["input_ids"].shape[1] :]
