@@ -43,8 +43,8 @@ _AUTO = {TEXT: AutoModelForCausalLM, VISION: AutoModelForImageTextToText}
 _PROMPTS = {"prompt": [12], "long prompt": [40], "batch": [9, 5]}
 _IMAGE_PROMPTS = {"image": [9], "batch with images": [9, 6]}
 _LARGE = 100_000_000  # parameters
-_MOST_WORK = 10**11  # parameters times tokens of the prompts
-_MOST_BYTES = 5 << 30
+_MOST_WORK = 3 * 10**11  # parameters times tokens of the prompts
+_MOST_BYTES = 14 << 30
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,8 @@ def _size(name: str) -> int | None:
 def _layer_changes(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Number of layers, and what a configuration lists by layer."""
     name, count = next(((n, v) for n, v in fields.items() if re.fullmatch(_DEPTH, n) and type(v) is int), ("", 0))
-    if not name:
-        return {}
+    if not name:  # Nemotron-H counts what it lists
+        name, count = "layers_block_type", len(fields.get("layers_block_type") or ())
     derived = {attr: getattr(config, attr, None) for attr in ("layer_types", "layers_block_type")}
     by_layer = {n: list(v) for n, v in {**derived, **fields}.items() if isinstance(v, list | tuple) and len(v) == count}
     kinds = [[str(kind) for kind in row] for row in by_layer.values() if len(set(map(str, row))) <= _LAYERS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from inspect import signature
 from math import inf
 from typing import Any
 
@@ -171,7 +172,9 @@ class Decoder:
         return features
 
     def _run_model(self, call: dict[str, Any], cache: TreeCache) -> Any:
-        return self._model(**call, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache})
+        # Some models can only compute the logits of all positions.
+        least = {"logits_to_keep": 1} if "logits_to_keep" in signature(self._model.forward).parameters else {}
+        return self._model(**call, use_cache=True, **least, **{self._cache_argument: cache})
 
     @contextmanager
     def _reading(self, names: Sequence[Feature]) -> Iterator[dict[Feature, Tensor]]:

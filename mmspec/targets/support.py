@@ -103,8 +103,7 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         layers: the plug-in for layers other than attention, if there is one.
 
     Raises:
-        UserError: an encoder-decoder, unsupported layers, or a forward without arguments for positions, cache or the
-            number of logits.
+        UserError: an encoder-decoder, unsupported layers, or a decoder whose forward takes no positions or no cache.
     """
     name = type(model).__name__
     if reason := _NEVER_EXACT.get(model.config.model_type):
@@ -123,10 +122,8 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     decoder = decoder_of(model)
     attends = layers is None or layers.attends
     needs = {"position_ids", "past_key_values"} if attends else {cache_argument(decoder)}
-    for part, needed in ((model, {"logits_to_keep"}), (decoder, needs)):
-        accepted = signature(part.forward).parameters
-        if lacking := sorted(needed - accepted.keys()):
-            raise UserError(f"forward must take {', '.join(lacking)}: that of {type(part).__name__} in {name} does not")
+    if lacking := sorted(needs - signature(decoder.forward).parameters.keys()):
+        raise UserError(f"forward must take {', '.join(lacking)}: that of {type(decoder).__name__} in {name} does not")
 
 
 _SWITCHES = {

@@ -89,6 +89,7 @@ def test_every_class_is_listed_once():
         (VISION, "gemma3", EQUAL, _TEXTS + _IMAGES),  # a prompt whose images are attended both ways
         (VISION, "janus", EQUAL, _TEXTS + _IMAGES),  # a generate of its own
         (VISION, "qwen2_vl", EQUAL, _TEXTS + _IMAGES),
+        (VISION, "minicpm_ocr", EQUAL, _TEXTS),  # logits of all positions only
         (TEXT, "qwen3_next", EQUAL, _TEXTS),
         (TEXT, "bert", REFUSED, ("prompt",)),
         (TEXT, "rwkv", REFUSED, ("prompt",)),
@@ -175,3 +176,12 @@ def test_every_class_is_equal_or_refused():
     outcomes = {model: check_apart(model, 300) for model in models()}
     assert not {model.label: found.reason for model, found in outcomes.items() if found.outcome == FAULTY}
     assert sum(found.outcome == EQUAL for found in outcomes.values()) > len(outcomes) / 3
+
+
+def test_layers_that_are_listed_but_not_counted_are_cut(tmp_path):
+    file = tmp_path / "config.json"
+    kinds = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]}
+    file.write_text(json.dumps({**kinds, "hybrid_override_pattern": "M-M*-M-M-M-M*-M-"}))
+    config = published_config(file)
+    assert config.layers_block_type == ["linear_attention", "mlp", "linear_attention", "full_attention"]
+    assert config.num_hidden_layers == 4
