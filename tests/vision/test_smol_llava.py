@@ -9,6 +9,7 @@ import pytest
 
 import mmspec
 from mmspec import plugins
+from mmspec.drafters.recycle import Recycle
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.packing import weights_kind
 from tests.compiled import needs_kernels
@@ -82,3 +83,12 @@ def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
     assert all(answer.text for answer in together)
     if weights_kind(pipe.model) == "Int4Blocks":
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+
+
+@needs_packages
+@needs_kernels
+def test_its_table_drafts_from_the_first_request_on() -> None:
+    request = {"prompt": "Describe the image.", "images": [picture(SCENES[0])], "nodes": 14}
+    found, empty = (mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", Recycle()))
+    assert found.generate(**request).stats.mean_acceptance_length > 1.8
+    assert empty.generate(**request).stats.mean_acceptance_length < 1.8
