@@ -43,6 +43,7 @@ def summarise(
             measured = [record for record in found if method in record["turns"][0]["methods"]]
             row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
             row |= _figures(measured, method)
+            row["categories"] = _by_category(measured, method)
             if task != ALL:
                 row |= _scores(measured, method, samples[task], scorers[task])
             rows.append(row)
@@ -112,6 +113,17 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
             for found in turn["methods"][method]["differences"]
         ],
     }
+
+
+def _by_category(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
+    """Some of the figures by category of conversations, such as Spec-Bench's; batches of several are left out."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if len(set(record["categories"])) == 1 and record["categories"][0]:
+            found.setdefault(record["categories"][0], []).append(record)
+    names = "conversations", "end_to_end_plain", "decoding_plain", "acceptance"
+    every = {category: _figures(part, method) for category, part in found.items()}
+    return {category: {name: figures[name] for name in names} for category, figures in every.items()}
 
 
 def _scores(records: Sequence[Record], method: str, samples: Sequence[Sample], scorer: Scorer | None) -> dict[str, Any]:
