@@ -167,8 +167,8 @@ class StateCache(TreeCache):
         conv = self._conv.data[: len(x), place]
         return tree_conv(inputs, conv, weight, bias, self._tree.window, activation).transpose(1, 2)
 
-    def scan(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
-        """Replaces the mixer's scan; there is no final state."""
+    def scan(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Replaces the mixer's scan; the state is returned unchanged."""
         assert self._tree is not None
         assert self._recurrence is not None
         self._calls += 1
@@ -176,7 +176,7 @@ class StateCache(TreeCache):
         state = self._state.data[: len(ancestors), self._current]
         y, gates = self._recurrence.read(self._current, state, ancestors, *args, **options)
         self._gates, _ = self._record(self._gates, gates)
-        return y, None
+        return y, state
 
     def _record(self, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
         """Copy (batch, nodes, ...) of the current layer to a buffer for the commit; returns buffer and copy."""

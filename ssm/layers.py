@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from ssm.cache import STATES, StateCache
-from ssm.recurrences import GatedDelta, Mamba1, Mamba2, Recurrence
+from ssm.recurrences import GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
 
 _CONV: dict[str, tuple[str, tuple[str, ...]]] = {
     "causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))
@@ -103,6 +103,13 @@ class GatedDeltaNetLayers(RecurrentLayers):
 
     families = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
     recurrence = GatedDelta
+
+
+class KimiDeltaLayers(RecurrentLayers):
+    """Kimi Delta Attention."""
+
+    families = ("kimi_linear", "bailing_hybrid")
+    recurrence = KimiDelta
 
 
 class ShortConvolutionLayers(RecurrentLayers):

@@ -15,9 +15,11 @@ from torch import Tensor
 from ssm.ops import (
     Levels,
     commit_delta,
+    commit_kda,
     commit_scan,
     commit_selective,
     tree_delta,
+    tree_kda,
     tree_levels,
     tree_scan,
     tree_selective,
@@ -204,6 +206,46 @@ class GatedDelta:
         _, k, v = channels.split([keys, keys, values], dim=-1)
         k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
         commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
+
+
+class KimiDelta:
+    """Kimi Delta Attention. State: (heads, key_dim, value_dim).
+
+    Gates: log decays, and rates, ((key_dim + 1) heads,).
+    """
+
+    name: ClassVar[str] = "Kimi Delta Attention"
+    function: ClassVar[str] = "chunk_kimi_delta_attention"
+    parameters: ClassVar[tuple[str, ...]] = GatedDelta.parameters
+
+    def __init__(self, layers: int) -> None:
+        pass
+
+    def read(
+        self,
+        place: int,
+        state: Tensor,
+        ancestors: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        assert options["use_qk_l2norm_in_kernel"], "queries and keys must be normalised by the scan"
+        g, beta = g.float(), beta.float()
+        query = _normalised(query) * query.shape[-1] ** -0.5
+        y = tree_kda(query, _normalised(key), value, g, beta, state, ancestors)
+        return y.to(value.dtype), torch.cat([g.flatten(2), beta], dim=-1)
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        (batch, depth), (key_dim, value_dim) = path.shape, state.shape[2:]
+        heads = gates.shape[3] // (key_dim + 1)
+        g, beta = gates.split([key_dim * heads, heads], dim=-1)
+        _, k, v = channels.split([key_dim * heads, key_dim * heads, value_dim * heads], dim=-1)
+        k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
+        commit_kda(k, v, g.reshape(k.shape), beta.flatten(2), state, path)
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    BailingHybridConfig,
     BambaConfig,
     CLIPVisionConfig,
     FalconH1Config,
@@ -16,6 +17,7 @@ from transformers import (
     GemmaConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -127,6 +129,32 @@ GATED_DELTA_CONFIGS: dict[str, Any] = {
 }
 """Models with Gated DeltaNet layers: with fewer keys than values per layer, and as many (OLMo-Hybrid)."""
 
+_LATENT: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    initializer_range=0.05,  # as above
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_intermediate_size=32,
+)
+KIMI_DELTA_CONFIGS: dict[str, Any] = {
+    "kimi_linear": lambda: _shrink(
+        KimiLinearConfig,
+        **_LATENT,
+        linear_head_dim=12,
+        linear_num_heads=3,
+        layer_types=[_RECURRENT, _RECURRENT, _ATTENDING, _RECURRENT],
+    ),
+    "bailing_hybrid": lambda: _shrink(
+        BailingHybridConfig, **_LATENT, num_expert_group=1, topk_group=1, layer_group_size=3
+    ),
+}
+"""Models with Kimi Delta Attention beside latent attention: without rotary positions, and with (Bailing)."""
+
 CONVOLUTION_CONFIGS: dict[str, Any] = {
     "lfm2": lambda: _shrink(Lfm2Config, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": lambda: _shrink(
@@ -152,6 +180,7 @@ SELECTIVE_CONFIGS: dict[str, Any] = {
 HYBRID_CONFIGS: dict[str, Any] = {
     **SELECTIVE_CONFIGS,
     **GATED_DELTA_CONFIGS,
+    **KIMI_DELTA_CONFIGS,
     **CONVOLUTION_CONFIGS,
     "mamba2": lambda: _shrink(
         Mamba2Config, num_hidden_layers=3, head_dim=16, num_heads=6, n_groups=2, state_size=8, chunk_size=8

@@ -38,8 +38,9 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(module, "A_log"):
             module.A_log.data.uniform_(-4, 1)
             (module.dt_bias if hasattr(module, "dt_bias") else module.dt_proj.bias).data.normal_()
+        if hasattr(module, "conv1d"):
             module.conv1d.weight.data.normal_(std=0.5)
-            if hasattr(module, "D"):  # not Gated DeltaNet
+            if hasattr(module, "D"):  # not Gated DeltaNet or KDA
                 module.D.data.normal_()
                 module.conv1d.bias.data.normal_(std=0.2)
     head = model.get_output_embeddings()

@@ -1,8 +1,9 @@
-"""Recurrent layers on a tree: scans of Mamba-1 and Mamba-2, gated delta rule of Gated DeltaNet, causal convolution,
-commits."""
+"""Recurrent layers on a tree: scans of Mamba-1 and Mamba-2, gated delta rules of Gated DeltaNet and KDA, causal
+convolution, commits."""
 
 from ssm.ops.conv import commit_conv, conv_window, tree_conv
 from ssm.ops.delta import commit_delta, tree_delta
+from ssm.ops.kda import commit_kda, tree_kda
 from ssm.ops.scan import commit_scan, tree_scan
 from ssm.ops.selective import Levels, commit_selective, tree_levels, tree_selective
 
@@ -10,11 +11,13 @@ __all__ = [
     "Levels",
     "commit_conv",
     "commit_delta",
+    "commit_kda",
     "commit_scan",
     "commit_selective",
     "conv_window",
     "tree_conv",
     "tree_delta",
+    "tree_kda",
     "tree_levels",
     "tree_scan",
     "tree_selective",

@@ -38,7 +38,7 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
     Source: Gated DeltaNet (arXiv 2412.06464), section 3, whose chunk is a chain; here its mask is the tree's.
     """
-    _check(k, v, g, beta, state)
+    _check(k, v, state, g=g, beta=beta)
     if kernels.in_use(v.device) == "triton":
         from ssm.ops import triton_delta
 
@@ -76,7 +76,7 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
 
     Source: Gated DeltaNet (arXiv 2412.06464), section 3.
     """
-    _check(k, v, g, beta, state)
+    _check(k, v, state, g=g, beta=beta)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
     if kernels.in_use(v.device) == "triton":
@@ -128,12 +128,12 @@ def _solve(overlap: Tensor, beta: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular((overlap * beta).mT, right.mT, upper=True, left=False, unitriangular=True).mT
 
 
-def _check(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+def _check(k: Tensor, v: Tensor, state: Tensor, **gates: Tensor) -> None:
     batch, nodes, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
     if heads % groups:
         raise ValueError(f"groups must divide heads: got {groups} groups of {heads} heads")
-    for name, gate in (("g", g), ("beta", beta)):
+    for name, gate in gates.items():
         if gate.shape != (batch, nodes, heads):
             raise ValueError(f"{name} must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(gate.shape)}")
     expected = (batch, heads, key_dim, value_dim)

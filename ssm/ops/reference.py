@@ -1,7 +1,7 @@
 """Reference implementations of ``ssm.ops`` by loops over nodes.
 
-Papers: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (arXiv 2412.06464) and Mamba (arXiv 2312.00752), whose recurrences
-these are; STree (arXiv 2505.14969), which runs the first over a tree.
+Papers: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692) and Mamba (arXiv
+2312.00752), whose recurrences these are; STree (arXiv 2505.14969), which runs the first over a tree.
 
     x      (batch, nodes, heads, head_dim)   X, the convolution's output
     dt     (batch, nodes, heads)             Delta, the step sizes, after softplus
@@ -27,7 +27,8 @@ Gated DeltaNet:
     S <- S + k (outer product) beta (v - S^T k)
     y  = S^T q
 
-Mamba-1, for one channel with its own decays A = a (state,):
+Kimi Delta Attention is the same with a g per key channel, (batch, nodes, heads, key_dim), and is computed by the same
+functions. Mamba-1, for one channel with its own decays A = a (state,):
 
     x, dt  (batch, nodes, channels)          X and Delta
     a      (channels, state)                 A, one negative number per channel and state element
@@ -38,7 +39,7 @@ Mamba-1, for one channel with its own decays A = a (state,):
     S <- exp(dt a) S + dt x B
     y  = S . C + D x
 
-The last two compute in the dtype of the state, float64 included.
+All but the first compute in the dtype of the state, float64 included.
 
 Every node's state is materialised: a node starts from a copy of its parent's state, the root from the state before the
 tree. Signatures are those of ``ssm.ops``, with ``parents`` (batch, nodes), -1 at the root, instead of ``ancestors`` and
@@ -83,6 +84,9 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along each row's path, in place."""
     _advance(partial(_corrected, k, v, g, beta), state, path)
+
+
+tree_kda, commit_kda = tree_delta, commit_delta
 
 
 def tree_selective(
@@ -164,7 +168,7 @@ def _corrected(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, before: Tensor, ro
         x.to(before.dtype)
         for x in (k[row, node, _group(head, v, k)], v[row, node, head], beta[row, node, head], g[row, node, head])
     )
-    decayed = torch.exp(decay) * before
+    decayed = torch.exp(decay).view(-1, 1) * before
     return decayed + torch.outer(key, rate * (value - key @ decayed))
 
 

@@ -15,6 +15,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
 from ssm.layers import (
     GatedDeltaNetLayers,
+    KimiDeltaLayers,
     Mamba1Layers,
     Mamba2Layers,
     ShortConvolutionLayers,
@@ -28,7 +29,7 @@ from tests.tiny import random_tree, shared_model
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
 
 
-PLUGINS = (Mamba1Layers, Mamba2Layers, GatedDeltaNetLayers, ShortConvolutionLayers)
+PLUGINS = (Mamba1Layers, Mamba2Layers, GatedDeltaNetLayers, KimiDeltaLayers, ShortConvolutionLayers)
 RECURRENT = {family: layers for layers in PLUGINS for family in layers.families}
 
 
@@ -121,6 +122,7 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
         ("bamba", 1, 6, 3),
         ("olmo_hybrid", 0, 6, 3),
         ("olmo_hybrid", 1, 6, 3),
+        ("kimi_linear", 1, 6, 3),
         ("jamba", 1, 6, 3),
         ("lfm2", 0, 2, 0),
     ],

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
 from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_configs import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, SELECTIVE_CONFIGS
+from eval.decoding.tiny_configs import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, KIMI_DELTA_CONFIGS, SELECTIVE_CONFIGS
 from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.ops import kernels
@@ -131,7 +131,9 @@ def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
     assert len(set(reference[0, length:].tolist())) > 5
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "falcon_h1", "qwen3_next", *SELECTIVE_CONFIGS])
+@pytest.mark.parametrize(
+    "name", ["bamba", "mamba2", "falcon_h1", "qwen3_next", *SELECTIVE_CONFIGS, *KIMI_DELTA_CONFIGS]
+)
 def test_inside_generate(name):
     model, inputs = shared_model(name), text_inputs(3, 9)
     options = dict(max_new_tokens=12, do_sample=False, repetition_penalty=1.2)
@@ -151,7 +153,7 @@ def test_a_filled_cache_is_refused(name):
         )
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5_text", "mamba", "jamba"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5_text", *KIMI_DELTA_CONFIGS, "mamba", "jamba"])
 def test_half_precision(name):
     """bfloat16: each token is almost the best after those before it, by transformers' own pass over the answer."""
     model = text_model(name).bfloat16()
@@ -215,7 +217,17 @@ def test_no_drafts_after_several_were_accepted(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1", *GATED_DELTA_CONFIGS, *SELECTIVE_CONFIGS, "lfm2"],
+    [
+        "bamba",
+        "bamba-limits",
+        "mamba2",
+        "zamba2",
+        "falcon_h1",
+        *GATED_DELTA_CONFIGS,
+        *KIMI_DELTA_CONFIGS,
+        *SELECTIVE_CONFIGS,
+        "lfm2",
+    ],
 )
 def test_rows_accept_different_lengths(name):
     """Left-padded rows of different length, one of which keeps nothing from the second step on."""
@@ -242,7 +254,7 @@ def test_rows_accept_different_lengths(name):
         assert_same_states(target, b, decoded(model, row_of(inputs, b)["input_ids"], said[b])[1])
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "jamba"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "jamba"])
 def test_what_is_not_committed_leaves_no_trace(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7, 8]])
     target = TransformersTarget(model)
@@ -255,7 +267,9 @@ def test_what_is_not_committed_leaves_no_trace(name):
         assert all(torch.equal(a, b) for a, b in zip(before, states, strict=True))
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "zamba2", "qwen3_5_text", "falcon_mamba", "jamba", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "mamba2", "zamba2", "qwen3_5_text", "kimi_linear", "falcon_mamba", "jamba", "lfm2"]
+)
 @pytest.mark.parametrize("static", [False, True])
 def test_sequences_join_and_leave(name, static, monkeypatch):
     """Those that stay go on from their own states, in whatever order."""
@@ -286,7 +300,7 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
         rows = [rows[row] for row in kept]
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "mamba", "lfm2"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba", "lfm2"])
 def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
     target, kept = TransformersTarget(shared_model(name)), []
     for entries in (1, 1 << 10, 1 << 30):
@@ -316,7 +330,7 @@ def test_nodes_behind_uncommitted_ones_are_refused():
 # ---------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "mamba"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba"])
 @torch.inference_mode()
 def test_samples_are_distributed_as_plain_ones(name):
     """Every outcome of a sampled step on a hybrid, and of what follows it: the target's own distribution of three
