@@ -55,13 +55,15 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 
 def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
-    """See ``ssm.ops.commit_delta``."""
+    """See ``ssm.ops.commit_delta``, and ``commit_kda``, whose ``g`` has a last axis of key channels."""
     batch, _, heads, value_dim = v.shape
+    g = g if g.ndim == 4 else g.unsqueeze(3)
     block_key, block_dim = _tile(value_dim, k.shape[3])
     _commit_delta_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
         *(k, v, g, beta, state, path),
         *(path.shape[1], value_dim, k.shape[3], heads // k.shape[2]),
         *(*k.stride(), *v.stride(), *g.stride(), *beta.stride(), *state.stride(), *path.stride()),
+        PER_CHANNEL=g.shape[3] > 1,
         BLOCK_DIM=block_dim,
         BLOCK_KEY=block_key,
     )
@@ -90,6 +92,17 @@ def _overlap(
     return b_decay * _read(
         rows, i_to, m_to, r_node, r_key, k, i_on, m_on, k_node, k_key, key_dim, BLOCK_NODES, BLOCK_PART, _PRECISION
     )
+
+
+@triton.jit
+def _solve(b_weight, b_right, b_pair):
+    """The updates of a tile's nodes: of those with one ancestor within the tile, itself, then of those with two, ..."""
+    b_level = tl.sum(b_pair.to(tl.int32), axis=1)
+    b_update = tl.where((b_level == 1)[:, None], b_right, 0.0)
+    for level in range(2, tl.max(b_level) + 1):
+        b_next = b_right - tl.dot(b_weight, b_update, input_precision=_PRECISION)
+        b_update = tl.where((b_level == level)[:, None], b_next, b_update)
+    return b_update
 
 
 @triton.jit
@@ -184,11 +197,7 @@ def _tree_delta_kernel(
         b_weight = b_beta * _overlap(
             k, i_to, m_to, k_node, k_key, k, tile, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
         )
-        b_level = tl.sum(b_pair.to(tl.int32), axis=1)  # ancestors of a node, itself included
-        b_update = tl.where((b_level == 1)[:, None], b_right, 0.0)
-        for level in range(2, tl.max(b_level) + 1):
-            b_next = b_right - tl.dot(b_weight, b_update, input_precision=_PRECISION)
-            b_update = tl.where((b_level == level)[:, None], b_next, b_update)
+        b_update = _solve(b_weight, b_right, b_pair)
         b_weight = _overlap(
             q, i_to, m_to, q_node, q_key, k, tile, nodes, k_node, k_key, key_dim, b_decay, BLOCK_NODES, BLOCK_PART
         )
@@ -224,6 +233,7 @@ def _commit_delta_kernel(
     g_row,
     g_node,
     g_head,
+    g_key,
     b_row,
     b_node,
     b_head,
@@ -233,6 +243,7 @@ def _commit_delta_kernel(
     s_dim,
     p_row,
     p_depth,
+    PER_CHANNEL: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
 ):
@@ -254,7 +265,11 @@ def _commit_delta_kernel(
         i_node = tl.maximum(i_node, 0)
         b_k = tl.load(k + i_node * k_node + i_key * k_key, mask=m_key, other=0.0).to(tl.float32)
         b_v = tl.load(v + i_node * v_node + i_dim * v_dim, mask=m_dim, other=0.0).to(tl.float32)
-        b_tile *= tl.exp(tl.load(g + i_node * g_node) * kept)
+        if PER_CHANNEL:
+            b_g = tl.load(g + i_node * g_node + i_key * g_key, mask=m_key, other=0.0)
+            b_tile *= tl.exp(b_g * kept)[:, None]
+        else:
+            b_tile *= tl.exp(tl.load(g + i_node * g_node) * kept)
         b_update = (b_v - tl.sum(b_tile * b_k[:, None], axis=0)) * (tl.load(beta + i_node * b_node) * kept)
         b_tile += b_k[:, None] * b_update[None, :]
     tl.store(p_tile, b_tile, mask=m_tile)

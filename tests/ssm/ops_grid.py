@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +32,7 @@ class Case:
     Attributes:
         shape: of the trees: random, chain or star.
         batch, nodes: rows are padded behind a random length where there are several.
-        heads, groups, head_dim, state: of the mixer; the gated delta rule has keys as wide as ``state``.
+        heads, groups, head_dim, state: of the mixer; the gated delta rules have keys as wide as ``state``.
         dtype: of inputs and of the convolution's state.
         steep: the greatest ``-dt a``, and ``-g``: from 90 on, exp of a difference between different paths overflows.
         width, entries: taps of the convolution, and what its state keeps.
@@ -95,6 +96,15 @@ class Inputs:
         """q, k, v, g and beta of the gated delta rule: most decays are weak, rates go up to 2."""
         k, q = (F.normalize(t.float(), dim=-1) for t in (self.b, self.c))
         return q, k, self.x, self.a * self.dt**6, 2 * self.dt.flip(1)
+
+    @property
+    def kda(self) -> tuple[Tensor, ...]:
+        """The same with keys and queries for each head, and decays that differ by channel."""
+        q, k, v, g, beta = self.delta
+        each = v.shape[2] // k.shape[2]
+        channels = torch.linspace(0.0, 1.0, k.shape[3], device=k.device)
+        q, k = (_strided(x.repeat_interleave(each, 2)) for x in (q, k))
+        return q, k, v, _strided(g[..., None] * (channels + v[..., :1].float().sigmoid()) / 2), beta
 
     @property
     def delta_state(self) -> Tensor:
@@ -197,27 +207,48 @@ def check_commit(case: Case, device: str = "cpu") -> None:
 
 def check_delta(case: Case, device: str = "cpu") -> None:
     """The gated delta rule at every node, against float64."""
+    _check_delta_tree(ops.tree_delta, lambda i: i.delta, case, device)
+
+
+def check_delta_commit(case: Case, device: str = "cpu") -> None:
+    """The state after the deepest path of each row, the second row having none, against float64."""
+    _check_delta_commit(ops.commit_delta, lambda i: i.delta, case, device)
+
+
+def check_kda(case: Case, device: str = "cpu") -> None:
+    """KDA at every node, against float64."""
+    _check_delta_tree(ops.tree_kda, lambda i: i.kda, case, device)
+
+
+def check_kda_commit(case: Case, device: str = "cpu") -> None:
+    """The state after the deepest path of each row, the second row having none, against float64."""
+    _check_delta_commit(ops.commit_kda, lambda i: i.kda, case, device)
+
+
+_Rule = Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def _check_delta_tree(operation: Callable[..., Tensor], inputs: _Rule, case: Case, device: str) -> None:
     i = draw(case, device)
     state = i.delta_state
     with patch("torch.empty", _nan_filled):
-        y = ops.tree_delta(*i.delta, state, i.tree.ancestors)
+        y = operation(*inputs(i), state, i.tree.ancestors)
     on = _on_cpu(i)
-    expected = reference.tree_delta(*on.delta, on.delta_state.double(), on.tree.parents)
+    expected = reference.tree_delta(*inputs(on), on.delta_state.double(), on.tree.parents)
     assert y.dtype == torch.float32
     _close(y, expected.float(), case)
     assert torch.equal(state, i.delta_state)
 
 
-def check_delta_commit(case: Case, device: str = "cpu") -> None:
-    """The state after the deepest path of each row, the second row having none, against float64."""
+def _check_delta_commit(operation: Callable[..., None], inputs: _Rule, case: Case, device: str) -> None:
     i = draw(case, device)
     path = i.deepest.clone()
     if case.batch > 1:
         path[1] = -1
     on, state = _on_cpu(i), i.delta_state
     expected = on.delta_state.double()
-    ops.commit_delta(*i.delta[1:], state, path)
-    reference.commit_delta(*on.delta[1:], expected, path.cpu())
+    operation(*inputs(i)[1:], state, path)
+    reference.commit_delta(*inputs(on)[1:], expected, path.cpu())
     _close(state, expected.float(), case)
     if case.batch > 1:
         assert torch.equal(state[1].cpu(), on.delta_state[1])
@@ -251,7 +282,8 @@ def check_selective_commit(case: Case, device: str = "cpu") -> None:
         assert torch.equal(state[1].cpu(), on.selective_state[1])
 
 
-CHECKS = (check_tree, check_commit, check_delta, check_delta_commit, check_selective, check_selective_commit)
+CHECKS = (check_tree, check_commit, check_delta, check_delta_commit, check_kda, check_kda_commit)
+CHECKS += (check_selective, check_selective_commit)
 
 
 def _close(found: Tensor, expected: Tensor, case: Case) -> None:

@@ -19,6 +19,7 @@ def test_kernels_compile_without_a_gpu(tmp_path):
     out = run("tests.ssm.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
     built = [json.loads(line) for line in out.splitlines()]
     names = {f"_{kind}_{op}_kernel" for kind in ("tree", "commit") for op in ("scan", "delta", "selective", "conv")}
+    names |= {"_overlap_kda_kernel", "_tree_kda_kernel"}
     for capability in (80, 90, 100):
         here = [entry for entry in built if entry["capability"] == capability]
         assert {entry["kernel"] for entry in here} == names
@@ -28,7 +29,8 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         assert all(entry["shared"] <= 25_000 for entry in here)
         assert all(entry["stack"] <= 64 for entry in here)
         # Parts of the state are loaded ahead of their use.
-        assert all(entry["ahead"] for entry in here if entry["kernel"] in ("_tree_scan_kernel", "_tree_delta_kernel"))
+        streaming = ("_tree_scan_kernel", "_tree_delta_kernel", "_tree_kda_kernel")
+        assert all(entry["ahead"] for entry in here if entry["kernel"] in streaming)
 
 
 @pytest.mark.gpu

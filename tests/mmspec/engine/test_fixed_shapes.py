@@ -38,7 +38,7 @@ def test_widths_are_few(nodes):
 
 
 TARGETS = ["llama", "mistral-window", "qwen2-window", "gemma3", "mamba2", "bamba", "falcon_h1", "zamba2"]
-TARGETS += ["qwen3_5_text", "olmo_hybrid", "mamba", "jamba", "lfm2"]
+TARGETS += ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba", "jamba", "lfm2"]
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -27,6 +27,7 @@ HYBRIDS = (
     "zamba2",
     "qwen3_5_text",
     "olmo_hybrid",
+    "bailing_hybrid",
     "falcon_mamba",
     "lfm2",
     "llava_bamba",

@@ -39,7 +39,7 @@ CASES = [
     *[("mistral-window", name) for name in ("plain", "recycle", "small")],
     *[("bamba", name) for name in ("plain", "ngram", "recycle", "mamba", "msd")],
     *[("mamba2", name) for name in ("plain", "recycle")],
-    *[(name, "recycle") for name in ("qwen3_5_text", "olmo_hybrid", "falcon_mamba", "jamba", "lfm2")],
+    *[(name, "recycle") for name in ("qwen3_5_text", "olmo_hybrid", "kimi_linear", "falcon_mamba", "jamba", "lfm2")],
     *[("llava", name) for name in ("plain", "union", "msd", "flash")],
     *[("qwen3_vl", name) for name in ("plain", "recycle", "msd")],
 ]

@@ -152,6 +152,7 @@ CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd")]
 CASES += [
     ("qwen3_5_text", "ngram"),
     ("olmo_hybrid", "recycle"),
+    ("kimi_linear", "recycle"),
     ("falcon_mamba", "recycle"),
     ("jamba", "ngram"),
     ("lfm2", "ngram"),
