@@ -252,6 +252,8 @@ def pretended_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[P
     patch.setattr(JITFunction, "run", lambda *_, **__: None)
     patch.setattr(graphs, "_captured", device.capture)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    # An old device: the fake product of experts that newer ones have takes bfloat16 only.
+    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     patch.setattr(torch.cuda, "Event", lambda enable_timing: _Event(device))
     patch.setattr(triton_attention, "_device", lambda *_: triton_attention._Device(132, 232448))
     patch.delenv("MMSPEC_KERNELS", raising=False)
