@@ -167,7 +167,7 @@ class StateCache(TreeCache):
         conv = self._conv.data[: len(x), place]
         return tree_conv(inputs, conv, weight, bias, self._tree.window, activation).transpose(1, 2)
 
-    def scan(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def scan(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Replaces the mixer's scan; the state is returned unchanged."""
         assert self._tree is not None
         assert self._recurrence is not None

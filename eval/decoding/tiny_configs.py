@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
-    BailingHybridConfig,
     BambaConfig,
     CLIPVisionConfig,
     FalconH1Config,
@@ -150,10 +149,12 @@ KIMI_DELTA_CONFIGS: dict[str, Any] = {
         layer_types=[_RECURRENT, _RECURRENT, _ATTENDING, _RECURRENT],
     ),
     "bailing_hybrid": lambda: _shrink(
-        BailingHybridConfig, **_LATENT, num_expert_group=1, topk_group=1, layer_group_size=3
+        transformers.BailingHybridConfig, **_LATENT, num_expert_group=1, topk_group=1, layer_group_size=3
     ),
 }
 """Models with Kimi Delta Attention beside latent attention: without rotary positions, and with (Bailing)."""
+if not hasattr(transformers, "BailingHybridConfig"):  # added in transformers 5.20
+    del KIMI_DELTA_CONFIGS["bailing_hybrid"]
 
 CONVOLUTION_CONFIGS: dict[str, Any] = {
     "lfm2": lambda: _shrink(Lfm2Config, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),

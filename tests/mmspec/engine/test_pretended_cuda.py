@@ -27,7 +27,7 @@ HYBRIDS = (
     "zamba2",
     "qwen3_5_text",
     "olmo_hybrid",
-    "bailing_hybrid",
+    "kimi_linear",
     "falcon_mamba",
     "lfm2",
     "llava_bamba",
