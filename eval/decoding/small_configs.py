@@ -34,11 +34,13 @@ _SIZES = {
     16: r"(?!qk_head_dim)(\w+_)?head_?dim|dim_head|d_head|kv_channels|(mamba_)?d_state|(ssm_)?state_size|index_topk",
     8: r"qk_rope_head_dim|rotary_dim|\w*sliding_window(_size)?|attention_chunk_size|(mamba_)?chunk_size|"
     r"local_attention|mamba_(n|num)_heads|n_mamba_heads|attention_window_size|hidden_size_per_layer_input|keep_window_size",
-    4: rf"{_DEPTH}|(\w+_)?(attention|key|n|num)_heads|(attention|n|num)_heads?|linear_num_(key|value)_heads|{_EXPERTS}",
+    4: rf"{_DEPTH}|(?!index_)(\w+_)?(attention|key|n|num)_heads|(attention|n|num)_heads?|linear_num_(key|value)_heads|{_EXPERTS}",
     2: r"(\w+_)?(key_value|kv)_heads|num_experts_per_tok(en)?|moe_(topk|k|top_k)|num_experts_per_token|top_k_experts",
     1: r"n_groups?|topk_group|num_expert_group|first_k_dense_replace|mamba_n_groups|mamba_ngroups",
 }
-"""Names of sizes, by what a default configuration is cut to: 4 heads of 16 in 2 groups. The last that fits counts."""
+"""Names of sizes, by what a default configuration is cut to: 4 heads of 16 in 2 groups. The last that fits counts.
+
+An indexer keeps its heads: with few of them many of its scores are 0 in all heads, and top-k picks among equals."""
 _VOCABULARY = re.compile(r"(\w+_)?vocab_size(_per_layer_input)?|n_words")
 _TOKEN = re.compile(r"\w+_(token_(id|index)|id|token_ids|ids|token_idx)")
 _RESERVED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -2,8 +2,8 @@
 
 Keys and values of one shape share a buffer (tensors, rows, kv_heads, slots, head_dim). Where all layers are alike, a
 commit is thus one gather and one scatter for the whole model; latent attention (MLA) has a buffer for each of its two
-tensors, and layers that reuse another layer's keys and values have none. Each row holds one sequence, its committed
-tokens in the first slots. Rows differ in length: a forward pass writes its nodes after the longest row, and shorter
+tensors, layers with an indexer have one more for its keys, and layers that reuse another layer's keys and values have
+none. Each row holds one sequence, its committed tokens in the first slots. Rows differ in length: a forward pass writes its nodes after the longest row, and shorter
 rows mask the slots in between.
 
 In place (static shapes), row lengths are device tensors, writes are indexed and whole buffers are returned: every pass
@@ -81,7 +81,7 @@ class TreeCache(Cache):
         self._buffers: list[Tensor] = []
         self._used: list[int] = []  # tensors of each buffer
         self._prompt_tokens: set[int] = set()  # that layers cached in the first pass
-        self._places: dict[int, list[tuple[int, int]]] = {}  # buffer and tensor of a layer's keys and of its values
+        self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}  # buffer and tensor of each of a layer's states
         self._attended: Tensor | None = None
         super().__init__(layers=[_Layer(self, layer) for layer in range(num_layers)])
 
@@ -133,18 +133,34 @@ class TreeCache(Cache):
         return like.new_zeros(tensors, rows, like.shape[-3], slots, like.shape[-1])
 
     def written(self, layer: int, states: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of the buffers for a layer's keys and values, (rows, kv_heads, slots, head_dim) each, with slots
-        for the next pass.
+        """The tensors of the buffers for a layer's states, (rows, kv_heads, slots, head_dim) each, with slots for the
+        next pass.
 
         Args:
-            states: keys and values of the pass, (rows, kv_heads, nodes, head_dim).
+            states: of the pass, (rows, kv_heads, nodes, head_dim): keys and values, or an indexer's keys alone.
         """
         rows, _, count, _ = states[0].shape
         self.allocate(rows, self.get_seq_length() + count)
-        if layer not in self._places:
-            alike = len(self.attending) * (2 if _kind(states[0]) == _kind(states[1]) else 1)
-            self._places[layer] = [self._next_tensor(one, alike) for one in states]
-        return [self._buffers[buffer][tensor, :rows] for buffer, tensor in self._places[layer]]
+        place = layer, len(states)
+        if place not in self._places:
+            alike = len(self.attending) * sum(_kind(one) == _kind(states[0]) for one in states)
+            self._places[place] = [self._next_tensor(one, alike) for one in states]
+        return [self._buffers[buffer][tensor, :rows] for buffer, tensor in self._places[place]]
+
+    def write(self, layer: int, states: Sequence[Tensor]) -> list[Tensor]:
+        """Write a layer's states of a pass to their slots; arguments as for ``written``.
+
+        Returns:
+            The states of all slots up to the last one written, in place of the whole buffer, each.
+        """
+        start, count = self.get_seq_length(), states[0].shape[2]
+        buffers = self.written(layer, states)
+        for buffer, new in zip(buffers, states, strict=True):
+            if self._write_slots is not None:
+                buffer.index_copy_(2, self._write_slots, new)
+            else:
+                buffer[:, :, start : start + count] = new
+        return buffers if self._write_slots is not None else [buffer[:, :, : start + count] for buffer in buffers]
 
     def _next_tensor(self, states: Tensor, alike: int) -> tuple[int, int]:
         """The next free tensor for keys or values of a shape, expected to be ``alike`` in all."""
@@ -349,17 +365,14 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        start, count = self.get_seq_length(), key_states.shape[2]
-        if self.index not in self.cache._places:
-            self.cache._prompt_tokens.add(count)
-        keys, values = self.cache.written(self.index, (key_states, value_states))
-        if self.cache._write_slots is not None:
-            keys.index_copy_(2, self.cache._write_slots, key_states)
-            values.index_copy_(2, self.cache._write_slots, value_states)
-            return keys, values
-        keys[:, :, start : start + count] = key_states
-        values[:, :, start : start + count] = value_states
-        return keys[:, :, : start + count], values[:, :, : start + count]
+        if not self.cache.lengths:
+            self.cache._prompt_tokens.add(key_states.shape[2])
+        keys, values = self.cache.write(self.index, (key_states, value_states))
+        return keys, values
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the keys of sparse attention's indexer, (rows, nodes, head_dim); returns those of all slots."""
+        return self.cache.write(self.index, (indexer_key_states[:, None],))[0][:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

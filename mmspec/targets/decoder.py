@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
+from mmspec.targets.alibi import Alibi
 from mmspec.targets.attention import PassAttention
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
-from mmspec.targets.masks import tree_mask
+from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.support import cache_argument, decoder_of, refuse_unsupported
 from mmspec.targets.target import Feature
 
@@ -32,6 +33,7 @@ class Decoder:
     Attributes:
         attention: attention implementation of the passes.
         layers: plug-in for layers other than attention; None for a model without any.
+        takes_positions: whether the model's forward has ``position_ids``.
 
     Raises:
         UserError: a part of the architecture cannot verify trees exactly.
@@ -44,6 +46,8 @@ class Decoder:
         refuse_unsupported(model, self._config, self.layers)
         self.attention = PassAttention(model)
         self._module = decoder_of(model)
+        self._alibi = Alibi(self._module) if Alibi.supports(self._config, self._module) else None
+        self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
         layers: Any = getattr(self._module, "layers", None)
         self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
@@ -69,12 +73,17 @@ class Decoder:
     ) -> Tensor | dict[str, Tensor | None] | None:
         """``tree_mask`` in the form of the attention implementation of the passes."""
         with self.attention.applied():
-            return tree_mask(self._config, cache, depth, tail_depth, reach, self._model.dtype)
+            mask = tree_mask(self._config, cache, depth, tail_depth, reach, self._model.dtype)
+        if self._alibi is None or not isinstance(mask, Tensor):
+            return mask
+        depth = reach.new_zeros(reach.shape[:2], dtype=torch.long) if depth is None else depth
+        return self._alibi.with_positions(mask, slot_positions(cache, depth, tail_depth))
 
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """The named features of one pass of the decoder, and ``"last"``."""
         layers = self.layers.applied() if self.layers is not None else nullcontext()
-        with self.attention.applied(), layers:
+        biases = self._alibi.applied() if self._alibi is not None else nullcontext()
+        with self.attention.applied(), layers, biases:
             if (states := self._stack_states(inputs, cache)) is not None:
                 found = {name: states[name] for name in names if isinstance(name, int)} | {"last": states[-1]}
                 return {name: self._in_dtype(state) for name, state in found.items()}
@@ -138,7 +147,7 @@ class Decoder:
             except _DecoderReachedError as reached:
                 given = reached.inputs
         unknown = {name for name, value in given.items() if value is not None} - _SPLIT
-        known = given.get("position_ids") is not None or not cache.attending
+        known = given.get("position_ids") is not None or not self.takes_positions
         return None if unknown or not known else given
 
     def prefill_chunk(
@@ -151,7 +160,7 @@ class Decoder:
         """
         inputs = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
         inputs = {name: value[:, part] for name, value in inputs.items()}
-        if cache.attending:
+        if self.takes_positions:
             inputs["position_ids"] = given["position_ids"][..., part]
         if (visual := given.get("visual_pos_masks")) is not None:
             first, count = int(visual[:, : part.start].sum()), int(visual[:, part].sum())

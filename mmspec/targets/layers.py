@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mmspec import plugins
 from mmspec.cache.tree_cache import TreeCache
 
-ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
 
 
 class TreeLayers(Protocol):

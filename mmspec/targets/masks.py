@@ -42,7 +42,8 @@ def tree_mask(
         return _in_form(full, additive)
     if depth is None:
         depth = torch.zeros(batch, nodes, dtype=torch.long, device=reach.device)
-    query, key = _positions(cache, depth, tail_depth)
+    positions = slot_positions(cache, depth, tail_depth)
+    query, key = positions[:, None, -nodes:, None], positions[:, None, None]
     # A single node needs the limits too: in some models (Moshi, OLMoE) only transformers' cache applies them.
     masks = {"full_attention": None if all_allowed else _in_form(full, additive)}
     if window is not None:
@@ -82,12 +83,16 @@ def _windows(config: Any) -> tuple[list[str], int | None]:
     return kinds, None if kinds and "sliding_attention" not in kinds else window
 
 
-def _positions(cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Positions of nodes, (batch, 1, nodes, 1), and of slots, (batch, 1, 1, slots), without padding."""
+def slot_positions(cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> Tensor:
+    """Position of each slot in its sequence, (batch, slots) int64, padding not counted. The nodes are the last slots.
+
+    Args:
+        cache, depth, tail_depth: as for ``tree_mask``.
+    """
     ends = torch.tensor(cache.lengths, device=depth.device)[:, None]
     tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
     slots = torch.arange(cache.length, device=depth.device).expand(depth.shape[0], -1)
-    return (ends + depth)[:, None, :, None], torch.cat([slots, ends + tail], dim=1)[:, None, None]
+    return torch.cat([slots, ends + tail], dim=1)
 
 
 def _in_form(allowed: Tensor, additive: torch.dtype | None) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mmspec import plugins
 from mmspec.errors import UserError
+from mmspec.targets.alibi import Alibi
 from mmspec.targets.layers import ATTENTION, TreeLayers
 
 
@@ -122,6 +123,8 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     decoder = decoder_of(model)
     attends = layers is None or layers.attends
     needs = {"position_ids", "past_key_values"} if attends else {cache_argument(decoder)}
+    if Alibi.supports(config, decoder):
+        needs.discard("position_ids")
     if lacking := sorted(needs - signature(decoder.forward).parameters.keys()):
         raise UserError(f"forward must take {', '.join(lacking)}: that of {type(decoder).__name__} in {name} does not")
 

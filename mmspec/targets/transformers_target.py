@@ -151,8 +151,9 @@ class TransformersTarget:
                 passes.append(self.decoder.prefill_chunk(given, part, cache, self.features))
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in passes[0]}
             logits = self.head(features["last"][:, -1:])
-        # A decoder without attention has no position_ids.
-        position = self._next_position(prompt, given.get("position_ids") if cache.attending else positions)
+        # Decoders without attention, or with ALiBi, have no position_ids.
+        known = given.get("position_ids") if self.decoder.takes_positions else positions
+        position = self._next_position(prompt, known)
         last = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
         self._head.check(features["last"][:, -1:], logits)
         self._join(cache, reserve)

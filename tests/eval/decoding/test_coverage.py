@@ -5,7 +5,7 @@ import os
 
 import pytest
 from click.testing import CliRunner
-from transformers import CONFIG_MAPPING, JambaConfig, LlamaConfig, LlavaNextConfig, Qwen2VLConfig
+from transformers import CONFIG_MAPPING, FalconConfig, JambaConfig, LlamaConfig, LlavaNextConfig, Qwen2VLConfig
 
 from eval.coverage import check_apart, main
 from eval.decoding import coverage
@@ -83,6 +83,8 @@ def test_every_class_is_listed_once():
         (TEXT, "gemma2", EQUAL, _TEXTS),
         (TEXT, "mamba2", EQUAL, _TEXTS),
         (TEXT, "deepseek_v3", EQUAL, _TEXTS),  # keys and values of different widths
+        (TEXT, "deepseek_v32", EQUAL, _TEXTS),  # sparse attention
+        (TEXT, "bloom", EQUAL, _TEXTS),  # ALiBi
         (TEXT, "gemma4_text", EQUAL, _TEXTS),  # layers of different shapes, and layers that share keys and values
         (TEXT, "llama4_text", EQUAL, _TEXTS),  # chunked attention
         (VISION, "cohere2_vision", EQUAL, _TEXTS),  # logits that are not scaled as the text model's
@@ -106,10 +108,19 @@ def test_outcomes(kind, name, outcome, inputs):
     assert len(found.reason.splitlines()) == (outcome != EQUAL)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4_text", "llama4_text"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "gemma4_text", "llama4_text"])
 def test_static_shapes(name, monkeypatch):
     monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
     assert check(Model(TEXT, name)).outcome == EQUAL
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_falcon_with_alibi(attention, monkeypatch):
+    changed = small_config(FalconConfig, alibi=True)
+    changed._attn_implementation = attention
+    monkeypatch.setattr(Model, "config", lambda model: changed)
+    outcome = check(Model(TEXT, "falcon"))
+    assert (outcome.outcome, outcome.inputs) == (EQUAL, _TEXTS)
 
 
 def test_a_published_configuration_is_decoded(published):

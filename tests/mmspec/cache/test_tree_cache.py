@@ -10,7 +10,8 @@ from mmspec.cache.tree_cache import TreeCache
 from tests.tiny import random_tree, root_path, valid_nodes
 
 LAYERS, HEADS = 2, 2
-WIDTHS = {"alike": [(3, 3), (3, 3)], "different": [(3, 5), (4, 3)]}  # of each layer's keys and values
+WIDTHS = {"alike": [(3, 3), (3, 3)], "different": [(3, 5), (4, 3)], "indexed": [(3, 3, 2), (3, 3, 2)]}
+"""Of each layer's keys and values, and of its indexer's keys."""
 
 
 @pytest.fixture(autouse=True, params=WIDTHS)
@@ -21,7 +22,7 @@ def widths(request, monkeypatch):
 def entries(ids, layer):
     """(batch, heads, tokens, head_dim) keys and values that tell which token, layer and head they stand for."""
     keys = ids[:, None, :, None].float() + 1000.0 * layer + torch.arange(HEADS).view(1, -1, 1, 1) * 0.25
-    width, values = WIDTHS["in use"][layer]
+    width, values = WIDTHS["in use"][layer][:2]
     return keys.expand(-1, -1, -1, width).contiguous(), -keys.expand(-1, -1, -1, values).contiguous()
 
 
@@ -30,7 +31,14 @@ def write(cache, ids):
     if cache.bounds is not None:
         cache.reserve_nodes(ids.shape[1])
         cache.set_write_slots(ids.shape[1])
-    return [cache.layers[i].update(*entries(ids, i)) for i in range(LAYERS)]
+    return [(*cache.layers[i].update(*entries(ids, i)), *indexed(cache, ids, i)) for i in range(LAYERS)]
+
+
+def indexed(cache, ids, layer):
+    """The keys of the layer's indexer, if it has one: the first of those of head 0."""
+    return [
+        cache.update_indexer(entries(ids, layer)[0][:, 0, :, :width], layer) for width in WIDTHS["in use"][layer][2:]
+    ]
 
 
 def start(batch, length, mask=None, **keywords):
@@ -47,7 +55,7 @@ def start(batch, length, mask=None, **keywords):
 
 def attended(cache, layer, row):
     """Token numbers in the slots that the row attends to, read back from keys and values of both heads."""
-    keys, values = write(cache, torch.zeros(cache.rows, 1, dtype=torch.long))[layer]
+    keys, values, *index = write(cache, torch.zeros(cache.rows, 1, dtype=torch.long))[layer]
     if cache.bounds is None:
         slots = cache.attended[row].nonzero().flatten()
     else:
@@ -55,6 +63,7 @@ def attended(cache, layer, row):
     per_head = [(keys[row, h, slots, 0] - 1000.0 * layer - 0.25 * h).tolist() for h in range(HEADS)]
     assert per_head[0] == per_head[1]
     assert torch.equal(keys[row][:, slots, :1], -values[row][:, slots, :1])
+    assert all(torch.equal(one[row, slots], keys[row, 0, slots, : one.shape[-1]]) for one in index)
     return per_head[0]
 
 
@@ -243,7 +252,7 @@ def test_uncommitted_tokens_can_be_built_upon():
     cache, rows = start(1, 3, reserve=4)
     write(cache, torch.tensor([[20, 21]]))
     cache.offset = 2
-    keys, _ = write(cache, torch.tensor([[30, 31, 32]]))[0]
+    keys, *_ = write(cache, torch.tensor([[30, 31, 32]]))[0]
     assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 20, 21, 30, 31, 32]
     commit(cache, [[1, 4]])  # the second of the first pass, the last of the second
     check(cache, [[*rows[0], 21, 32]])
@@ -266,5 +275,6 @@ def test_tensors_of_one_shape_share_a_buffer(request):
     write(cache, torch.zeros(1, 4))
     cache.commit_prompt(4, None, 1)
     shapes = [tuple(buffer.shape) for buffer in cache._buffers]
-    alike = "alike" in request.node.name
-    assert shapes == ([(4, 1, 2, 16, 3)] if alike else [(2, 1, 2, 16, 3), (1, 1, 2, 16, 5), (1, 1, 2, 16, 4)])
+    alike, widths = [(4, 1, 2, 16, 3)], request.node.callspec.params["widths"]
+    different = [(2, 1, 2, 16, 3), (1, 1, 2, 16, 5), (1, 1, 2, 16, 4)]
+    assert shapes == {"alike": alike, "different": different, "indexed": [*alike, (2, 1, 1, 16, 2)]}[widths]
