@@ -34,7 +34,8 @@ _SIZES = {
     16: r"(?!qk_head_dim)(\w+_)?head_?dim|dim_head|d_head|kv_channels|(mamba_)?d_state|(ssm_)?state_size|index_topk",
     8: r"qk_rope_head_dim|rotary_dim|\w*sliding_window(_size)?|attention_chunk_size|(mamba_)?chunk_size|"
     r"local_attention|mamba_(n|num)_heads|n_mamba_heads|attention_window_size|hidden_size_per_layer_input|keep_window_size",
-    4: rf"{_DEPTH}|(?!index_)(\w+_)?(attention|key|n|num)_heads|(attention|n|num)_heads?|linear_num_(key|value)_heads|{_EXPERTS}",
+    4: rf"{_DEPTH}|(?!index_)(\w+_)?(attention|key|n|num)_heads|(attention|n|num)_heads?|"
+    rf"linear_num_(key|value)_heads|{_EXPERTS}",
     2: r"(\w+_)?(key_value|kv)_heads|num_experts_per_tok(en)?|moe_(topk|k|top_k)|num_experts_per_token|top_k_experts",
     1: r"n_groups?|topk_group|num_expert_group|first_k_dense_replace|mamba_n_groups|mamba_ngroups",
 }

@@ -3,8 +3,8 @@
 Keys and values of one shape share a buffer (tensors, rows, kv_heads, slots, head_dim). Where all layers are alike, a
 commit is thus one gather and one scatter for the whole model; latent attention (MLA) has a buffer for each of its two
 tensors, layers with an indexer have one more for its keys, and layers that reuse another layer's keys and values have
-none. Each row holds one sequence, its committed tokens in the first slots. Rows differ in length: a forward pass writes its nodes after the longest row, and shorter
-rows mask the slots in between.
+none. Each row holds one sequence, its committed tokens in the first slots. Rows differ in length: a forward pass writes
+its nodes after the longest row, and shorter rows mask the slots in between.
 
 In place (static shapes), row lengths are device tensors, writes are indexed and whole buffers are returned: every pass
 of a shape runs the same kernels on the same addresses and can be captured as a CUDA graph.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from mmspec.quantisation.linear import PackedLinear
 
 
 class Head:
-    """The output layer of a model, with the scaling of its logits.
+    """The output layer of a model, with the module before it, if there is one, and the scaling of its logits.
 
     Args:
         model: has an output layer.
@@ -25,11 +26,14 @@ class Head:
     def __init__(self, model: PreTrainedModel) -> None:
         self._layer: Any = model.get_output_embeddings()
         self._scale = _logit_scaling(model.config.get_text_config())
+        self._before: Callable[[Tensor], Tensor] = _unchanged
+        others = [part for part in model.children() if not isinstance(part, PreTrainedModel)]
+        self._candidates: list[Callable[[Tensor], Tensor]] = [_unchanged, *others]
         self._model_name = type(model).__name__
         self._checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._scale(_by_rows(self._layer, hidden))
+        return self._scale(_by_rows(self._layer, self._before(hidden)))
 
     def narrow(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         """The logits of some tokens only, as a function of hidden states.
@@ -42,25 +46,24 @@ class Head:
         rows = slice(len(token_ids)) if first else token_ids
         layer = self._layer
         if isinstance(layer, PackedLinear):
-            return _NarrowHead(layer.rows(rows), self._scale)
+            return _NarrowHead(layer.rows(rows), self._before, self._scale)
         weight = layer.weight.detach()[rows]
         bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
-        return _NarrowHead(partial(F.linear, weight=weight, bias=bias), self._scale)
+        return _NarrowHead(partial(F.linear, weight=weight, bias=bias), self._before, self._scale)
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
-        """Checks at the first call that the head returns the model's own logits, and corrects their scaling.
+        """Checks at the first call that the head returns the model's own logits; finds the module before the output
+        layer (ModernBERT's decoder), and corrects the scaling.
 
         Raises:
             UserError: the model transforms its logits in another way.
         """
         if self._checked:
             return
-        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
-        fits = self._layer.weight.shape[-1] == hidden.shape[-1]  # other widths: a projection before the output layer
         # Some vision-language models do not scale logits as their text model does (Cohere).
-        for scale in (self._scale, _unscaled) if fits else ():
-            self._scale = scale
-            if torch.allclose(self(hidden).float(), logits.float(), atol=tolerance, rtol=tolerance):
+        for before, scale in product(self._candidates, (self._scale, _unchanged)):
+            self._before, self._scale = before, scale
+            if self._gives(logits, hidden):
                 break
         else:
             raise UserError(
@@ -69,15 +72,29 @@ class Head:
             )
         self._checked = True
 
+    def _gives(self, logits: Tensor, hidden: Tensor) -> bool:
+        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
+        try:
+            found = self(hidden)
+        except (RuntimeError, TypeError):  # other widths: a projection before the output layer
+            return False
+        fits = found.shape == logits.shape
+        return fits and torch.allclose(found.float(), logits.float(), atol=tolerance, rtol=tolerance)
+
 
 class _NarrowHead:
     """An output layer restricted to some tokens."""
 
-    def __init__(self, layer: Callable[[Tensor], Tensor], scale: Callable[[Tensor], Tensor]) -> None:
-        self._layer, self._scale = layer, scale
+    def __init__(
+        self,
+        layer: Callable[[Tensor], Tensor],
+        before: Callable[[Tensor], Tensor],
+        scale: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._layer, self._before, self._scale = layer, before, scale
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._scale(_by_rows(self._layer, hidden))
+        return self._scale(_by_rows(self._layer, self._before(hidden)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NarrowHead:
         return self  # copies of a drafter share weights
@@ -105,12 +122,12 @@ def _logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
         return partial(torch.div, other=scale)
     if scale := getattr(config, "lm_head_multiplier", None):
         return partial(torch.mul, other=scale)
-    return _unscaled
+    return _unchanged
 
 
 def _capped(logits: Tensor, cap: float, scale: float) -> Tensor:
     return torch.tanh(logits * (scale / cap)) * cap if scale != 1.0 else torch.tanh(logits / cap) * cap
 
 
-def _unscaled(logits: Tensor) -> Tensor:
-    return logits
+def _unchanged(states: Tensor) -> Tensor:
+    return states
