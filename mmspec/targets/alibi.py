@@ -1,8 +1,8 @@
-"""ALiBi on a tree: attention biases of nodes by depth instead of by slot, for BLOOM and Falcon.
+"""ALiBi on a tree: attention biases by depth of the nodes instead of by slot, for BLOOM, Falcon and MPT.
 
-These models add a slope times the key's position to each attention score, and take positions to be cumulative sums of
-a 2D mask. The bias is computed by a function of their modelling file, which is replaced during passes: it reads the
-positions of the slots from the mask of the pass.
+These models add a slope times the key's position to each attention score, and take positions to be those of the slots.
+During passes, the function of their modelling file that computes the biases, or MPT's attention, is replaced by one
+that reads the positions of the pass.
 
 Source: ALiBi (arXiv 2108.12409), section 3.
 """
@@ -14,65 +14,80 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-FUNCTION = "build_alibi_tensor"
-_POSITIONS = "slot_positions"  # attribute of a pass's mask
+_ATTRIBUTE = "slot_positions"
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
+"""Positions of the slots in this thread's pass, (batch, slots) int64."""
 
 _LOCK = threading.Lock()
-_PASSES: Counter[ModuleType] = Counter()  # that run now
+_PASSES: Counter[Any] = Counter()  # that run now, by owner of the replaced function
 
 
 class Alibi:
     """The attention biases of a decoder's passes.
 
     Args:
-        decoder: its modelling file has a function named ``FUNCTION``.
+        decoder: of a model with ALiBi.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._module = sys.modules[type(decoder).__module__]
+        place = _place(decoder)
+        assert place is not None
+        self._owner, self._name, self._replaced = place
 
     @classmethod
     def supports(cls, config: Any, decoder: nn.Module) -> bool:
-        """Whether the model has biases that this class computes; Falcon may have rotary embeddings instead."""
-        has = hasattr(sys.modules[type(decoder).__module__], FUNCTION)
-        return has and (getattr(config, "alibi", True) is not False)
+        """Whether a model has ALiBi; Falcon may have rotary embeddings instead."""
+        return _place(decoder) is not None and getattr(config, "alibi", True) is not False
 
-    def with_positions(self, mask: Tensor, positions: Tensor) -> Tensor:
+    @staticmethod
+    def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
         """The mask of a pass, with the positions of its slots, (batch, slots) int64."""
-        setattr(mask, _POSITIONS, positions)
+        setattr(mask, _ATTRIBUTE, positions)
         return mask
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Replaces the modelling file's function during a pass. Passes of several threads may overlap; calls with other
-        masks keep transformers' function."""
+    def applied(self, mask: Tensor | None) -> Iterator[None]:
+        """Replaces the function during a pass with a mask of ``with_positions``. Passes of several threads may overlap;
+        other calls keep transformers' function."""
         with _LOCK:
-            if not _PASSES[self._module]:
-                setattr(self._module, FUNCTION, _by_position(getattr(self._module, FUNCTION)))
-            _PASSES[self._module] += 1
+            if not _PASSES[self._owner]:
+                setattr(self._owner, self._name, self._replaced(getattr(self._owner, self._name)))
+            _PASSES[self._owner] += 1
+        token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
         try:
             yield
         finally:
+            _POSITIONS.reset(token)
             with _LOCK:
-                _PASSES[self._module] -= 1
-                if not _PASSES[self._module]:
-                    setattr(self._module, FUNCTION, getattr(self._module, FUNCTION).__wrapped__)
+                _PASSES[self._owner] -= 1
+                if not _PASSES[self._owner]:
+                    setattr(self._owner, self._name, getattr(self._owner, self._name).__wrapped__)
+
+
+def _place(decoder: nn.Module) -> tuple[Any, str, Callable[[Any], Any]] | None:
+    """Owner and name of the function that is replaced, and what replaces it; None for a decoder without ALiBi."""
+    module = sys.modules[type(decoder).__module__]
+    if hasattr(module, "build_alibi_tensor"):
+        return module, "build_alibi_tensor", _biases
+    if hasattr(module, "MptAttention"):
+        return module.MptAttention, "forward", _mpt_attention
+    return None
 
 
 @cache
-def _by_position(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``original``, which also takes a mask with positions: (batch * heads, 1, slots)."""
+def _biases(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Replaces ``build_alibi_tensor``: (batch * heads, 1, slots)."""
 
     @wraps(original)
     def biases(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-        positions: Tensor | None = getattr(attention_mask, _POSITIONS, None)
+        positions = _POSITIONS.get()
         if positions is None:
             return original(attention_mask, num_heads, dtype)
         line = attention_mask.new_ones(1, int(positions.max()) + 1, dtype=torch.long)
@@ -80,3 +95,26 @@ def _by_position(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return by_position[:, positions].transpose(0, 1).reshape(-1, 1, positions.shape[1])
 
     return biases
+
+
+@cache
+def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``MptAttention.forward``, whose biases are the same for all rows."""
+
+    @wraps(original)
+    def attention(self: Any, hidden_states: Tensor, position_bias: Tensor, **options: Any) -> tuple[Tensor, None]:
+        positions = _POSITIONS.get()
+        if positions is None:
+            return original(self, hidden_states, position_bias, **options)  # type: ignore[no-any-return]
+        states = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            states = states.clamp(-self.clip_qkv, self.clip_qkv)
+        query, key, value = states.unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        key, value = options["past_key_values"].update(key, value, self.layer_idx)
+        # Relative to the last position, as in the table: (heads, 1, positions), 0 at its end.
+        bias = position_bias[:, 0, positions - 1 - int(positions.max())].transpose(0, 1).unsqueeze(2)
+        bias = bias.to(query.dtype).masked_fill(options["attention_mask"], torch.finfo(query.dtype).min)
+        read = nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=self.softmax_scale)
+        return self.out_proj(read.transpose(1, 2).flatten(2)), None
+
+    return attention

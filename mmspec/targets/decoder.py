@@ -82,7 +82,7 @@ class Decoder:
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """The named features of one pass of the decoder, and ``"last"``."""
         layers = self.layers.applied() if self.layers is not None else nullcontext()
-        biases = self._alibi.applied() if self._alibi is not None else nullcontext()
+        biases = self._alibi.applied(inputs.get("attention_mask")) if self._alibi is not None else nullcontext()
         with self.attention.applied(), layers, biases:
             if (states := self._stack_states(inputs, cache)) is not None:
                 found = {name: states[name] for name in names if isinstance(name, int)} | {"last": states[-1]}

@@ -85,6 +85,7 @@ def test_every_class_is_listed_once():
         (TEXT, "deepseek_v3", EQUAL, _TEXTS),  # keys and values of different widths
         (TEXT, "deepseek_v32", EQUAL, _TEXTS),  # sparse attention
         (TEXT, "bloom", EQUAL, _TEXTS),  # ALiBi
+        (TEXT, "mpt", EQUAL, _TEXTS),
         (TEXT, "modernbert-decoder", EQUAL, _TEXTS),  # a module before the output layer
         (TEXT, "gemma4_text", EQUAL, _TEXTS),  # layers of different shapes, and layers that share keys and values
         (TEXT, "llama4_text", EQUAL, _TEXTS),  # chunked attention
