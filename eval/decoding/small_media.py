@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, IMAGE_PROCESSOR_MAPPING, PreTrainedModel
+from transformers.utils import is_torchvision_available
 
 from eval.decoding.small_configs import WORDS
 
@@ -45,7 +46,9 @@ def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tens
     if media and encode is not None:
         with torch.no_grad():
             features = encode(**{name: value for name, value in pixels.items() if name in wanted})
-        media *= _rows(getattr(features, "pooler_output", features)) // len(lengths)
+        found = getattr(features, "pooler_output", None)
+        found = getattr(features, "last_hidden_state", features) if found is None else found
+        media *= _rows(found) // len(lengths)
     if (start := getattr(config, "vision_start_token_id", None)) is not None:
         media = [start, *media, config.vision_end_token_id]
     return {**_prompts(lengths, media, token, known), **pixels}
@@ -69,9 +72,10 @@ def _pixels(config: Any, images: int) -> dict[str, Tensor]:
     """What the class's image processor makes of random images of one size."""
     like = CONFIG_MAPPING[_ALIKE[config.model_type]] if config.model_type in _ALIKE else type(config)
     found: Any = IMAGE_PROCESSOR_MAPPING[like]
-    if "pil" not in found:
+    if "pil" not in found and not is_torchvision_available():
         raise ValueError("its image processor needs torchvision")
-    default, vision = found["pil"](), getattr(config, "vision_config", None)
+    make = found.get("pil") or found["torchvision"]
+    default, vision = make(), getattr(config, "vision_config", None)
     side = getattr(vision, "image_size", None)
     side = side[0] if isinstance(side, list | tuple) else side
     options: dict[str, Any] = {}
@@ -81,11 +85,12 @@ def _pixels(config: Any, images: int) -> dict[str, Tensor]:
     for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
         if isinstance(getattr(default, ours, None), int) and isinstance(size := getattr(vision, theirs, None), int):
             options[ours] = size
-    processor = found["pil"](**options)
+    processor = make(**options)
     random = np.random.default_rng(0)
     pictures = [random.integers(0, 256, (*_SIDES, 3), dtype=np.uint8) for _ in range(images)]
     encoded = processor(images=pictures, return_tensors="pt")
-    return {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
+    return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def _rows(features: Any) -> int:
