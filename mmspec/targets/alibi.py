@@ -105,7 +105,7 @@ def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(self: Any, hidden_states: Tensor, position_bias: Tensor, **options: Any) -> tuple[Tensor, None]:
         positions = _POSITIONS.get()
         if positions is None:
-            return original(self, hidden_states, position_bias, **options)  # type: ignore[no-any-return]
+            return original(self, hidden_states, position_bias, **options)
         states = self.Wqkv(hidden_states)
         if self.clip_qkv:
             states = states.clamp(-self.clip_qkv, self.clip_qkv)

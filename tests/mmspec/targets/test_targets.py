@@ -7,12 +7,12 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    BloomConfig,
     DogeConfig,
     GPT2Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxConfig,
+    OpenAIGPTConfig,
     PhiConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -197,8 +197,8 @@ def test_attention_that_takes_none_is_switched(name, model_name):
         (lambda: random_model(small_config(DogeConfig)), "DogeForCausalLM computes its attention mask from the values"),
         (lambda: random_model(small_config(MiniMaxConfig)), "MiniMaxForCausalLM has linear_attention of another kind"),
         (
-            lambda: AutoModelForCausalLM.from_config(BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2)),
-            "BloomForCausalLM",
+            lambda: random_model(small_config(OpenAIGPTConfig)),
+            "forward must take past_key_values: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not",
         ),
     ],
 )
