@@ -5,7 +5,7 @@ convolution along the accepted path and updates the states from its output. A no
 not a state.
 
 Further axes: ``layers`` counts recurrent layers only; ``channels`` are the convolution's, such as x, B and C of Mamba-2
-or q, k and v of Gated DeltaNet, concatenated.
+or q, k and v of Gated DeltaNet, concatenated; none in layers without a convolution.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StateCache(TreeCache):
         self._conv = RowTensor(in_place)  # (rows, layers, channels, width - 1)
         self._state = RowTensor(in_place)  # (rows, layers, heads, ...) float32
         self._inputs: Tensor | None = None  # (layers, rows, nodes, channels)
-        self._gates: Tensor | None = None  # (layers, rows, nodes, gates) float32
+        self._gates: Tensor | None = None  # (layers, rows, nodes, gates)
         self._tree: _Tree | None = None
         self._calls = 0  # convolution and scan calls in the last verify pass
         self._current = 0  # running layer; convolution and scan do not receive its index
@@ -126,16 +126,24 @@ class StateCache(TreeCache):
     def update_recurrent_state(  # type: ignore[override]
         self, recurrent_states: Tensor | None, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> None:
-        """Store the state after the prompt, (batch, heads, ...); no effect in a verify pass."""
+        """Store the state after the prompt, (batch, heads, ...); in a verify pass, record the layer instead."""
+        place = self._current = self._place[layer_idx]
         if self._tree is not None:
             return
         assert recurrent_states is not None
+        batch, *shape = recurrent_states.shape
+        if not self._conv.rows:
+            self._conv.append(recurrent_states.new_zeros(batch, len(self._place), 0, 0))
         if not self._state.rows:
-            batch, *shape = recurrent_states.shape
             self._state.append(recurrent_states.new_zeros(batch, len(self._place), *shape, dtype=torch.float32))
-        self._state.data[:, self._place[layer_idx]] = recurrent_states
+        self._state.data[:, place] = recurrent_states
 
     # ------------------------------------------------------------------ verify pass
+
+    @property
+    def verifying(self) -> bool:
+        """Whether the current pass verifies a tree; otherwise it absorbs a prompt."""
+        return self._tree is not None
 
     def arguments(self, reach: Tensor) -> dict[str, Any]:
         batch, nodes, slots = reach.shape
@@ -226,44 +234,50 @@ class StateCache(TreeCache):
 
     def _absorb(self, path: Tensor) -> None:
         """Update the states along each row's path, (batch, depth) padded with -1."""
-        expected = len(self._place) * (1 if self._recurrence is None else 2)
+        (batch, depth), (channels, before) = path.shape, self._conv.data.shape[2:]
+        expected = len(self._place) * ((channels > 0) + (self._recurrence is not None))
         if self._calls != expected:
             # A mixer that bypasses the replaced functions treats the tree as a sequence: wrong logits.
             raise RuntimeError(
-                "each recurrent layer must call its convolution, and its scan if it has one, once per verify pass: "
+                "each recurrent layer must call its convolution and its scan, where it has them, once per verify pass: "
                 f"expected {expected} calls, received {self._calls}"
             )
-        assert self._inputs is not None
-        (batch, depth), (channels, width) = path.shape, self._convolutions.weight[0].shape
         chain = torch.where(path >= 0, torch.arange(depth, device=path.device), -1)
         at = torch.arange(batch, device=path.device)[:, None], path.clamp(min=0)
-        for part in self._parts(batch * (depth + width) * channels):
-            inputs = self._inputs[part][:, *at].permute(1, 2, 0, 3).flatten(2)  # (batch, depth, layers * channels)
-            conv = self._conv.data[:batch, part].view(batch, inputs.shape[2], -1)
+        gates = 0 if self._gates is None else self._gates.shape[3]
+        for part in self._parts(batch * (depth + before + 1) * max(channels, gates)):
+            y = self._convolve(part, chain, at) if channels else chain.new_empty(0)
             if self._recurrence is not None:
-                self._advance(self._recurrence, part, inputs, conv, chain, at)
-            commit_conv(inputs, conv, chain)
+                self._advance(self._recurrence, part, y, chain, at)
+
+    def _convolve(self, part: slice, chain: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+        """Advance the convolutions of some layers; ``at`` indexes rows and path nodes.
+
+        Returns:
+            (batch, depth, layers, channels), their outputs, or inputs if no scan follows.
+        """
+        assert self._inputs is not None
+        (batch, depth), width = chain.shape, self._conv.data.shape[3] + 1
+        y = inputs = self._inputs[part][:, *at].permute(1, 2, 0, 3).flatten(2)  # (batch, depth, layers * channels)
+        conv = self._conv.data[:batch, part].view(batch, inputs.shape[2], -1)
+        if self._recurrence is not None:
+            window = torch.arange(depth, device=chain.device)[:, None] + torch.arange(width, device=chain.device)
+            weight, bias = self._convolutions.concatenated(part)
+            y = tree_conv(inputs, conv, weight, bias, window.expand(batch, -1, -1), self._convolutions.activation)
+        commit_conv(inputs, conv, chain)
+        return y.unflatten(2, (-1, self._conv.data.shape[2]))
 
     def _advance(
-        self,
-        recurrence: Recurrence,
-        part: slice,
-        inputs: Tensor,
-        conv: Tensor,
-        chain: Tensor,
-        at: tuple[Tensor, Tensor],
+        self, recurrence: Recurrence, part: slice, channels: Tensor, chain: Tensor, at: tuple[Tensor, Tensor]
     ) -> None:
-        """Advance the recurrent states of some layers; ``at`` indexes rows and path nodes."""
+        """Advance the recurrent states of some layers."""
         assert self._gates is not None
-        (batch, depth), width = chain.shape, self._convolutions.weight[0].shape[1]
-        window = torch.arange(depth, device=chain.device)[:, None] + torch.arange(width, device=chain.device)
-        weight, bias = self._convolutions.concatenated(part)
-        y = tree_conv(inputs, conv, weight, bias, window.expand(batch, -1, -1), self._convolutions.activation)
+        batch = len(chain)
         states = self._state.data[:batch, part]  # (batch, layers, heads, ...)
         state = states.view(batch, -1, *states.shape[3:])
         contiguous = state.contiguous()  # a copy if layers are split and there are several rows
         gates = self._gates[part][:, *at].permute(1, 2, 0, 3)
-        recurrence.commit(part, y.unflatten(2, (states.shape[1], -1)), gates, contiguous, chain)
+        recurrence.commit(part, channels, gates, contiguous, chain)
         if contiguous is not state:
             state.copy_(contiguous)
 

@@ -1,9 +1,12 @@
 """Tree verification for transformers' recurrent layers, with unmodified mixers.
 
-The mixers of these modelling files call module-level functions: the causal convolution and mostly a chunked scan. They
+The mixers of most modelling files call module-level functions: the causal convolution and mostly a chunked scan. They
 are replaced by dispatchers during passes of a target. Calls with a keyword argument that only verify passes have go to
 the ``StateCache``; others, of other threads too, to transformers' own function, with whatever kernels are installed.
 Mixers that pass no keyword arguments have the cache on the convolution's inputs, and their scan follows it.
+
+Mixers that compute their recurrence themselves have dispatchers of methods: calls with a ``StateCache`` as a keyword
+argument go to an adapter (``ssm.mixers``).
 """
 
 from __future__ import annotations
@@ -25,15 +28,12 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from ssm.cache import STATES, StateCache
-from ssm.recurrences import GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
-
-_CONV: dict[str, tuple[str, tuple[str, ...]]] = {
-    "causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))
-}
-"""Replaced functions: the ``StateCache`` method, and the parameters that it requires."""
+from ssm.mixers import RGLRU, LightningAttention
+from ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
 _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"
+_ATTENDING = ("full_attention", "sliding_attention", _BOTH)
 
 _LOCK = threading.Lock()
 _PASSES: Counter[ModuleType] = Counter()  # that run now
@@ -54,7 +54,7 @@ class RecurrentLayers:
 
     families: ClassVar[tuple[str, ...]]
     recurrence: ClassVar[type[Recurrence] | None]
-    kinds = frozenset({_RECURRENT, _BOTH, _CONVOLVED, "full_attention", "moe", "mlp"})
+    kinds = frozenset({_RECURRENT, _CONVOLVED, *_ATTENDING, "moe", "mlp"})
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.get_decoder()
@@ -63,7 +63,7 @@ class RecurrentLayers:
         types = list(decoder.config.layer_types)
         self._layers = len(types)
         self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH, _CONVOLVED)]
-        self._attending = [layer for layer, kind in enumerate(types) if kind in ("full_attention", _BOTH)]
+        self._attending = [layer for layer, kind in enumerate(types) if kind in _ATTENDING]
         self.attends = bool(self._attending)
 
     @classmethod
@@ -112,6 +112,31 @@ class KimiDeltaLayers(RecurrentLayers):
     recurrence = KimiDelta
 
 
+class LightningAttentionLayers(RecurrentLayers):
+    """Lightning attention."""
+
+    families = ("minimax",)
+    recurrence = LightningAttention
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if window := model.config.get_text_config().sliding_window:
+            raise UserError(f"attention layers beside lightning attention must have no window: got {window} tokens")
+
+
+class RGLRULayers(RecurrentLayers):
+    """RG-LRU."""
+
+    families = ("recurrent_gemma",)
+    recurrence = RGLRU
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        decoder: Any = model.get_decoder()
+        for layer in self._recurrent:
+            decoder.layers[layer].temporal_block.layer_idx = layer  # as other mixers have it
+
+
 class ShortConvolutionLayers(RecurrentLayers):
     """Short convolutions alone."""
 
@@ -119,14 +144,20 @@ class ShortConvolutionLayers(RecurrentLayers):
     recurrence = None
 
 
-def _functions(recurrence: type[Recurrence] | None) -> dict[str, tuple[str, tuple[str, ...]]]:
-    return _CONV if recurrence is None else _CONV | {recurrence.function: ("scan", recurrence.parameters)}
+def _functions(recurrence: type[Recurrence] | None) -> Functions:
+    return CONVOLUTION if recurrence is None else recurrence.functions
+
+
+def _place(module: ModuleType, name: str) -> tuple[Any, str]:
+    """The module, or its class, that a function belongs to, and the function's name there."""
+    *classes, name = name.split(".")
+    return (getattr(module, classes[0], None) if classes else module), name
 
 
 def _check(module: ModuleType, recurrence: type[Recurrence] | None) -> None:
     lacking = [f"Cache.{name}" for name in _CACHE_METHODS if not hasattr(Cache, name)]
     for name, (_, needed) in _functions(recurrence).items():
-        function = getattr(module, name, None)
+        function = getattr(*_place(module, name), None)
         taken = inspect.signature(function).parameters if callable(function) else {}
         if missing := [parameter for parameter in needed if parameter not in taken]:
             lacking.append(f"{name}({', '.join(missing)})")
@@ -141,11 +172,11 @@ def _check(module: ModuleType, recurrence: type[Recurrence] | None) -> None:
 @contextmanager
 def _dispatching(module: ModuleType, recurrence: type[Recurrence] | None) -> Iterator[None]:
     """Replaces a modelling file's functions by dispatchers during a pass. Passes of several threads may overlap."""
-    functions = _functions(recurrence)
+    functions = {_place(module, name): replacement for name, (replacement, _) in _functions(recurrence).items()}
     with _LOCK:
         if not _PASSES[module]:
-            for name, (method, _) in functions.items():
-                setattr(module, name, _dispatcher(getattr(module, name), method))
+            for place, replacement in functions.items():
+                setattr(*place, _dispatcher(getattr(*place), replacement))
         _PASSES[module] += 1
     try:
         yield
@@ -154,23 +185,26 @@ def _dispatching(module: ModuleType, recurrence: type[Recurrence] | None) -> Ite
         with _LOCK:
             _PASSES[module] -= 1
             if not _PASSES[module]:
-                for name in functions:
-                    setattr(module, name, getattr(module, name).without_tree)
+                for place in functions:
+                    setattr(*place, getattr(*place).without_tree)
 
 
 @functools.cache
-def _dispatcher(original: Callable[..., Any], method: str) -> Callable[..., Any]:
-    """``original``, except for calls with a ``StateCache``, whose ``method`` takes them."""
+def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Callable[..., Any]:
+    """``original``, except for calls with a ``StateCache``, which go to its method or to an adapter."""
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        if method == "conv":
+        if not isinstance(replacement, str):
+            states = next((value for value in kwargs.values() if isinstance(value, StateCache)), None)
+            return original(*args, **kwargs) if states is None else replacement(states, original, *args, **kwargs)
+        if replacement == "conv":
             # The mixers of Mamba-1, and of LFM2 in transformers 5.17, pass no keyword arguments.
             states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))
             _LAST.set(states)
         else:
             states = kwargs.pop(STATES, _LAST.get())
-        return original(*args, **kwargs) if states is None else getattr(states, method)(*args, **kwargs)
+        return original(*args, **kwargs) if states is None else getattr(states, replacement)(*args, **kwargs)
 
     dispatch.without_tree = original  # type: ignore[attr-defined]
     return dispatch

@@ -1,12 +1,13 @@
 """Recurrences of the mixers on a tree: what distinguishes one kind of recurrent layer from another.
 
-Every mixer convolves its inputs (``ssm.ops.tree_conv``) and passes the result to one module-level function of its
-modelling file, its scan. ``StateCache`` owns the states and the convolution; a ``Recurrence`` computes the scan over a
-tree and advances the states along a path.
+Most mixers convolve their inputs (``ssm.ops.tree_conv``) and pass the result to one module-level function of their
+modelling file, their scan; ``ssm.mixers`` has the others. ``StateCache`` owns the states and the convolution; a
+``Recurrence`` computes the scan over a tree and advances the states along a path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -25,6 +26,15 @@ from ssm.ops import (
     tree_selective,
 )
 
+Adapter = Callable[..., Any]
+"""Replaces a method of a mixer: takes the ``StateCache``, transformers' own method, and its arguments."""
+
+Functions = Mapping[str, tuple[str | Adapter, tuple[str, ...]]]
+"""Functions of a modelling file, or methods of its classes: the ``StateCache`` method or adapter that replaces each,
+and the parameters that it must have."""
+
+CONVOLUTION: Functions = {"causal_conv1d_fn": ("conv", ("hidden_states", "weight", "bias", "activation"))}
+
 
 class Recurrence(Protocol):
     """The scan of one kind of layer over a tree. One object serves one ``StateCache``.
@@ -33,13 +43,11 @@ class Recurrence(Protocol):
 
     Attributes:
         name: of the layers, for messages.
-        function: the module-level function that computes the scan in transformers' modelling files.
-        parameters: parameters that the function must have.
+        functions: what is replaced in transformers' modelling files.
     """
 
     name: ClassVar[str]
-    function: ClassVar[str]
-    parameters: ClassVar[tuple[str, ...]]
+    functions: ClassVar[Functions]
 
     def __init__(self, layers: int) -> None: ...
 
@@ -53,8 +61,8 @@ class Recurrence(Protocol):
             args, options: arguments of the replaced function.
 
         Returns:
-            The first result of the replaced function, and (batch, nodes, gates) float32: what a commit requires of
-            each node besides the convolution's inputs.
+            The first result of the replaced function, and (batch, nodes, gates): what a commit requires of each node
+            besides the convolution's inputs.
         """
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
@@ -62,8 +70,8 @@ class Recurrence(Protocol):
 
         Args:
             part: places of the layers.
-            channels: (batch, depth, layers, channels), the convolution's output at the path's nodes.
-            gates: (batch, depth, layers, gates) float32, those of the same nodes.
+            channels: (batch, depth, layers, channels), the convolution's output at the path's nodes; empty without one.
+            gates: (batch, depth, layers, gates), those of the same nodes.
             state: (batch, layers * heads, ...) float32, contiguous.
             path: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
         """
@@ -73,8 +81,10 @@ class Mamba2:
     """Mamba-2's selective scan. State: (heads, head_dim, state); gates: step sizes, (heads,)."""
 
     name: ClassVar[str] = "Mamba-2"
-    function: ClassVar[str] = "mamba2_chunk_scan"
-    parameters: ClassVar[tuple[str, ...]] = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")
+    functions: ClassVar[Functions] = {
+        **CONVOLUTION,
+        "mamba2_chunk_scan": ("scan", ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus")),
+    }
 
     def __init__(self, layers: int) -> None:
         self._a: list[Any] = [None] * layers  # (heads,), temporaries of the pass
@@ -120,11 +130,13 @@ class Mamba1:
     """
 
     name: ClassVar[str] = "Mamba"
-    function: ClassVar[str] = "mamba_selective_scan"
-    parameters: ClassVar[tuple[str, ...]] = (
-        *("hidden_states", "dt", "A", "B", "C", "D", "z"),
-        *("delta_bias", "delta_softplus", "return_last_state"),
-    )
+    functions: ClassVar[Functions] = {
+        **CONVOLUTION,
+        "mamba_selective_scan": (
+            "scan",
+            (*("hidden_states", "dt", "A", "B", "C", "D", "z"), "delta_bias", "delta_softplus", "return_last_state"),
+        ),
+    }
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
@@ -167,6 +179,9 @@ class Mamba1:
         commit_selective(channels.flatten(2), dt.flatten(2), self._a[part].flatten(0, 1), b, state, path)
 
 
+_DELTA_PARAMETERS = ("query", "key", "value", "g", "beta", "use_qk_l2norm_in_kernel")
+
+
 class GatedDelta:
     """Gated DeltaNet's gated delta rule. State: (heads, key_dim, value_dim); gates: log decays and rates, (2 heads,).
 
@@ -174,8 +189,7 @@ class GatedDelta:
     """
 
     name: ClassVar[str] = "Gated DeltaNet"
-    function: ClassVar[str] = "torch_chunk_gated_delta_rule"
-    parameters: ClassVar[tuple[str, ...]] = ("query", "key", "value", "g", "beta", "use_qk_l2norm_in_kernel")
+    functions: ClassVar[Functions] = {**CONVOLUTION, "torch_chunk_gated_delta_rule": ("scan", _DELTA_PARAMETERS)}
 
     def __init__(self, layers: int) -> None:
         pass
@@ -215,8 +229,7 @@ class KimiDelta:
     """
 
     name: ClassVar[str] = "Kimi Delta Attention"
-    function: ClassVar[str] = "chunk_kimi_delta_attention"
-    parameters: ClassVar[tuple[str, ...]] = GatedDelta.parameters
+    functions: ClassVar[Functions] = {**CONVOLUTION, "chunk_kimi_delta_attention": ("scan", _DELTA_PARAMETERS)}
 
     def __init__(self, layers: int) -> None:
         pass

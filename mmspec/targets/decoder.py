@@ -81,9 +81,8 @@ class Decoder:
 
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """The named features of one pass of the decoder, and ``"last"``."""
-        layers = self.layers.applied() if self.layers is not None else nullcontext()
         biases = self._alibi.applied(inputs.get("attention_mask")) if self._alibi is not None else nullcontext()
-        with self.attention.applied(), layers, biases:
+        with self._applied(), biases:
             if (states := self._stack_states(inputs, cache)) is not None:
                 found = {name: states[name] for name in names if isinstance(name, int)} | {"last": states[-1]}
                 return {name: self._in_dtype(state) for name, state in found.items()}
@@ -121,7 +120,7 @@ class Decoder:
                 given.update(inputs) if out is None else last.update(last=self._in_dtype(out[0]))
 
         with (
-            self.attention.applied(),
+            self._applied(),
             self._reading(names) as features,
             self._module.register_forward_pre_hook(record, with_kwargs=True),
             self._module.register_forward_hook(record, with_kwargs=True),
@@ -184,6 +183,12 @@ class Decoder:
         # Some models can only compute the logits of all positions.
         least = {"logits_to_keep": 1} if "logits_to_keep" in signature(self._model.forward).parameters else {}
         return self._model(**call, use_cache=True, **least, **{self._cache_argument: cache})
+
+    @contextmanager
+    def _applied(self) -> Iterator[None]:
+        """Whatever a pass needs changed outside the model."""
+        with self.attention.applied(), self.layers.applied() if self.layers is not None else nullcontext():
+            yield
 
     @contextmanager
     def _reading(self, names: Sequence[Feature]) -> Iterator[dict[Feature, Tensor]]:

@@ -113,8 +113,8 @@ def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """Scaling of logits after the output layer (Gemma 2/3, Cohere, Granite, Falcon-H1, Muse)."""
-    if cap := getattr(config, "final_logit_softcapping", None):
+    """Scaling of logits after the output layer (Gemma, Cohere, Granite, Falcon-H1, Muse)."""
+    if cap := getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None):
         return partial(_capped, cap=cap, scale=getattr(config, "output_multiplier", 1.0))
     if scale := getattr(config, "logit_scale", None):
         return partial(torch.mul, other=scale)

@@ -35,7 +35,7 @@ class TreeLayers(Protocol):
         """Whether this class supports models of this text configuration."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """Whatever the layers need changed outside the model during a pass over a tree."""
+        """Whatever the layers need changed outside the model during a pass."""
 
     def cache(self, reserve: int, in_place: bool = False) -> TreeCache:
         """An empty cache with ``reserve`` KV slots; ``in_place`` as for ``TreeCache``."""

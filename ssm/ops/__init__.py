@@ -1,9 +1,10 @@
-"""Recurrent layers on a tree: scans of Mamba-1 and Mamba-2, gated delta rules of Gated DeltaNet and KDA, causal
-convolution, commits."""
+"""Recurrent layers on a tree: scans of Mamba-1 and Mamba-2, gated delta rules of Gated DeltaNet and KDA, gated linear
+recurrence of RG-LRU, causal convolution, commits."""
 
 from ssm.ops.conv import commit_conv, conv_window, tree_conv
 from ssm.ops.delta import commit_delta, tree_delta
 from ssm.ops.kda import commit_kda, tree_kda
+from ssm.ops.lru import commit_lru, tree_lru
 from ssm.ops.scan import commit_scan, tree_scan
 from ssm.ops.selective import Levels, commit_selective, tree_levels, tree_selective
 
@@ -12,6 +13,7 @@ __all__ = [
     "commit_conv",
     "commit_delta",
     "commit_kda",
+    "commit_lru",
     "commit_scan",
     "commit_selective",
     "conv_window",
@@ -19,6 +21,7 @@ __all__ = [
     "tree_delta",
     "tree_kda",
     "tree_levels",
+    "tree_lru",
     "tree_scan",
     "tree_selective",
 ]

@@ -1,7 +1,8 @@
 """Reference implementations of ``ssm.ops`` by loops over nodes.
 
-Papers: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692) and Mamba (arXiv
-2312.00752), whose recurrences these are; STree (arXiv 2505.14969), which runs the first over a tree.
+Papers: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba (arXiv
+2312.00752) and Griffin (arXiv 2402.19427), whose recurrences these are; STree (arXiv 2505.14969), which runs the first
+over a tree.
 
     x      (batch, nodes, heads, head_dim)   X, the convolution's output
     dt     (batch, nodes, heads)             Delta, the step sizes, after softplus
@@ -38,6 +39,14 @@ functions. Mamba-1, for one channel with its own decays A = a (state,):
 
     S <- exp(dt a) S + dt x B
     y  = S . C + D x
+
+RG-LRU of Griffin, for one channel:
+
+    x, a   (batch, nodes, channels)          gated and scaled inputs, and decays
+    state  (batch, channels)                 h, here S: one number per channel
+
+    S <- a S + x
+    y  = S
 
 All but the first compute in the dtype of the state, float64 included.
 
@@ -104,6 +113,19 @@ def tree_selective(
 def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     """Advance the state along each row's path, in place."""
     _advance(partial(_selected, x, dt, a, b), state, path)
+
+
+def tree_lru(x: Tensor, a: Tensor, state: Tensor, parents: Tensor) -> Tensor:
+    """State at every node, (batch, nodes, channels), in the dtype of the state."""
+    y = torch.empty(x.shape, dtype=state.dtype)
+    for row, node, channel, after in _states(partial(_gated, x, a), state, parents):
+        y[row, node, channel] = after
+    return y
+
+
+def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
+    """Advance the state along each row's path, in place."""
+    _advance(partial(_gated, x, a), state, path)
 
 
 def tree_conv(
@@ -177,6 +199,11 @@ def _selected(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, before: Tensor, row: 
     step = dt[row, node, channel].to(before.dtype)
     entering = x[row, node, channel].to(before.dtype) * b[row, node, _group(channel, x, b)].to(before.dtype)
     return torch.exp(step * a[channel].to(before.dtype)) * before + step * entering
+
+
+def _gated(x: Tensor, a: Tensor, before: Tensor, row: int, node: int, channel: int) -> Tensor:
+    """One channel's state after a node, ()."""
+    return a[row, node, channel].to(before.dtype) * before + x[row, node, channel].to(before.dtype)
 
 
 def _group(head: int, x: Tensor, b: Tensor) -> int:

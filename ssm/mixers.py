@@ -1,0 +1,135 @@
+"""Recurrences of mixers that call no function of their modelling file, and the adapters that replace their methods.
+
+An adapter computes a mixer from its own sub-modules. The states are the cache's, in prefill too: such mixers otherwise
+keep them in the module or in a cache of their own class.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ssm.ops import Levels, commit_lru, commit_scan, tree_levels, tree_lru
+from ssm.recurrences import Adapter, Functions, Mamba2
+
+if TYPE_CHECKING:
+    from ssm.cache import StateCache
+
+
+def _attention(
+    states: StateCache, original: Adapter, mixer: Any, hidden_states: Tensor, past_key_values: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Replaces ``MiniMaxLightningAttention.forward``."""
+    if not states.verifying:
+        y, state = original(mixer, hidden_states=hidden_states, **options)
+        states.update_recurrent_state(state.transpose(2, 3), mixer.layer_idx)
+        return y, None
+    states.update_recurrent_state(None, mixer.layer_idx)
+    projected = mixer.act_fn(mixer.qkv_proj(hidden_states))
+    q, k, v = projected.unflatten(2, (mixer.num_attention_heads, -1)).chunk(3, dim=-1)
+    y, _ = states.scan(q, k, v, mixer.slope_rate)
+    gate = torch.sigmoid(mixer.output_gate(hidden_states))
+    return mixer.out_proj(gate * mixer.norm(y.flatten(2))), None
+
+
+def _model(states: StateCache, original: Adapter, model: Any, **options: Any) -> Any:
+    """Replaces ``MiniMaxModel.forward``, which with ``use_cache`` refuses caches of other classes."""
+    return original(model, **{**options, "use_cache": False})
+
+
+class LightningAttention(Mamba2):
+    """Lightning attention: Mamba-2's scan with a constant decay per head and no step sizes.
+
+    State: (heads, value_dim, key_dim); gates: keys and values, (2 heads key_dim,).
+
+    Source: MiniMax-01 (arXiv 2501.08313), section 2.2; Lightning Attention-2 (arXiv 2401.04658).
+    """
+
+    name: ClassVar[str] = "lightning attention"
+    functions: ClassVar[Functions] = {
+        "MiniMaxLightningAttention.forward": (
+            _attention,
+            ("hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+        ),
+        "MiniMaxModel.forward": (_model, ("past_key_values", "use_cache")),
+    }
+
+    def read(  # type: ignore[override]
+        self, place: int, state: Tensor, ancestors: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        steps = torch.ones(q.shape[:3], device=q.device)
+        y, _ = super().read(place, state, ancestors, v, steps, -slope.flatten().float(), k, q)
+        return y.to(v.dtype), torch.cat([k, v], dim=2).flatten(2)
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        assert self._stored_a is not None
+        a = self._stored_a[part].flatten()
+        k, v = (t.flatten(2).unflatten(2, (len(a), -1)) for t in gates.chunk(2, dim=-1))
+        commit_scan(v, torch.ones(v.shape[:3], device=v.device), a, k, state, path)
+
+
+def _block(
+    states: StateCache,
+    original: Adapter,
+    mixer: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    past_key_values: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Replaces ``RecurrentGemmaRecurrentBlock.forward``.
+
+    Padding, which transformers does not mask here, does not enter the convolution.
+    """
+    x, conv = mixer.linear_x(input_states).transpose(1, 2), mixer.conv_1d
+    if not states.verifying:
+        index = torch.arange(x.shape[2], device=x.device)
+        first = torch.where(position_ids == 0, index, 0).amax(1, keepdim=True)  # padding has position 0 too
+        x = x * (index >= first).unsqueeze(1)
+    states.update_conv_state(x, mixer.layer_idx, conv_kernel_size=mixer.conv1d_width)
+    x = states.conv(x, conv.weight.squeeze(1), conv.bias) if states.verifying else conv(x)[..., : x.shape[2]]
+    lru = copy.copy(mixer.rg_lru)  # which stores the states in the module
+    lru.recurrent_states = states if states.verifying else None
+    y = lru(x.transpose(1, 2), position_ids) * mixer.act_fn(mixer.linear_y(input_states))
+    states.update_recurrent_state(lru.recurrent_states, mixer.layer_idx)
+    return mixer.linear_out(y), None
+
+
+def _scan(
+    states: StateCache, original: Adapter, lru: Any, hidden_states: Tensor, recurrent_gate: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """Replaces ``RecurrentGemmaRglru._rnn_scan`` in verify passes; no node is the first of its sequence."""
+    return states.scan(hidden_states, recurrent_gate)
+
+
+class RGLRU:
+    """RG-LRU: a gated linear recurrence of one state per channel. State: (channels,); gates: decays and scaled inputs,
+    (2 channels,).
+
+    Gates are computed from the convolution's output by products that belong to the mixer: a commit reads them from the
+    pass.
+
+    Source: Griffin (arXiv 2402.19427), section 2.4.
+    """
+
+    name: ClassVar[str] = "RG-LRU"
+    functions: ClassVar[Functions] = {
+        "RecurrentGemmaRecurrentBlock.forward": (_block, ("input_states", "position_ids")),
+        "RecurrentGemmaRglru._rnn_scan": (_scan, ("hidden_states", "recurrent_gate", "recurrent_states")),
+    }
+
+    def __init__(self, layers: int) -> None:
+        self._levels: Levels | None = None
+
+    def read(self, place: int, state: Tensor, ancestors: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        if place == 0:
+            self._levels = tree_levels(ancestors)
+        assert self._levels is not None
+        return tree_lru(x, a, state, self._levels).to(x.dtype), torch.cat([a, x], dim=-1)
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        a, x = gates.chunk(2, dim=-1)
+        commit_lru(x.flatten(2), a.flatten(2), state, path)
