@@ -135,6 +135,8 @@ def compare_case(
 
     with torch.no_grad():
         if reference is None:
+            if hasattr(model, "_setup_cache"):  # the modules of RecurrentGemma keep the states of the last call
+                model._setup_cache(model.config, case.batch, model.device, model.dtype)
             reference = ours(None) if options["do_sample"] else model.generate(**inputs, **options)
         drafter = _make_drafter(model, case, reference[:, inputs["input_ids"].shape[1] :].tolist())
         return reference, _first_difference(model, case, inputs, reference, ours(drafter))

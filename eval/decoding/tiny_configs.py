@@ -25,6 +25,7 @@ from transformers import (
     LlavaNextVideoConfig,
     LlavaOnevisionConfig,
     Mamba2Config,
+    MiniMaxConfig,
     MistralConfig,
     NemotronHConfig,
     OlmoHybridConfig,
@@ -39,6 +40,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLTextConfig,
+    RecurrentGemmaConfig,
     SiglipVisionConfig,
     Zamba2Config,
 )
@@ -178,8 +180,18 @@ SELECTIVE_CONFIGS: dict[str, Any] = {
 }
 """Models with Mamba-1 layers: alone, with norms of B, C and step sizes, and alternating with attention layers."""
 
+MIXER_CONFIGS: dict[str, Any] = {
+    # Each token goes to both experts: in bfloat16, experts were measured to differ between two plain passes.
+    "minimax": lambda: _shrink(
+        MiniMaxConfig, num_hidden_layers=4, block_size=4, num_local_experts=2, initializer_range=0.15
+    ),
+    "recurrent_gemma": lambda: _shrink(RecurrentGemmaConfig, num_hidden_layers=4, attention_window_size=6),
+}
+"""Models whose mixers compute their recurrence themselves: lightning attention and RG-LRU."""
+
 HYBRID_CONFIGS: dict[str, Any] = {
     **SELECTIVE_CONFIGS,
+    **MIXER_CONFIGS,
     **GATED_DELTA_CONFIGS,
     **KIMI_DELTA_CONFIGS,
     **CONVOLUTION_CONFIGS,

@@ -31,6 +31,7 @@ KERNELS = {
     "ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
     "ssm.ops.triton_delta": ("tree_delta", "commit_delta"),
     "ssm.ops.triton_selective": ("tree_selective", "commit_selective"),
+    "ssm.ops.triton_lru": ("tree_lru", "commit_lru"),
     "ssm.ops.triton_conv": ("tree_conv", "commit_conv"),
 }
 
@@ -57,8 +58,8 @@ def main() -> None:
     """Compare with transformers, and print which kernels ran."""
     mend_interpreter()
     calls = counted()
-    for name, batch in (("llava", 2), ("bamba", 1), ("olmo_hybrid", 2), ("jamba", 2)):
-        model = shared_model(name)
+    for name in ("llava", "bamba", "olmo_hybrid", "jamba", "minimax", "recurrent_gemma"):
+        model, batch = shared_model(name), 1 if name == "bamba" else 2
         target = plugins.target_class(model.config)(model)
         drafter: Any = MSD(network_for(model), top_k=2, depth=2, total_tokens=5) if name == "llava" else Ngram()
         drafter.attach(target)

@@ -28,9 +28,15 @@ def test_interpreted_kernels_say_what_generate_says():
         "top_log_probs",
         "tree_attention",
     ]
-    scans = {"bamba": "scan", "olmo_hybrid": "delta", "jamba": "selective"}
-    for hybrid, (model, scan) in zip(hybrids, scans.items(), strict=True):
-        own = [f"{part}_{op}" for part in ("commit", "tree") for op in ("conv", scan)]
+    operations = {
+        "bamba": ("conv", "scan"),
+        "olmo_hybrid": ("conv", "delta"),
+        "jamba": ("conv", "selective"),
+        "minimax": ("scan",),
+        "recurrent_gemma": ("conv", "lru"),
+    }
+    for hybrid, (model, names) in zip(hybrids, operations.items(), strict=True):
+        own = [f"{part}_{name}" for part in ("commit", "tree") for name in names]
         ran = sorted([*own, "compact_kv", "follow", "tree_attention"])
         assert [part.split("=")[0] for part in hybrid.split()] == [model, *ran]
 

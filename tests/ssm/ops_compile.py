@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from ssm.ops import triton_conv, triton_delta, triton_kda, triton_scan, triton_selective
+from ssm.ops import triton_conv, triton_delta, triton_kda, triton_lru, triton_scan, triton_selective
 from tests.compiling import compiled
 
 SCAN = {"dt": "*fp32", "a": "*fp32", "d": "*fp32", "state": "*fp32", "ancestors": "*u8", "y": "*fp32", "path": "*i64"}
@@ -18,12 +18,14 @@ DELTA |= {"ancestors": "*u8", "path": "*i64"}
 KDA = dict.fromkeys(("keys", "queries", "key_overlap", "query_overlap"), "*fp32") | DELTA
 SELECTIVE = {"x": "*bf16", **dict.fromkeys(("dt", "a", "b", "c", "d", "state", "states", "y"), "*fp32")}
 SELECTIVE |= {"parents": "*i64", "path": "*i64"}
+LRU = {"x": "*bf16", "a": "*bf16", **dict.fromkeys(("state", "y"), "*fp32"), "parents": "*i64", "path": "*i64"}
 UNIT = dict.fromkeys(("x_dim", "b_state", "c_state", "s_state", "y_dim", "x_channel", "y_channel", "p_depth"), 1)
 UNIT_DELTA = dict.fromkeys(("q_key", "k_key", "v_dim", "g_head", "b_head", "s_dim", "y_dim", "p_depth"), 1)
 UNIT_KDA = UNIT_DELTA | dict.fromkeys(("g_key", "r_key"), 1)
 UNIT_SELECTIVE = dict.fromkeys(
     ("x_channel", "dt_node", "a_state", "b_state", "c_state", "s_state", "p_node", "y_channel", "p_depth"), 1
 )
+UNIT_LRU = dict.fromkeys(("x_channel", "a_channel", "s_channel", "p_node", "y_channel", "p_depth"), 1)
 """What a launch finds to be one, Triton compiles in."""
 ALIGNED = ("x", "dt", "a", "b", "c", "d", "state", "ancestors", "y", "weight", "bias", "window", "path")
 ALIGNED += ("q", "k", "v", "g", "beta", "updates", "keys", "queries", "key_overlap", "query_overlap")
@@ -34,8 +36,8 @@ STRIDES += ("q_head", "k_head", "r_row", "r_node", "r_head")
 
 
 def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """Each kernel with its pointers' types, what is compiled in, and options: at the shapes of an 8B hybrid, of
-    Qwen3-Next, of Kimi-Linear, or of Falcon-Mamba, with trees of 16, 32 and 64 nodes, and of a small one."""
+    """Each kernel with its pointers' types, what is compiled in, and options: at the shapes of an 8B hybrid, Qwen3-Next,
+    Kimi-Linear, MiniMax, Falcon-Mamba or RecurrentGemma, with trees of 16, 32 and 64 nodes, and of a small one."""
     low = dict.fromkeys(("x", "b", "c", "weight", "bias"), "*bf16")
     full = dict.fromkeys(low, "*fp32")
     conv = {"state": "*bf16", "window": "*i64", "path": "*i64", "y": "*bf16"}
@@ -52,6 +54,10 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
         walk = {"BLOCK_NODES": triton_kda._WALKING, "BLOCK_ALL": nodes, "BLOCK_KEY": 128}
         scans.append((triton_kda._overlap_kda_kernel, KDA, walk | UNIT_KDA, {}))
     scans.append((triton_scan._tree_scan_kernel, full | SCAN, block | trees[1], ahead))
+    scans.append((triton_scan._tree_scan_kernel, low | SCAN, {"d": None, **block, "HAS_D": False, **trees[1]}, ahead))
+    lru = {"BLOCK": triton_lru._TILE} | UNIT_LRU
+    for kernel in (triton_lru._tree_lru_kernel, triton_lru._commit_lru_kernel):
+        scans.append((kernel, LRU, lru, {"num_warps": 1}))
     tile = {"HAS_D": True, "BLOCK_CHANNELS": triton_selective._TREE_TILE // 16, "BLOCK_STATE": 16} | UNIT_SELECTIVE
     for nodes in (1, 16, 32, 64, None):
         tree = (

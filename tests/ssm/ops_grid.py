@@ -125,6 +125,19 @@ class Inputs:
         """(batch, channels, state)"""
         return _inside_nan(self.state.flatten(1, 2))
 
+    @property
+    def lru(self) -> tuple[Tensor, Tensor]:
+        """x and a of the gated linear recurrence: decays differ by channel, and most are weak; the first is 0."""
+        x = self.x.flatten(2)
+        a = torch.exp(-2 * self.dt.repeat_interleave(self.x.shape[3], 2) ** 6 * x.float().sigmoid()).to(x.dtype)
+        a[..., 0] = 0.0
+        return x, _strided(a)
+
+    @property
+    def lru_state(self) -> Tensor:
+        """(batch, channels)"""
+        return _inside_nan(self.state.sum(3).flatten(1))
+
 
 def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
     """Random inputs. What lies around and between them in memory is NaN."""
@@ -282,8 +295,37 @@ def check_selective_commit(case: Case, device: str = "cpu") -> None:
         assert torch.equal(state[1].cpu(), on.selective_state[1])
 
 
+def check_lru(case: Case, device: str = "cpu") -> None:
+    """The gated linear recurrence at every node, against float64."""
+    i = draw(case, device)
+    state = i.lru_state
+    with patch("torch.empty", _nan_filled):
+        y = ops.tree_lru(*i.lru, state, ops.tree_levels(i.tree.ancestors))
+    on = _on_cpu(i)
+    expected = reference.tree_lru(*on.lru, on.lru_state.double(), on.tree.parents)
+    assert y.dtype == torch.float32
+    _close(y, expected.float(), case)
+    assert torch.equal(state, i.lru_state)
+
+
+def check_lru_commit(case: Case, device: str = "cpu") -> None:
+    """The state after the deepest path of each row, the second row having none, against float64."""
+    i = draw(case, device)
+    path = i.deepest.clone()
+    if case.batch > 1:
+        path[1] = -1
+    on, state = _on_cpu(i), i.lru_state
+    expected = on.lru_state.double()
+    ops.commit_lru(*i.lru, state, path)
+    reference.commit_lru(*on.lru, expected, path.cpu())
+    _close(state, expected.float(), case)
+    if case.batch > 1:
+        assert torch.equal(state[1].cpu(), on.lru_state[1])
+
+
 CHECKS = (check_tree, check_commit, check_delta, check_delta_commit, check_kda, check_kda_commit)
 CHECKS += (check_selective, check_selective_commit)
+CHECKS += (check_lru, check_lru_commit)
 
 
 def _close(found: Tensor, expected: Tensor, case: Case) -> None:

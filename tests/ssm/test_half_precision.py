@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.decoding.tiny_configs import VOCAB
+from eval.decoding.tiny_configs import MIXER_CONFIGS, VOCAB
 from eval.decoding.tiny_models import mamba_network
 from mmspec import plugins
 from mmspec.speculation.tree import TokenTree
@@ -19,7 +19,7 @@ from tests.targets import prompt_of
 from tests.tiny import random_tree
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_next", "olmo_hybrid", "jamba", "lfm2"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_next", "olmo_hybrid", "jamba", "lfm2", *MIXER_CONFIGS])
 def test_decoding(name):
     check_decoding(name)
 

@@ -17,8 +17,10 @@ from ssm.cache import STATES
 from ssm.layers import (
     GatedDeltaNetLayers,
     KimiDeltaLayers,
+    LightningAttentionLayers,
     Mamba1Layers,
     Mamba2Layers,
+    RGLRULayers,
     ShortConvolutionLayers,
     _check,
     _dispatching,
@@ -30,7 +32,10 @@ from tests.tiny import random_tree, shared_model
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
 
 
-PLUGINS = (Mamba1Layers, Mamba2Layers, GatedDeltaNetLayers, KimiDeltaLayers, ShortConvolutionLayers)
+PLUGINS = (
+    *(Mamba1Layers, Mamba2Layers, GatedDeltaNetLayers, KimiDeltaLayers, ShortConvolutionLayers),
+    *(LightningAttentionLayers, RGLRULayers),
+)
 RECURRENT = {family: layers for layers in PLUGINS for family in layers.families}
 
 

@@ -18,7 +18,9 @@ def test_interpreted_kernels_agree_with_the_reference():
 def test_kernels_compile_without_a_gpu(tmp_path):
     out = run("tests.ssm.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
     built = [json.loads(line) for line in out.splitlines()]
-    names = {f"_{kind}_{op}_kernel" for kind in ("tree", "commit") for op in ("scan", "delta", "selective", "conv")}
+    names = {
+        f"_{kind}_{op}_kernel" for kind in ("tree", "commit") for op in ("scan", "delta", "selective", "lru", "conv")
+    }
     names |= {"_overlap_kda_kernel", "_tree_kda_kernel"}
     for capability in (80, 90, 100):
         here = [entry for entry in built if entry["capability"] == capability]

@@ -5,11 +5,18 @@ import itertools
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
 from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_configs import GATED_DELTA_CONFIGS, HYBRID_CONFIGS, KIMI_DELTA_CONFIGS, SELECTIVE_CONFIGS
+from eval.decoding.tiny_configs import (
+    GATED_DELTA_CONFIGS,
+    HYBRID_CONFIGS,
+    KIMI_DELTA_CONFIGS,
+    MIXER_CONFIGS,
+    SELECTIVE_CONFIGS,
+)
 from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.ops import kernels
@@ -27,18 +34,26 @@ UNLIMITED = [name for name in HYBRID_CONFIGS if name != "bamba-limits"]
 @torch.no_grad()
 def decoded(model, ids, tokens):
     """transformers' own decoding behind a prompt (1, length): (tokens, vocab) logits after each, and its cache."""
-    cache = DynamicCache(config=model.config)
+    cache = MiniMaxCache() if model.config.model_type == "minimax" else DynamicCache(config=model.config)
+    if hasattr(model, "_setup_cache"):  # the modules of RecurrentGemma keep the states of the last call
+        model._setup_cache(model.config, 1, model.device, model.dtype)
     options = {cache_argument(model.get_decoder()): cache, "use_cache": True}
     model(ids, position_ids=torch.arange(ids.shape[1])[None], **options)
     logits = []
     for token in tokens:
         position = torch.tensor([[ids.shape[1] + len(logits)]])
         logits.append(model(torch.tensor([[token]]), position_ids=position, **options).logits[0, -1])
+    blocks = [module for module in model.modules() if hasattr(module, "conv1d_state")]
+    cache.of_modules = [(block.conv1d_state, block.rg_lru.recurrent_states) for block in blocks]
     return torch.stack(logits), cache
 
 
 def states(cache, row=0):
-    """Per recurrent layer of transformers' cache: the last inputs of the convolution, and the state or None."""
+    """Per recurrent layer of transformers' cache: the last inputs of the convolution, and the state, if it has them."""
+    if isinstance(cache, MiniMaxCache):
+        return [(None, state[row].mT) for state in cache.linear_cache if len(state)]
+    if cache.of_modules:
+        return [(conv[row], state[row]) for conv, state in cache.of_modules]
     layers = [layer for layer in cache.layers if getattr(layer, "conv_states", {0: None})[0] is not None]
     recurrent = [layer.recurrent_states[0] for layer in layers]
     return [
@@ -53,7 +68,8 @@ def assert_same_states(target, row, cache):
     assert len(theirs) == len(ours[0])
     assert len(ours[1]) == sum(state is not None for _, state in theirs)
     for place, (conv, state) in enumerate(theirs):
-        torch.testing.assert_close(ours[0][place], conv[:, 1:], **CLOSE)
+        if conv is not None:
+            torch.testing.assert_close(ours[0][place], conv[:, -ours[0].shape[2] :], **CLOSE)
         if state is not None:
             torch.testing.assert_close(ours[1][place], state, **CLOSE)
 
@@ -132,7 +148,7 @@ def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "mamba2", "falcon_h1", "qwen3_next", *SELECTIVE_CONFIGS, *KIMI_DELTA_CONFIGS]
+    "name", ["bamba", "mamba2", "falcon_h1", "qwen3_next", *SELECTIVE_CONFIGS, *KIMI_DELTA_CONFIGS, *MIXER_CONFIGS]
 )
 def test_inside_generate(name):
     model, inputs = shared_model(name), text_inputs(3, 9)
@@ -142,7 +158,7 @@ def test_inside_generate(name):
     assert torch.equal(hooked, reference)
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "olmo_hybrid", "falcon_mamba"])
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "olmo_hybrid", "falcon_mamba", *MIXER_CONFIGS])
 def test_a_filled_cache_is_refused(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7]])
     _, cache = decoded(model, ids, [8])
@@ -153,7 +169,9 @@ def test_a_filled_cache_is_refused(name):
         )
 
 
-@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5_text", *KIMI_DELTA_CONFIGS, "mamba", "jamba"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "mamba2", "qwen3_5_text", *KIMI_DELTA_CONFIGS, "mamba", "jamba", *MIXER_CONFIGS]
+)
 def test_half_precision(name):
     """bfloat16: each token is almost the best after those before it, by transformers' own pass over the answer."""
     model = text_model(name).bfloat16()
@@ -218,15 +236,8 @@ def test_no_drafts_after_several_were_accepted(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "bamba",
-        "bamba-limits",
-        "mamba2",
-        "zamba2",
-        "falcon_h1",
-        *GATED_DELTA_CONFIGS,
-        *KIMI_DELTA_CONFIGS,
-        *SELECTIVE_CONFIGS,
-        "lfm2",
+        *("bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1", "lfm2"),
+        *(*GATED_DELTA_CONFIGS, *KIMI_DELTA_CONFIGS, *SELECTIVE_CONFIGS, *MIXER_CONFIGS),
     ],
 )
 def test_rows_accept_different_lengths(name):
@@ -254,7 +265,7 @@ def test_rows_accept_different_lengths(name):
         assert_same_states(target, b, decoded(model, row_of(inputs, b)["input_ids"], said[b])[1])
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "jamba"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "jamba", *MIXER_CONFIGS])
 def test_what_is_not_committed_leaves_no_trace(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7, 8]])
     target = TransformersTarget(model)
@@ -268,7 +279,8 @@ def test_what_is_not_committed_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "mamba2", "zamba2", "qwen3_5_text", "kimi_linear", "falcon_mamba", "jamba", "lfm2"]
+    "name",
+    ["bamba", "mamba2", "zamba2", "qwen3_5_text", "kimi_linear", "falcon_mamba", "jamba", "lfm2", *MIXER_CONFIGS],
 )
 @pytest.mark.parametrize("static", [False, True])
 def test_sequences_join_and_leave(name, static, monkeypatch):
@@ -300,7 +312,7 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
         rows = [rows[row] for row in kept]
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba", "lfm2"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba", "lfm2", *MIXER_CONFIGS])
 def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
     target, kept = TransformersTarget(shared_model(name)), []
     for entries in (1, 1 << 10, 1 << 30):
@@ -330,7 +342,7 @@ def test_nodes_behind_uncommitted_ones_are_refused():
 # ---------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba", *MIXER_CONFIGS])
 @torch.inference_mode()
 def test_samples_are_distributed_as_plain_ones(name):
     """Every outcome of a sampled step on a hybrid, and of what follows it: the target's own distribution of three
@@ -396,6 +408,6 @@ def test_a_pure_mamba_folder(tmp_path):
 # ---------------------------------------------------------------------- side by side
 
 
-@pytest.mark.parametrize("name", ["bamba", "jamba"])
+@pytest.mark.parametrize("name", ["bamba", "jamba", *MIXER_CONFIGS])
 def test_threads_do_not_meet(name):
     assert_threads_share(shared_model(name))

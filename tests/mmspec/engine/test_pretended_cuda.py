@@ -30,6 +30,8 @@ HYBRIDS = (
     "kimi_linear",
     "falcon_mamba",
     "lfm2",
+    "minimax",
+    "recurrent_gemma",
     "llava_bamba",
 )
 CASES = [("llava", kind) for kind in DRAFTERS]

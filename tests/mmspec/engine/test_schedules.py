@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_configs import MIXER_CONFIGS, VISION_CONFIGS
 from eval.decoding.tiny_models import mamba_network, msd_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.ngram import Ngram
@@ -40,6 +40,7 @@ CASES = [
     *[("bamba", name) for name in ("plain", "ngram", "recycle", "mamba", "msd")],
     *[("mamba2", name) for name in ("plain", "recycle")],
     *[(name, "recycle") for name in ("qwen3_5_text", "olmo_hybrid", "kimi_linear", "falcon_mamba", "jamba", "lfm2")],
+    *[(name, "recycle") for name in MIXER_CONFIGS],
     *[("llava", name) for name in ("plain", "union", "msd", "flash")],
     *[("qwen3_vl", name) for name in ("plain", "recycle", "msd")],
 ]

@@ -156,6 +156,8 @@ CASES += [
     ("falcon_mamba", "recycle"),
     ("jamba", "ngram"),
     ("lfm2", "ngram"),
+    ("minimax", "recycle"),
+    ("recurrent_gemma", "ngram"),
 ]
 CASES += [("bamba", kind) for kind in ("plain", "ngram", "small", "mamba", "recycle")]
 
