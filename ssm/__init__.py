@@ -1,1 +1,1 @@
-"""Recurrent side of mmspec: Mamba and Gated DeltaNet targets, their tree operations, drafters and training."""
+"""Recurrent side of mmspec: targets with recurrent layers, their tree operations, drafters and training."""

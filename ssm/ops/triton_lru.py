@@ -88,7 +88,7 @@ def _tree_lru_kernel(
         i_parent = tl.load(parents + i_node * p_node)
         b_x = _load(x + i_node * x_node, i_channel, x_channel, m_channel)
         b_a = _load(a + i_node * a_node, i_channel, a_channel, m_channel)
-        b_before = _load(y + tl.maximum(i_parent, 0) * y_node, i_channel, y_channel, m_channel & (i_parent >= 0))
+        b_before = _load(y + tl.maximum(i_parent, 0) * y_node, i_channel, y_channel, m_channel)
         b_now = b_a * tl.where(i_parent < 0, b_start, b_before) + b_x
         tl.store(y + i_node * y_node + i_channel * y_channel, b_now, mask=m_channel)
         tl.debug_barrier()  # other threads may read them

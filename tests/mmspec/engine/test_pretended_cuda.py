@@ -30,7 +30,6 @@ HYBRIDS = (
     "kimi_linear",
     "falcon_mamba",
     "lfm2",
-    "minimax",
     "recurrent_gemma",
     "llava_bamba",
 )
