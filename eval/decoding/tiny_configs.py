@@ -185,7 +185,9 @@ MIXER_CONFIGS: dict[str, Any] = {
     "minimax": lambda: _shrink(
         MiniMaxConfig, num_hidden_layers=4, block_size=4, num_local_experts=2, initializer_range=0.15
     ),
-    "recurrent_gemma": lambda: _shrink(RecurrentGemmaConfig, num_hidden_layers=4, attention_window_size=6),
+    "recurrent_gemma": lambda: _shrink(
+        RecurrentGemmaConfig, num_hidden_layers=4, attention_window_size=6, w_init_variance_scale=1.0
+    ),
 }
 """Models whose mixers compute their recurrence themselves: lightning attention and RG-LRU."""
 
