@@ -37,7 +37,8 @@ STRIDES += ("q_head", "k_head", "r_row", "r_node", "r_head")
 
 def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Each kernel with its pointers' types, what is compiled in, and options: at the shapes of an 8B hybrid,
-    Qwen3-Next, Kimi-Linear, MiniMax, Falcon-Mamba or RecurrentGemma, with trees of 16, 32 and 64 nodes, and of a small one."""
+    Qwen3-Next, Kimi-Linear, MiniMax, Falcon-Mamba or RecurrentGemma, with trees of 16, 32 and 64 nodes, and of a small
+    one."""
     low = dict.fromkeys(("x", "b", "c", "weight", "bias"), "*bf16")
     full = dict.fromkeys(low, "*fp32")
     conv = {"state": "*bf16", "window": "*i64", "path": "*i64", "y": "*bf16"}

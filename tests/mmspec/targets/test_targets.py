@@ -11,11 +11,11 @@ from transformers import (
     GPT2Config,
     Llama4TextConfig,
     LlamaConfig,
-    MiniMaxConfig,
     OpenAIGPTConfig,
     PhiConfig,
     T5Config,
     T5ForConditionalGeneration,
+    ZambaConfig,
 )
 
 import mmspec
@@ -195,7 +195,10 @@ def test_attention_that_takes_none_is_switched(name, model_name):
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
         (lambda: random_model(small_config(DogeConfig)), "DogeForCausalLM computes its attention mask from the values"),
-        (lambda: random_model(small_config(MiniMaxConfig)), "MiniMaxForCausalLM has linear_attention of another kind"),
+        (
+            lambda: random_model(small_config(ZambaConfig)),
+            "ZambaForCausalLM has hybrid, linear_attention of another kind",
+        ),
         (
             lambda: random_model(small_config(OpenAIGPTConfig)),
             "forward must take past_key_values: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not",
