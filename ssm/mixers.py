@@ -100,7 +100,7 @@ def _block(
 
 def _scan(
     states: StateCache, original: Adapter, lru: Any, hidden_states: Tensor, recurrent_gate: Tensor, **options: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Replaces ``RecurrentGemmaRglru._rnn_scan`` in verify passes; no node is the first of its sequence."""
     return states.scan(hidden_states, recurrent_gate)
 
