@@ -5,8 +5,9 @@ are replaced by dispatchers during passes of a target. Calls with a keyword argu
 the ``StateCache``; others, of other threads too, to transformers' own function, with whatever kernels are installed.
 Mixers that pass no keyword arguments have the cache on the convolution's inputs, and their scan follows it.
 
-Mixers that compute their recurrence themselves have dispatchers of methods: calls with a ``StateCache`` as a keyword
-argument go to an adapter (``ssm.mixers``).
+Mixers that compute their recurrence themselves, and other modules that read more than their own token, have dispatchers
+of methods: calls with a ``StateCache`` as an argument, or after a convolution with one, go to an adapter
+(``ssm.mixers``, ``ssm.windows``).
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from mmspec.errors import UserError
 from ssm.cache import STATES, StateCache
 from ssm.mixers import RGLRU, LightningAttention
 from ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
+from ssm.windows import INKLING, INKLING2, ZAYA
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
 _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"
-_ATTENDING = ("full_attention", "sliding_attention", _BOTH)
+_ATTENDING = ("full_attention", "sliding_attention", _BOTH, "hybrid_sliding")
 
 _LOCK = threading.Lock()
 _PASSES: Counter[ModuleType] = Counter()  # that run now
 _LAST: ContextVar[StateCache | None] = ContextVar("_LAST", default=None)
-"""The cache of a thread's last convolution, for the scan that follows it."""
+"""The cache of a thread's last convolution or adapter, for what follows it."""
 
 
 class RecurrentLayers:
@@ -47,22 +49,26 @@ class RecurrentLayers:
     Attributes:
         families: model types of the text configurations.
         recurrence: what the layers compute after their convolution, if anything.
+        functions: what is replaced if there is no recurrence.
 
     Raises:
         UserError: the installed transformers lacks a required function or method.
     """
 
     families: ClassVar[tuple[str, ...]]
-    recurrence: ClassVar[type[Recurrence] | None]
+    recurrence: ClassVar[type[Recurrence] | None] = None
+    functions: ClassVar[Functions] = CONVOLUTION
+    static: bool = True
     kinds = frozenset({_RECURRENT, _CONVOLVED, *_ATTENDING, "moe", "mlp"})
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder: Any = model.get_decoder()
         self._module = sys.modules[type(decoder).__module__]
-        _check(self._module, self.recurrence)
+        _check(self._module, self.replaced(), "convolution" if self.recurrence is None else self.recurrence.name)
         types = list(decoder.config.layer_types)
         self._layers = len(types)
-        self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH, _CONVOLVED)]
+        self._scans = self.scans(decoder.config)
+        self._recurrent = [layer for layer, kind in enumerate(types) if kind in (_RECURRENT, _BOTH)]
         self._attending = [layer for layer, kind in enumerate(types) if kind in _ATTENDING]
         self.attends = bool(self._attending)
 
@@ -70,8 +76,17 @@ class RecurrentLayers:
     def supports(cls, config: Any) -> bool:
         return getattr(config, "model_type", None) in cls.families
 
+    @classmethod
+    def replaced(cls) -> Functions:
+        """All replaced functions."""
+        return cls.functions if cls.recurrence is None else cls.recurrence.functions
+
+    def scans(self, config: Any) -> int:
+        """Scans of a layer."""
+        return 1
+
     def applied(self) -> AbstractContextManager[None]:
-        return _dispatching(self._module, self.recurrence)
+        return _dispatching(self._module, self.replaced())
 
     def cache(self, reserve: int, in_place: bool = False) -> StateCache:
         return StateCache(
@@ -81,6 +96,7 @@ class RecurrentLayers:
             attending=self._attending,
             reserve=reserve,
             in_place=in_place,
+            scans=self._scans,
         )
 
 
@@ -92,10 +108,13 @@ class Mamba2Layers(RecurrentLayers):
 
 
 class Mamba1Layers(RecurrentLayers):
-    """Mamba-1."""
+    """Mamba-1, with one scan per layer or several (Zamba)."""
 
-    families = ("mamba", "falcon_mamba", "jamba")
+    families = ("mamba", "falcon_mamba", "jamba", "zamba")
     recurrence = Mamba1
+
+    def scans(self, config: Any) -> int:
+        return getattr(config, "n_mamba_heads", 1)
 
 
 class GatedDeltaNetLayers(RecurrentLayers):
@@ -140,12 +159,35 @@ class RGLRULayers(RecurrentLayers):
 class ShortConvolutionLayers(RecurrentLayers):
     """Short convolutions alone."""
 
-    families = ("lfm2", "lfm2_moe")
-    recurrence = None
+    families = ("lfm2", "lfm2_moe", "lfm3")
 
 
-def _functions(recurrence: type[Recurrence] | None) -> Functions:
-    return CONVOLUTION if recurrence is None else recurrence.functions
+class InklingLayers(RecurrentLayers):
+    """Short convolutions of keys, values and outputs, beside attention with a bias of relative positions (Inkling)."""
+
+    families = ("inkling_text",)
+    functions = INKLING
+    static = False  # positions of keys and queries differ by row
+
+
+class Inkling2Layers(RecurrentLayers):
+    """The same, with some convolutions whose weights depend on the token (Inkling 2)."""
+
+    families = ("inkling2_text",)
+    functions = INKLING2
+    static = False
+
+
+class ZayaLayers(RecurrentLayers):
+    """Projections of the last tokens to queries, keys and values (ZAYA's compressed convolutional attention)."""
+
+    families = ("zaya",)
+    functions = ZAYA
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if model.config.attention_bias:
+            raise UserError("ZAYA's projections must have no bias: transformers adds it to padding, and not before it")
 
 
 def _place(module: ModuleType, name: str) -> tuple[Any, str]:
@@ -154,28 +196,27 @@ def _place(module: ModuleType, name: str) -> tuple[Any, str]:
     return (getattr(module, classes[0], None) if classes else module), name
 
 
-def _check(module: ModuleType, recurrence: type[Recurrence] | None) -> None:
+def _check(module: ModuleType, functions: Functions, layers: str) -> None:
     lacking = [f"Cache.{name}" for name in _CACHE_METHODS if not hasattr(Cache, name)]
-    for name, (_, needed) in _functions(recurrence).items():
+    for name, (_, needed) in functions.items():
         function = getattr(*_place(module, name), None)
         taken = inspect.signature(function).parameters if callable(function) else {}
         if missing := [parameter for parameter in needed if parameter not in taken]:
             lacking.append(f"{name}({', '.join(missing)})")
     if lacking:
-        name = recurrence.name if recurrence is not None else "convolution"
         raise UserError(
-            f"tree verification of {name} layers requires {', '.join(lacking)} in {module.__name__}: "
+            f"tree verification of {layers} layers requires {', '.join(lacking)} in {module.__name__}: "
             f"not found in transformers {transformers.__version__}"
         )
 
 
 @contextmanager
-def _dispatching(module: ModuleType, recurrence: type[Recurrence] | None) -> Iterator[None]:
+def _dispatching(module: ModuleType, functions: Functions) -> Iterator[None]:
     """Replaces a modelling file's functions by dispatchers during a pass. Passes of several threads may overlap."""
-    functions = {_place(module, name): replacement for name, (replacement, _) in _functions(recurrence).items()}
+    places = {_place(module, name): replacement for name, (replacement, _) in functions.items()}
     with _LOCK:
         if not _PASSES[module]:
-            for place, replacement in functions.items():
+            for place, replacement in places.items():
                 setattr(*place, _dispatcher(getattr(*place), replacement))
         _PASSES[module] += 1
     try:
@@ -185,7 +226,7 @@ def _dispatching(module: ModuleType, recurrence: type[Recurrence] | None) -> Ite
         with _LOCK:
             _PASSES[module] -= 1
             if not _PASSES[module]:
-                for place in functions:
+                for place in places:
                     setattr(*place, getattr(*place).without_tree)
 
 
@@ -196,8 +237,11 @@ def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Cal
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(replacement, str):
-            states = next((value for value in kwargs.values() if isinstance(value, StateCache)), None)
-            return original(*args, **kwargs) if states is None else replacement(states, original, *args, **kwargs)
+            found = (value for value in (*args, *kwargs.values()) if isinstance(value, StateCache))
+            if (states := next(found, _LAST.get())) is None:
+                return original(*args, **kwargs)
+            _LAST.set(states if states.verifying else None)
+            return replacement(states, original, *args, **kwargs)
         if replacement == "conv":
             # The mixers of Mamba-1, and of LFM2 in transformers 5.17, pass no keyword arguments.
             states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))

@@ -26,7 +26,7 @@ LAUNCHES = {
         *("top_log_probs", "next_beam", "keep_best"),
     ),
     "mmspec.cache.tree_cache": ("compact_kv",),
-    "ssm.cache": ("commit_conv", "tree_conv"),
+    "ssm.convolutions": ("commit_conv", "tree_conv"),
     "ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
 }
 

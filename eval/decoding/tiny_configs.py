@@ -158,6 +158,25 @@ KIMI_DELTA_CONFIGS: dict[str, Any] = {
 if not hasattr(transformers, "BailingHybridConfig"):  # added in transformers 5.20
     del KIMI_DELTA_CONFIGS["bailing_hybrid"]
 
+
+def _inkling(config_class: Any, **changes: Any) -> Any:
+    return _shrink(
+        config_class,
+        num_hidden_layers=4,
+        layer_types=["hybrid", "hybrid_sliding"] * 2,
+        sliding_window_size=6,
+        rel_extent=9,
+        swa_num_attention_heads=6,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        d_rel=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        **changes,
+    )
+
+
 CONVOLUTION_CONFIGS: dict[str, Any] = {
     "lfm2": lambda: _shrink(Lfm2Config, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": lambda: _shrink(
@@ -168,8 +187,30 @@ CONVOLUTION_CONFIGS: dict[str, Any] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
     ),
+    "lfm3": lambda: _shrink(
+        transformers.Lfm3Config,
+        num_hidden_layers=4,
+        layer_types=["conv", "sliding_attention", "conv", "full_attention"],
+        sliding_window=6,
+    ),
+    "inkling_text": lambda: _inkling(transformers.InklingTextConfig, logits_mup_width_multiplier=1.5),
+    "inkling2_text": lambda: _inkling(transformers.Inkling2TextConfig, n_layers_per_attn_res_block=3),
+    "zaya": lambda: _shrink(
+        transformers.ZayaConfig,
+        num_hidden_layers=4,
+        layer_types=["hybrid", "hybrid_sliding"] * 2,
+        sliding_window=6,
+        initializer_range=0.6,  # with smaller weights, answers repeat one token
+        num_experts=4,
+        moe_intermediate_size=32,
+        router_hidden_size=16,
+    ),
 }
-"""Models with short convolutions as the only other layers."""
+"""Models with short convolutions as the only other layers, beside attention in one layer (Inkling), or in its
+projections (ZAYA)."""
+for _name, _config in {"lfm3": "Lfm3Config", "inkling2_text": "Inkling2TextConfig"}.items():
+    if not hasattr(transformers, _config):  # added after transformers 5.17
+        del CONVOLUTION_CONFIGS[_name]
 
 SELECTIVE_CONFIGS: dict[str, Any] = {
     "mamba": lambda: _shrink(transformers.MambaConfig, num_hidden_layers=3, state_size=8),
@@ -177,8 +218,19 @@ SELECTIVE_CONFIGS: dict[str, Any] = {
     "jamba": lambda: _shrink(
         JambaConfig, num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1, num_experts=4, mamba_d_state=8
     ),
+    "zamba": lambda: _shrink(
+        transformers.ZambaConfig,
+        num_hidden_layers=4,
+        layers_block_type=[_RECURRENT, _BOTH] * 2,
+        # As for Zamba2.
+        head_dim=24,
+        initializer_range=0.1,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
 }
-"""Models with Mamba-1 layers: alone, with norms of B, C and step sizes, and alternating with attention layers."""
+"""Models with Mamba-1 layers: alone, with norms of B, C and step sizes, alternating with attention layers, and with
+several scans each, before shared attention (Zamba)."""
 
 MIXER_CONFIGS: dict[str, Any] = {
     # Each token goes to both experts: in bfloat16, experts were measured to differ between two plain passes.

@@ -37,12 +37,18 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.A_log.data.uniform_(-4, 1)
-            (module.dt_bias if hasattr(module, "dt_bias") else module.dt_proj.bias).data.normal_()
+            names = ("dt_bias", "dt_proj_bias", "dt_proj.bias")
+            parameters = dict(module.named_parameters())
+            next(parameters[name] for name in names if name in parameters).data.normal_()
         if hasattr(module, "conv1d"):
             module.conv1d.weight.data.normal_(std=0.5)
             if hasattr(module, "D"):  # not Gated DeltaNet or KDA
                 module.D.data.normal_()
                 module.conv1d.bias.data.normal_(std=0.2)
+        for name, weight in module.named_parameters(recurse=False):
+            # The scale of ZAYA's keys and weights of Inkling 2 are 0 by default.
+            if name in ("temp", "static_weight", "query") and not weight.any():
+                weight.data.normal_()
     head = model.get_output_embeddings()
     head.weight.data.normal_(std=0.5)
     return model

@@ -27,7 +27,6 @@ from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import StateCache
 from ssm.layers import Mamba2Layers
-from ssm.ops import commit_conv
 
 HEADS, HEAD_DIM, STATE = 128, 64, 128
 _VOCAB, _HIDDEN, _PROMPT = 512, 256, 32
@@ -52,10 +51,10 @@ class _SnapshotCache(StateCache):
         D: Tensor,  # noqa: N803
         dt_bias: Tensor,
         **options: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor]:
         assert self._tree is not None
         batch, nodes, heads, _ = x.shape
-        place = self._current
+        place = self._place[self._current[0]]
         if place == 0:
             self.snapshots = x.new_empty(
                 len(self._place), batch, nodes, *self._state.data.shape[2:], dtype=torch.float32
@@ -70,13 +69,13 @@ class _SnapshotCache(StateCache):
             state += (dt[:, node, :, None] * x[:, node])[..., None] * b[:, node, :, None]
             y[:, node] = (state @ c[:, node, :, :, None])[..., 0] + D[:, None] * x[:, node]
         self._calls += 1
-        return y, None
+        return y, state
 
     def _absorb(self, path: Tensor) -> None:
-        assert self._inputs is not None
         self._state.data.copy_(self.snapshots[:, :, int(path[0, -1])].transpose(0, 1))
-        for inputs, conv in zip(self._inputs, self._conv.data.unbind(1), strict=True):
-            commit_conv(inputs, conv, path)
+        chain = torch.arange(path.shape[1])[None]
+        for part in self._parts(*path.shape):
+            self._conv.commit(part, chain, (torch.zeros_like(path), path), False)
 
 
 class _SnapshotLayers(Mamba2Layers):

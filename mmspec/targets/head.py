@@ -25,7 +25,9 @@ class Head:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layer: Any = model.get_output_embeddings()
-        self._scale = _logit_scaling(model.config.get_text_config())
+        config = model.config.get_text_config()
+        self._scale = _logit_scaling(config)
+        self._size = getattr(config, "unpadded_vocab_size", None)  # the layer's further rows are padding
         self._before: Callable[[Tensor], Tensor] = _unchanged
         others = [part for part in model.children() if not isinstance(part, PreTrainedModel)]
         self._candidates: list[Callable[[Tensor], Tensor]] = [_unchanged, *others]
@@ -33,7 +35,7 @@ class Head:
         self._checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._scale(_by_rows(self._layer, self._before(hidden)))
+        return self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
 
     def narrow(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         """The logits of some tokens only, as a function of hidden states.
@@ -113,12 +115,12 @@ def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """Scaling of logits after the output layer (Gemma, Cohere, Granite, Falcon-H1, Muse)."""
+    """Scaling of logits after the output layer (Gemma, Cohere, Granite, Falcon-H1, Muse, Inkling)."""
     if cap := getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None):
         return partial(_capped, cap=cap, scale=getattr(config, "output_multiplier", 1.0))
     if scale := getattr(config, "logit_scale", None):
         return partial(torch.mul, other=scale)
-    if scale := getattr(config, "logits_scaling", None):
+    if scale := getattr(config, "logits_scaling", None) or getattr(config, "logits_mup_width_multiplier", None):
         return partial(torch.div, other=scale)
     if scale := getattr(config, "lm_head_multiplier", None):
         return partial(torch.mul, other=scale)

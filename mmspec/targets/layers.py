@@ -25,10 +25,12 @@ class TreeLayers(Protocol):
     Attributes:
         kinds: names of ``config.layer_types`` that can verify trees.
         attends: whether any layer has keys and values.
+        static: whether passes can have static shapes.
     """
 
     kinds: frozenset[str]
     attends: bool
+    static: bool
 
     @classmethod
     def supports(cls, config: Any) -> bool:

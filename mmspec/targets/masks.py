@@ -9,6 +9,9 @@ from torch import Tensor
 
 from mmspec.cache.tree_cache import TreeCache
 
+SLIDING = ("sliding_attention", "hybrid_sliding")
+"""Kinds of layers with a sliding window."""
+
 
 def tree_mask(
     config: Any, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor, dtype: torch.dtype
@@ -50,7 +53,7 @@ def tree_mask(
         masks["sliding_attention"] = _in_form(full & (query - key < window), additive)
     if chunk is not None:
         masks["chunked_attention"] = _in_form(full & (query // chunk == key // chunk), additive)
-    return masks if kinds else masks["sliding_attention"]
+    return _by_kind(masks) if kinds else masks["sliding_attention"]
 
 
 def tail_mask(
@@ -67,20 +70,27 @@ def tail_mask(
         return full
     tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
     slid = full & (depth[:, :, None] - tail[:, None, :] < window)[:, None]
-    return {"full_attention": full, "sliding_attention": slid} if kinds else slid
+    return _by_kind({"full_attention": full, "sliding_attention": slid}) if kinds else slid
 
 
 def window_of(config: Any, layer: int) -> int | None:
     """Size of a layer's sliding window; None for full attention."""
     kinds, window = _windows(config)
-    return window if window is None or not kinds or kinds[layer] == "sliding_attention" else None
+    return window if window is None or not kinds or kinds[layer] in SLIDING else None
 
 
 def _windows(config: Any) -> tuple[list[str], int | None]:
     """The kinds of a model's layers, if its configuration has them, and the size of the sliding window."""
     kinds = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None)
-    return kinds, None if kinds and "sliding_attention" not in kinds else window
+    return kinds, None if kinds and not set(SLIDING) & set(kinds) else window
+
+
+def _by_kind(masks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Masks under all names that decoders look up: of layers with convolutions beside attention, and of layers without
+    attention."""
+    beside = {"hybrid": masks["full_attention"], "hybrid_sliding": masks.get("sliding_attention")}
+    return {"linear_attention": None, "conv": None, **beside, **masks}
 
 
 def slot_positions(cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -> Tensor:

@@ -171,5 +171,8 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
                 config, "original_max_position_embeddings", switch
             )
         yield kind, switch
-    if getattr(config, "attn_temperature_tuning", None):  # Llama 4 numbers the nodes of a pass, whatever their depth
+    # Llama 4 and Inkling number the nodes of a pass, whatever their depth.
+    if getattr(config, "attn_temperature_tuning", None):
         yield "temperature", config.floor_scale - _MOST_NODES
+    elif config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
+        yield "temperature", config.log_scaling_n_floor - _MOST_NODES

@@ -286,6 +286,7 @@ class TransformersTarget:
         kinds = getattr(self.config, "layer_types", None) or ()
         supported = self.attention.name == NAME and "chunked_attention" not in kinds
         supported = supported or (self.layers is not None and not self.layers.attends)
+        supported = supported and (self.layers is None or self.layers.static)
         return supported and kernels.fixed_shapes(self.device)
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:

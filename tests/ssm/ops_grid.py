@@ -67,7 +67,7 @@ CASES = [
     Case(nodes=63, batch=1, heads=2, head_dim=64, state=128, dtype=torch.bfloat16),
     Case(nodes=64, batch=1, heads=1, head_dim=16, state=128, steep=90.0),
     Case(nodes=70, batch=1, groups=2, width=3, entries=2),
-    Case(nodes=20, batch=3, heads=6, groups=2, head_dim=20, state=16, steep=200.0),
+    Case(nodes=20, batch=3, heads=6, groups=2, head_dim=20, state=16, steep=200.0, width=7, entries=6),
     Case(nodes=31, heads=4, groups=1, head_dim=48, state=40, dtype=torch.bfloat16, entries=3, skip=False),
     Case(nodes=5, batch=1, heads=2, head_dim=16, state=256, dtype=torch.float16, width=1),
 ]

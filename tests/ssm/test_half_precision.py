@@ -33,7 +33,9 @@ def test_step_sizes_are_computed_in_float32(name, nodes, monkeypatch):
 
     def noted(cache, hidden_states, dt, *args, dt_bias, dt_softplus, **options):
         result = scan(cache, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
-        given.append((dt.double() + dt_bias.double(), cache._gates[cache._current, :, : dt.shape[1]].clone()))
+        given.append(
+            (dt.double() + dt_bias.double(), cache._gates[cache._place[cache._current[0]], :, : dt.shape[1]].clone())
+        )
         assert dt_softplus
         assert cache._state.data.dtype == torch.float32
         return result

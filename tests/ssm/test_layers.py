@@ -1,12 +1,15 @@
 """Dispatchers of the modelling modules: transformers' own functions as long as there is no tree."""
 
+import copy
 import inspect
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.bamba import modeling_bamba
 
 from eval.decoding.tiny_configs import HYBRID_CONFIGS
@@ -16,17 +19,19 @@ from mmspec.targets.transformers_target import TransformersTarget
 from ssm.cache import STATES
 from ssm.layers import (
     GatedDeltaNetLayers,
+    Inkling2Layers,
+    InklingLayers,
     KimiDeltaLayers,
     LightningAttentionLayers,
     Mamba1Layers,
     Mamba2Layers,
     RGLRULayers,
     ShortConvolutionLayers,
+    ZayaLayers,
     _check,
     _dispatching,
-    _functions,
+    _place,
 )
-from ssm.recurrences import Mamba2
 from tests.tiny import random_tree, shared_model
 
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
@@ -34,8 +39,9 @@ NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
 
 PLUGINS = (
     *(Mamba1Layers, Mamba2Layers, GatedDeltaNetLayers, KimiDeltaLayers, ShortConvolutionLayers),
-    *(LightningAttentionLayers, RGLRULayers),
+    *(LightningAttentionLayers, RGLRULayers, InklingLayers, Inkling2Layers, ZayaLayers),
 )
+MAMBA2, CONVOLUTIONS = Mamba2Layers.replaced(), ShortConvolutionLayers.replaced()
 RECURRENT = {family: layers for layers in PLUGINS for family in layers.families}
 
 
@@ -55,7 +61,7 @@ def test_without_a_tree_everything_is_handed_on():
 
     module = module_of(mamba2_chunk_scan=kernel)
     x = torch.zeros(1)
-    with _dispatching(module, Mamba2):
+    with _dispatching(module, MAMBA2):
         assert module.mamba2_chunk_scan(x, 3, D=None, return_final_states=True, seq_idx=x) == "result"
         assert module.mamba2_chunk_scan(x, **{STATES: None}) == "result"
     assert seen == [((x, 3), {"D": None, "return_final_states": True, "seq_idx": x}), ((x,), {})]
@@ -65,7 +71,7 @@ def test_a_mixer_without_keyword_arguments_has_the_cache_on_its_inputs():
     """As LFM2's in transformers 5.17."""
     module, x = module_of(), torch.zeros(1, 2, 3)
     setattr(x, STATES, SimpleNamespace(conv=lambda *args, **kwargs: (args, kwargs)))
-    with _dispatching(module, None):
+    with _dispatching(module, CONVOLUTIONS):
         assert module.causal_conv1d_fn(x, 3, seq_idx=None) == ((x, 3), {"seq_idx": None})
 
 
@@ -75,13 +81,13 @@ def test_a_scan_without_keyword_arguments_has_the_cache_of_its_convolution():
     module, x, plain = module_of(mamba2_chunk_scan=lambda x: "plain"), torch.zeros(1), torch.zeros(1)
     module.causal_conv1d_fn = lambda x: "plain"
     setattr(x, STATES, states)
-    with _dispatching(module, Mamba2):
+    with _dispatching(module, MAMBA2):
         assert [module.causal_conv1d_fn(x), module.mamba2_chunk_scan(plain)] == ["convolved", "scanned"]
         with ThreadPoolExecutor(1) as other:
             assert other.submit(module.mamba2_chunk_scan, plain).result() == "plain"
         assert [module.causal_conv1d_fn(plain), module.mamba2_chunk_scan(plain)] == ["plain", "plain"]
         module.causal_conv1d_fn(x)
-    with _dispatching(module, Mamba2):
+    with _dispatching(module, MAMBA2):
         assert module.mamba2_chunk_scan(plain) == "plain"
 
 
@@ -104,21 +110,44 @@ def test_functions_are_replaced_during_passes_only():
     assert [getattr(modeling_bamba, name) for name in NAMES] == before
 
 
+@pytest.mark.parametrize("name", [name for name in ("inkling_text", "inkling2_text", "zaya") if name in HYBRID_CONFIGS])
+@torch.inference_mode()
+def test_modules_are_replaced_during_passes_only(name):
+    """Calls without a ``StateCache`` stay as they are, during passes too."""
+    model = shared_model(name)
+    layers, ids = RECURRENT[name](model), torch.tensor([[5, 6, 7, 8, 9]])
+    places = [_place(sys.modules[type(model).__module__], name) for name in layers.replaced()]
+    before, plain = [getattr(*place) for place in places], model(ids).logits
+    with layers.applied():
+        assert [getattr(*place).without_tree for place in places] == before
+        torch.testing.assert_close(model(ids, use_cache=True).logits, plain, atol=1e-4, rtol=1e-4)
+    assert [getattr(*place) for place in places] == before
+
+
+def test_biased_projections_are_refused():
+    config = copy.deepcopy(shared_model("zaya").config)
+    config.attention_bias = True
+    with pytest.raises(UserError, match=r"^ZAYA's projections must have no bias"):
+        TransformersTarget(AutoModelForCausalLM.from_config(config))
+
+
 def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
     def older(hidden_states, dt, A, B, C, chunk_size): ...  # noqa: N803
 
-    _check(module_of(), Mamba2)
+    _check(module_of(), MAMBA2, "Mamba-2")
     with pytest.raises(
         UserError, match=r"^tree verification .* requires mamba2_chunk_scan\(D, dt_bias, dt_softplus\) in .*: not found"
     ):
-        _check(module_of(mamba2_chunk_scan=older), Mamba2)
+        _check(module_of(mamba2_chunk_scan=older), MAMBA2, "Mamba-2")
     with pytest.raises(
         UserError, match=r"requires causal_conv1d_fn\(hidden_states, weight, bias, activation\) in modeling_"
     ):
-        _check(module_of(causal_conv1d_fn=None), Mamba2)
+        _check(module_of(causal_conv1d_fn=None), MAMBA2, "Mamba-2")
+    with pytest.raises(UserError, match=r"requires ZayaCCAProjection\.forward\(hidden_states, .*\) in modeling_"):
+        _check(module_of(), ZayaLayers.replaced(), "convolution")
     monkeypatch.setattr("ssm.layers._CACHE_METHODS", ("update_conv_state", "rewind"))
     with pytest.raises(UserError, match=r"requires Cache\.rewind in modeling_of_another_time: not found in"):
-        _check(module_of(), Mamba2)
+        _check(module_of(), MAMBA2, "Mamba-2")
 
 
 @pytest.mark.parametrize(
@@ -130,15 +159,18 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
         ("olmo_hybrid", 1, 6, 3),
         ("kimi_linear", 1, 6, 3),
         ("jamba", 1, 6, 3),
+        ("zamba", 1, 12, 4),
         ("lfm2", 0, 2, 0),
+        ("inkling_text", 0, 16, 0),
+        *[("inkling2_text", *numbers) for numbers in ((0, 16, 4), (2, 16, 12)) if "inkling2_text" in HYBRID_CONFIGS],
     ],
 )
 @torch.inference_mode()
 def test_mixers_that_go_another_way_are_noticed(name, function, expected, received, monkeypatch):
     target = TransformersTarget(shared_model(name))
-    functions = dict(_functions(RECURRENT[name].recurrence))
+    functions = dict(RECURRENT[name].replaced())
     del functions[list(functions)[function]]
-    monkeypatch.setattr("ssm.layers._functions", lambda recurrence: functions)
+    monkeypatch.setattr(RECURRENT[name], "replaced", lambda *_: functions)
     target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
     with pytest.raises(RuntimeError, match=f"once per verify pass: expected {expected} calls, received {received}$"):
@@ -151,5 +183,6 @@ def test_families(family):
     assert [plugin.supports(model.config) for plugin in PLUGINS] == [plugin is RECURRENT[family] for plugin in PLUGINS]
     layers = plugins.layer_class(model.config)(model)
     assert type(layers) is RECURRENT[family]
+    assert layers.static == (not family.startswith("inkling"))
     assert layers.attends == (family not in ("mamba", "falcon_mamba", "mamba2"))
     assert not Mamba2Layers.supports(shared_model("llama").config)

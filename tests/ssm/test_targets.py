@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Mamba2Config
+from transformers import AutoModelForCausalLM, DynamicCache, InklingTextConfig, Mamba2Config
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import mmspec
 from eval.decoding.losslessness import Case, compare_case
 from eval.decoding.small_configs import random_model, small_config
 from eval.decoding.tiny_configs import (
+    CONVOLUTION_CONFIGS,
     GATED_DELTA_CONFIGS,
     HYBRID_CONFIGS,
     KIMI_DELTA_CONFIGS,
@@ -48,30 +49,41 @@ def decoded(model, ids, tokens):
     return torch.stack(logits), cache
 
 
-def states(cache, row=0):
-    """Per recurrent layer of transformers' cache: the last inputs of the convolution, and the state, if it has them."""
+def states(cache):
+    """In transformers' cache: the last inputs of the convolutions, and the recurrent states."""
     if isinstance(cache, MiniMaxCache):
-        return [(None, state[row].mT) for state in cache.linear_cache if len(state)]
+        return [], [state[0].mT for state in cache.linear_cache if len(state)]
     if cache.of_modules:
-        return [(conv[row], state[row]) for conv, state in cache.of_modules]
-    layers = [layer for layer in cache.layers if getattr(layer, "conv_states", {0: None})[0] is not None]
-    recurrent = [layer.recurrent_states[0] for layer in layers]
-    return [
-        (layer.conv_states[0][row], None if state is None else state[row])
-        for layer, state in zip(layers, recurrent, strict=True)
-    ]
+        return [[part[0] for part in parts] for parts in zip(*cache.of_modules, strict=True)]
+    layers = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    return (
+        [conv[0] for layer in layers for conv in layer.conv_states.values() if conv is not None],
+        [state[0] for layer in layers for state in layer.recurrent_states.values() if state is not None],
+    )
 
 
+def states_of(target):
+    """The tensors with the convolutions' last inputs and the recurrent states, (rows, ...) each."""
+    return [part.data for part in (target.cache._conv.state, target.cache._state)]
+
+
+@torch.inference_mode()
 def assert_same_states(target, row, cache):
-    ours, theirs = [part.data[row] for part in (target.cache._conv, target.cache._state)], states(cache)
-    assert ours[1].dtype == torch.float32
-    assert len(theirs) == len(ours[0])
-    assert len(ours[1]) == sum(state is not None for _, state in theirs)
-    for place, (conv, state) in enumerate(theirs):
-        if conv is not None:
-            torch.testing.assert_close(ours[0][place], conv[:, -ours[0].shape[2] :], **CLOSE)
-        if state is not None:
-            torch.testing.assert_close(ours[1][place], state, **CLOSE)
+    """The states of a row are transformers', whose convolutions may keep one input more than needed."""
+    (convolved, recurrent), (inputs, ours) = states(cache), states_of(target)
+    inputs = inputs[row]
+    if target.config.model_type == "zaya":  # inputs of the projections; transformers keeps their outputs
+        for x, theirs, layer in zip(inputs.chunk(len(convolved)), convolved, target.model.model.layers, strict=True):
+            projection = layer.self_attn.qkv_proj
+            projected = torch.cat([projection.q_proj(x.T), projection.k_proj(x.T)], dim=-1)
+            torch.testing.assert_close(projected.T, theirs, **CLOSE)
+        return
+    entries = inputs.shape[1]
+    expected = torch.cat([conv[:, -entries:] for conv in convolved]) if convolved else inputs.new_zeros(0, 0)
+    torch.testing.assert_close(inputs, expected, **CLOSE)
+    if recurrent:
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours[row].flatten(), torch.cat(recurrent).flatten(), **CLOSE)
 
 
 @torch.inference_mode()
@@ -107,6 +119,19 @@ def test_eager_attention(name):
     model = text_model(name)
     model.set_attn_implementation("eager")
     assert_trees_equal_paths(model, text_inputs(3, 9), steps=2)
+
+
+@pytest.mark.parametrize("name", CONVOLUTION_CONFIGS)
+def test_padding_is_in_no_window(name):
+    """Prompts shorter than a convolution, padded with tokens whose embeddings are not 0."""
+    model, target = shared_model(name), TransformersTarget(shared_model(name))
+    ids, mask = torch.tensor([[7, 8, 9, 5], [5, 6, 8, 9]]), torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]])
+    target.prefill(Prompt(ids, mask), 16)
+    tree = random_tree(torch.Generator().manual_seed(0), 2, 6, 90, ragged=False)
+    logits = target.forward_tree(tree).logits[0]
+    for node in range(6):
+        path = root_path(tree, 0, node)
+        torch.testing.assert_close(logits[path], decoded(model, ids[:1, 3:], tree.tokens[0, path].tolist())[0], **CLOSE)
 
 
 def test_no_attention_at_all_in_a_model_that_may_have_some():
@@ -148,7 +173,11 @@ def test_tokens_equal_plain_ones(name, batch, length, setting, drafter):
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "mamba2", "falcon_h1", "qwen3_next", *SELECTIVE_CONFIGS, *KIMI_DELTA_CONFIGS, *MIXER_CONFIGS]
+    "name",
+    [
+        *("bamba", "mamba2", "falcon_h1", "qwen3_next"),
+        *(*SELECTIVE_CONFIGS, *KIMI_DELTA_CONFIGS, *MIXER_CONFIGS, *CONVOLUTION_CONFIGS),
+    ],
 )
 def test_inside_generate(name):
     model, inputs = shared_model(name), text_inputs(3, 9)
@@ -170,7 +199,7 @@ def test_a_filled_cache_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", "mamba2", "qwen3_5_text", *KIMI_DELTA_CONFIGS, "mamba", "jamba", *MIXER_CONFIGS]
+    "name", ["bamba", "mamba2", "qwen3_5_text", *KIMI_DELTA_CONFIGS, "mamba", "jamba", "zamba", *MIXER_CONFIGS]
 )
 def test_half_precision(name):
     """bfloat16: each token is almost the best after those before it, by transformers' own pass over the answer."""
@@ -236,7 +265,7 @@ def test_no_drafts_after_several_were_accepted(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1", "lfm2"),
+        *("bamba", "bamba-limits", "mamba2", "zamba2", "falcon_h1", *CONVOLUTION_CONFIGS),
         *(*GATED_DELTA_CONFIGS, *KIMI_DELTA_CONFIGS, *SELECTIVE_CONFIGS, *MIXER_CONFIGS),
     ],
 )
@@ -265,22 +294,26 @@ def test_rows_accept_different_lengths(name):
         assert_same_states(target, b, decoded(model, row_of(inputs, b)["input_ids"], said[b])[1])
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "jamba", *MIXER_CONFIGS])
+@pytest.mark.parametrize(
+    "name", ["bamba", "qwen3_5_text", "kimi_linear", "jamba", "zamba", *CONVOLUTION_CONFIGS, *MIXER_CONFIGS]
+)
 def test_what_is_not_committed_leaves_no_trace(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7, 8]])
     target = TransformersTarget(model)
     target.prefill(Prompt(ids), 32)
-    states = target.cache._conv.data, target.cache._state.data
-    before = [tensor.clone() for tensor in states]
+    before = [tensor.clone() for tensor in states_of(target)]
     g = torch.Generator().manual_seed(0)
     for nodes in (5, 1, 9):
         target.forward_tree(random_tree(g, 1, nodes, 90))
-        assert all(torch.equal(a, b) for a, b in zip(before, states, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, states_of(target), strict=True))
 
 
 @pytest.mark.parametrize(
     "name",
-    ["bamba", "mamba2", "zamba2", "qwen3_5_text", "kimi_linear", "falcon_mamba", "jamba", "lfm2", *MIXER_CONFIGS],
+    [
+        *("bamba", "mamba2", "zamba2", "qwen3_5_text", "kimi_linear", "falcon_mamba", "jamba", "zamba"),
+        *(*CONVOLUTION_CONFIGS, *MIXER_CONFIGS),
+    ],
 )
 @pytest.mark.parametrize("static", [False, True])
 def test_sequences_join_and_leave(name, static, monkeypatch):
@@ -312,7 +345,9 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
         rows = [rows[row] for row in kept]
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba", "lfm2", *MIXER_CONFIGS])
+@pytest.mark.parametrize(
+    "name", ["bamba", "qwen3_5_text", "kimi_linear", "mamba", "zamba", "lfm2", "inkling_text", "zaya", *MIXER_CONFIGS]
+)
 def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
     target, kept = TransformersTarget(shared_model(name)), []
     for entries in (1, 1 << 10, 1 << 30):
@@ -321,7 +356,7 @@ def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
         tree = random_tree(torch.Generator().manual_seed(2), 1, 8, 90, ragged=False)
         target.forward_tree(tree)
         commit(target, [root_path(tree, 0, 7)])
-        kept.append([part.data.clone() for part in (target.cache._conv, target.cache._state)])
+        kept.append([tensor.clone() for tensor in states_of(target)])
         target.select([])
     for other in kept[1:]:
         for a, b in zip(kept[0], other, strict=True):
@@ -390,6 +425,19 @@ def test_samples_are_distributed_as_plain_ones(name):
     torch.testing.assert_close(emitted, truth, atol=1e-6, rtol=1e-4)
 
 
+# ---------------------------------------------------------------------- heads
+
+
+def test_padding_of_an_output_layer_is_cut_off():
+    """The rows of Inkling's head beyond its vocabulary would have the highest logits."""
+    model = random_model(small_config(InklingTextConfig, unpadded_vocab_size=100))
+    model.lm_head.weight.data[100:] *= 100
+    inputs, options = text_inputs(2, 9), dict(max_new_tokens=12, do_sample=False)
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(mmspec.generate(model, drafter="recycle", nodes=8, **inputs, **options), expected)
+    assert int(expected.max()) < 100
+
+
 # ---------------------------------------------------------------------- folders
 
 
@@ -408,6 +456,6 @@ def test_a_pure_mamba_folder(tmp_path):
 # ---------------------------------------------------------------------- side by side
 
 
-@pytest.mark.parametrize("name", ["bamba", "jamba", *MIXER_CONFIGS])
+@pytest.mark.parametrize("name", ["bamba", "jamba", "zamba", "inkling_text", "zaya", *MIXER_CONFIGS])
 def test_threads_do_not_meet(name):
     assert_threads_share(shared_model(name))

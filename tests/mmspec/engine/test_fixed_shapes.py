@@ -38,7 +38,8 @@ def test_widths_are_few(nodes):
 
 
 TARGETS = ["llama", "mistral-window", "qwen2-window", "gemma3", "mamba2", "bamba", "falcon_h1", "zamba2"]
-TARGETS += ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba", "jamba", "lfm2", "minimax", "recurrent_gemma"]
+TARGETS += ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba", "jamba", "zamba", "lfm2", "zaya", "minimax"]
+TARGETS += ["recurrent_gemma"]
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -50,7 +51,7 @@ def test_every_node_equals_its_path(name, batch):
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "gemma3", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "gemma3", "recurrent_gemma", "zaya"])
 def test_trees_deeper_than_a_window(name, fixed, monkeypatch):
     """Within the tree, too, a node attends to no more than its window: chains of 16 against windows of 5 and 6."""
     monkeypatch.setattr(kernels, "fixed_shapes", lambda device: fixed)

@@ -29,8 +29,10 @@ HYBRIDS = (
     "olmo_hybrid",
     "kimi_linear",
     "falcon_mamba",
+    "zamba",
     "lfm2",
     "recurrent_gemma",
+    "zaya",
     "llava_bamba",
 )
 CASES = [("llava", kind) for kind in DRAFTERS]

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from eval.decoding.tiny_configs import MIXER_CONFIGS, VISION_CONFIGS
+from eval.decoding.tiny_configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
 from eval.decoding.tiny_models import mamba_network, msd_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.ngram import Ngram
@@ -39,8 +39,8 @@ CASES = [
     *[("mistral-window", name) for name in ("plain", "recycle", "small")],
     *[("bamba", name) for name in ("plain", "ngram", "recycle", "mamba", "msd")],
     *[("mamba2", name) for name in ("plain", "recycle")],
-    *[(name, "recycle") for name in ("qwen3_5_text", "olmo_hybrid", "kimi_linear", "falcon_mamba", "jamba", "lfm2")],
-    *[(name, "recycle") for name in MIXER_CONFIGS],
+    *[(name, "recycle") for name in ("qwen3_5_text", "olmo_hybrid", "kimi_linear", "falcon_mamba", "jamba", "zamba")],
+    *[(name, "recycle") for name in (*CONVOLUTION_CONFIGS, *MIXER_CONFIGS) if name != "lfm2_moe"],
     *[("llava", name) for name in ("plain", "union", "msd", "flash")],
     *[("qwen3_vl", name) for name in ("plain", "recycle", "msd")],
 ]

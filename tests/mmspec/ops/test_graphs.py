@@ -155,9 +155,11 @@ CASES += [
     ("kimi_linear", "recycle"),
     ("falcon_mamba", "recycle"),
     ("jamba", "ngram"),
+    ("zamba", "recycle"),
     ("lfm2", "ngram"),
     ("minimax", "recycle"),
     ("recurrent_gemma", "ngram"),
+    ("zaya", "recycle"),
 ]
 CASES += [("bamba", kind) for kind in ("plain", "ngram", "small", "mamba", "recycle")]
 

@@ -87,20 +87,22 @@ def test_masks_equal_a_loop(lengths, padding, window, earlier):
     assert (added[~expected] == torch.finfo(torch.bfloat16).min).all()
 
 
-def test_every_kind_of_layer_has_its_mask():
+@pytest.mark.parametrize("kinds", [KINDS, ["hybrid", "hybrid_sliding"]])
+def test_every_kind_of_layer_has_its_mask(kinds):
     cache, (depth, tail, reach) = cache_of((6, 5)), nodes_of(2)
     full, slid = (by_loop(cache, depth, tail, reach, window) for window in (None, 2))
     for masks, end in (
-        (tree_mask(config(2, KINDS), cache, depth, tail, reach, torch.float32), 0),
-        (tail_mask(config(2, KINDS), depth, tail, reach), cache.length),
+        (tree_mask(config(2, kinds), cache, depth, tail, reach, torch.float32), 0),
+        (tail_mask(config(2, kinds), depth, tail, reach), cache.length),
     ):
-        assert list(masks) == KINDS
-        assert torch.equal(masks["full_attention"], full[..., end:])
-        assert torch.equal(masks["sliding_attention"], slid[..., end:])
+        for names in (KINDS, kinds):
+            assert torch.equal(masks[names[0]], full[..., end:])
+            assert torch.equal(masks[names[1]], slid[..., end:])
+        assert [masks[name] for name in ("linear_attention", "conv")] == [None, None]
     # A window that no layer has counts nothing.
-    assert torch.equal(tree_mask(config(2, KINDS[:1]), cache, depth, tail, reach, torch.float32), full)
-    assert [window_of(config(2, KINDS), layer) for layer in (0, 1)] == [None, 2]
-    assert (window_of(config(2), 0), window_of(config(), 0), window_of(config(2, KINDS[:1]), 0)) == (2, None, None)
+    assert torch.equal(tree_mask(config(2, kinds[:1]), cache, depth, tail, reach, torch.float32), full)
+    assert [window_of(config(2, kinds), layer) for layer in (0, 1)] == [None, 2]
+    assert (window_of(config(2), 0), window_of(config(), 0), window_of(config(2, kinds[:1]), 0)) == (2, None, None)
 
 
 def test_roots_without_depth_stand_at_the_end():

@@ -9,6 +9,7 @@ from transformers import (
     BertConfig,
     DogeConfig,
     GPT2Config,
+    InklingTextConfig,
     Llama4TextConfig,
     LlamaConfig,
     OpenAIGPTConfig,
@@ -210,8 +211,11 @@ def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message)
         TransformersTarget(make())
 
 
-def test_a_prompt_that_crosses_llama_4s_attention_temperatures_is_refused():
-    target = TransformersTarget(random_model(small_config(Llama4TextConfig, floor_scale=540)))
+@pytest.mark.parametrize(
+    ("config_class", "floor"), [(Llama4TextConfig, "floor_scale"), (InklingTextConfig, "log_scaling_n_floor")]
+)
+def test_a_prompt_that_crosses_attention_temperatures_is_refused(config_class, floor):
+    target = TransformersTarget(random_model(small_config(config_class, **{floor: 540})))
     target.prefill(Prompt(torch.full((1, 12), 7)), 16)
     with pytest.raises(UserError, match=r"^attention temperatures change at 28 tokens: .*below, got 12 and up to 17"):
         target.prefill(Prompt(torch.full((1, 12), 7)), 17)

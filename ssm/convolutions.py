@@ -1,0 +1,132 @@
+"""Causal convolutions of a model: states, inputs of a verify pass, commits.
+
+A layer may have several: Inkling has four beside its attention. Those of all layers are stored as one wide convolution,
+whose channels are those of the first layer's, then the second's. Operations of a short reach that are no depthwise
+convolutions (``Convolutions.windows``) have the same states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmspec.cache.rows import RowTensor
+from ssm.ops import commit_conv, tree_conv
+
+Key = tuple[int, int]
+"""Layer, and number of the convolution in the layer (transformers' ``state_idx``)."""
+
+_MIN_NODES = 64
+"""Initial node capacity of in-place buffers."""
+
+
+class Convolutions:
+    """States of all convolutions of a model, which have one width.
+
+    Args:
+        in_place: static buffers.
+
+    Attributes:
+        state: (rows, channels, width - 1), the last inputs, newest last.
+        calls: convolutions computed in the last verify pass.
+    """
+
+    def __init__(self, in_place: bool) -> None:
+        self.in_place = in_place
+        self.state = RowTensor(in_place)
+        self.calls = 0
+        self._prompt: dict[Key, Tensor] = {}  # (batch, channels, width - 1) until the prompt is committed
+        self._channels: dict[Key, slice] = {}
+        self._parameters: dict[Key, tuple[Tensor, Tensor | None, str | None]] = {}  # weight, bias and activation
+        self._inputs = torch.empty(0, 0, 0)  # (rows, nodes, channels)
+        self._reallocated = object()  # replaced with the buffer of inputs
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    @property
+    def version(self) -> tuple[object, object]:
+        """Changes whenever a buffer is reallocated."""
+        return self.state.version, self._reallocated
+
+    @property
+    def width(self) -> int:
+        """Inputs that an output depends on."""
+        assert self.state.rows, "the prompt comes first"
+        return self.state.data.shape[2] + 1
+
+    # ------------------------------------------------------------------ prompt and rows
+
+    def store(self, key: Key, inputs: Tensor, width: int) -> None:
+        """Store the last inputs of a prompt, (batch, channels, tokens)."""
+        batch, channels, tokens = inputs.shape
+        kept = min(tokens, width - 1)
+        state = self._prompt[key] = inputs.new_zeros(batch, channels, width - 1)
+        state[:, :, width - 1 - kept :] = inputs[:, :, tokens - kept :]
+
+    def commit_prompt(self, without: Tensor) -> None:
+        """Make the inputs stored the states of new rows; ``without``, (batch, 0, 0), if there are no convolutions."""
+        end = 0
+        for key, state in self._prompt.items():
+            self._channels[key] = slice(end, end := end + state.shape[1])
+        self.state.append(torch.cat(list(self._prompt.values()), dim=1) if self._prompt else without)
+        self._prompt = {}
+
+    def append(self, prompt: Convolutions) -> None:
+        """Append the rows of a prefill."""
+        self._channels = prompt._channels
+        self.state.append(prompt.state.data[: prompt.state.rows])
+
+    # ------------------------------------------------------------------ verify pass
+
+    def convolve(
+        self, key: Key, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, window: Tensor
+    ) -> Tensor:
+        """``tree_conv`` over the nodes' inputs (batch, nodes, channels), recorded for the commit."""
+        state = self._record(key, x)
+        self._parameters[key] = weight, bias, activation
+        return tree_conv(x, state, weight, bias, window, activation)
+
+    def windows(self, key: Key, x: Tensor, window: Tensor) -> Tensor:
+        """The inputs that each node's output depends on, (batch, nodes, width, channels); recorded for the commit."""
+        inputs = torch.cat([self._record(key, x).transpose(1, 2), x], dim=1)
+        return inputs[torch.arange(len(x), device=x.device)[:, None, None], window]
+
+    def _record(self, key: Key, x: Tensor) -> Tensor:
+        """Copy the inputs of the nodes to the buffer; returns the state before them, (batch, channels, width - 1)."""
+        self.calls += 1
+        (rows, nodes, _), buffer, state = x.shape, self._inputs, self.state.data
+        alike = (buffer.shape[2], buffer.dtype, buffer.device) == (state.shape[1], state.dtype, state.device)
+        if not alike or buffer.shape[0] < rows or buffer.shape[1] < nodes:
+            self._inputs = state.new_empty(rows, max(nodes, _MIN_NODES if self.in_place else 1), state.shape[1])
+            self._reallocated = object()
+        self._inputs[:rows, :nodes, self._channels[key]] = x
+        return state[:rows, self._channels[key]]
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, part: slice, chain: Tensor, at: tuple[Tensor, Tensor], read: bool) -> Tensor:
+        """Advance some convolutions along a path.
+
+        Args:
+            chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
+            at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
+            read: whether outputs are needed.
+
+        Returns:
+            (batch, depth, channels), their outputs, or else their inputs.
+        """
+        channels = list(self._channels.values())[part]
+        span = slice(channels[0].start, channels[-1].stop)
+        y = inputs = self._inputs[:, :, span][at]
+        state = self.state.data[: len(inputs), span]
+        if read:
+            depth, taps = (torch.arange(count, device=inputs.device) for count in (inputs.shape[1], self.width))
+            weights, biases, activations = zip(*list(self._parameters.values())[part], strict=True)
+            weight, bias = weights[0], biases[0]
+            if len(weights) > 1:
+                weight, bias = torch.cat(weights), None if bias is None else torch.cat(biases)
+            window = (depth[:, None] + taps).expand(len(inputs), -1, -1)
+            y = tree_conv(inputs, state, weight, bias, window, activations[0])
+        commit_conv(inputs, state, chain)
+        return y
