@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    DeepseekV4Config,
     DogeConfig,
     GPT2Config,
     InklingTextConfig,
@@ -16,7 +17,6 @@ from transformers import (
     PhiConfig,
     T5Config,
     T5ForConditionalGeneration,
-    ZambaConfig,
 )
 
 import mmspec
@@ -197,8 +197,8 @@ def test_attention_that_takes_none_is_switched(name, model_name):
         ),
         (lambda: random_model(small_config(DogeConfig)), "DogeForCausalLM computes its attention mask from the values"),
         (
-            lambda: random_model(small_config(ZambaConfig)),
-            "ZambaForCausalLM has hybrid, linear_attention of another kind",
+            lambda: random_model(small_config(DeepseekV4Config)),
+            "DeepseekV4ForCausalLM has compressed_sparse_attention, heavily_compressed_attention of another kind",
         ),
         (
             lambda: random_model(small_config(OpenAIGPTConfig)),
