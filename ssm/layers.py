@@ -15,8 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -28,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
+from mmspec.targets.replacing import Place, replaced
 from ssm.cache import STATES, StateCache
 from ssm.mixers import RGLRU, LightningAttention
 from ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
@@ -37,8 +36,6 @@ _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_s
 _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"
 _ATTENDING = ("full_attention", "sliding_attention", _BOTH, "hybrid_sliding")
 
-_LOCK = threading.Lock()
-_PASSES: Counter[ModuleType] = Counter()  # that run now
 _LAST: ContextVar[StateCache | None] = ContextVar("_LAST", default=None)
 """The cache of a thread's last convolution or adapter, for what follows it."""
 
@@ -190,7 +187,7 @@ class ZayaLayers(RecurrentLayers):
             raise UserError("ZAYA's projections must have no bias: transformers adds it to padding, and not before it")
 
 
-def _place(module: ModuleType, name: str) -> tuple[Any, str]:
+def _place(module: ModuleType, name: str) -> Place:
     """The module, or its class, that a function belongs to, and the function's name there."""
     *classes, name = name.split(".")
     return (getattr(module, classes[0], None) if classes else module), name
@@ -212,22 +209,13 @@ def _check(module: ModuleType, functions: Functions, layers: str) -> None:
 
 @contextmanager
 def _dispatching(module: ModuleType, functions: Functions) -> Iterator[None]:
-    """Replaces a modelling file's functions by dispatchers during a pass. Passes of several threads may overlap."""
+    """Replaces a modelling file's functions by dispatchers during a pass."""
     places = {_place(module, name): replacement for name, (replacement, _) in functions.items()}
-    with _LOCK:
-        if not _PASSES[module]:
-            for place, replacement in places.items():
-                setattr(*place, _dispatcher(getattr(*place), replacement))
-        _PASSES[module] += 1
-    try:
-        yield
-    finally:
-        _LAST.set(None)
-        with _LOCK:
-            _PASSES[module] -= 1
-            if not _PASSES[module]:
-                for place in places:
-                    setattr(*place, getattr(*place).without_tree)
+    with replaced({place: functools.partial(_dispatcher, replacement=one) for place, one in places.items()}):
+        try:
+            yield
+        finally:
+            _LAST.set(None)
 
 
 @functools.cache
@@ -250,5 +238,4 @@ def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Cal
             states = kwargs.pop(STATES, _LAST.get())
         return original(*args, **kwargs) if states is None else getattr(states, replacement)(*args, **kwargs)
 
-    dispatch.without_tree = original  # type: ignore[attr-defined]
     return dispatch

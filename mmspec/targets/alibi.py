@@ -10,9 +10,7 @@ Source: ALiBi (arXiv 2108.12409), section 3.
 from __future__ import annotations
 
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -21,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.targets.replacing import Place, replaced
+
 _ATTRIBUTE = "slot_positions"
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
 """Positions of the slots in this thread's pass, (batch, slots) int64."""
-
-_LOCK = threading.Lock()
-_PASSES: Counter[Any] = Counter()  # that run now, by owner of the replaced function
 
 
 class Alibi:
@@ -37,14 +34,14 @@ class Alibi:
     """
 
     def __init__(self, decoder: nn.Module) -> None:
-        place = _place(decoder)
-        assert place is not None
-        self._owner, self._name, self._replaced = place
+        replacement = _replacement(decoder)
+        assert replacement is not None
+        self._replacement = replacement
 
     @classmethod
     def supports(cls, config: Any, decoder: nn.Module) -> bool:
         """Whether a model has ALiBi; Falcon may have rotary embeddings instead."""
-        return _place(decoder) is not None and getattr(config, "alibi", True) is not False
+        return _replacement(decoder) is not None and getattr(config, "alibi", True) is not False
 
     @staticmethod
     def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
@@ -54,30 +51,23 @@ class Alibi:
 
     @contextmanager
     def applied(self, mask: Tensor | None) -> Iterator[None]:
-        """Replaces the function during a pass with a mask of ``with_positions``. Passes of several threads may overlap;
-        other calls keep transformers' function."""
-        with _LOCK:
-            if not _PASSES[self._owner]:
-                setattr(self._owner, self._name, self._replaced(getattr(self._owner, self._name)))
-            _PASSES[self._owner] += 1
-        token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
-        try:
-            yield
-        finally:
-            _POSITIONS.reset(token)
-            with _LOCK:
-                _PASSES[self._owner] -= 1
-                if not _PASSES[self._owner]:
-                    setattr(self._owner, self._name, getattr(self._owner, self._name).__wrapped__)
+        """Replaces the function during a pass with a mask of ``with_positions``. Calls of other threads keep
+        transformers' function."""
+        with replaced(self._replacement):
+            token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
+            try:
+                yield
+            finally:
+                _POSITIONS.reset(token)
 
 
-def _place(decoder: nn.Module) -> tuple[Any, str, Callable[[Any], Any]] | None:
-    """Owner and name of the function that is replaced, and what replaces it; None for a decoder without ALiBi."""
+def _replacement(decoder: nn.Module) -> Mapping[Place, Callable[[Any], Any]] | None:
+    """The function to replace, and what replaces it; None for a decoder without ALiBi."""
     module = sys.modules[type(decoder).__module__]
     if hasattr(module, "build_alibi_tensor"):
-        return module, "build_alibi_tensor", _biases
+        return {(module, "build_alibi_tensor"): _biases}
     if hasattr(module, "MptAttention"):
-        return module.MptAttention, "forward", _mpt_attention
+        return {(module.MptAttention, "forward"): _mpt_attention}
     return None
 
 

@@ -94,11 +94,10 @@ def test_a_scan_without_keyword_arguments_has_the_cache_of_its_convolution():
 def test_functions_are_replaced_during_passes_only():
     """Of several threads the last one to leave restores them, in any order and after an error."""
     before = [getattr(modeling_bamba, name) for name in NAMES]
-    assert not any(hasattr(function, "without_tree") for function in before)
     first, second = (Mamba2Layers(shared_model("bamba")).applied() for _ in range(2))
     first.__enter__()
     during = [getattr(modeling_bamba, name) for name in NAMES]
-    assert [function.without_tree for function in during] == before
+    assert [function.__wrapped__ for function in during] == before
     for function, original in zip(during, before, strict=True):
         assert inspect.signature(function) == inspect.signature(original)
     with ExitStack() as passes:
@@ -119,7 +118,7 @@ def test_modules_are_replaced_during_passes_only(name):
     places = [_place(sys.modules[type(model).__module__], name) for name in layers.replaced()]
     before, plain = [getattr(*place) for place in places], model(ids).logits
     with layers.applied():
-        assert [getattr(*place).without_tree for place in places] == before
+        assert [getattr(*place).__wrapped__ for place in places] == before
         torch.testing.assert_close(model(ids, use_cache=True).logits, plain, atol=1e-4, rtol=1e-4)
     assert [getattr(*place) for place in places] == before
 
