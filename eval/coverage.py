@@ -11,6 +11,7 @@ import multiprocessing
 import re
 import warnings
 from collections import Counter
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter as clock
@@ -19,6 +20,7 @@ from typing import Any
 import click
 import torch
 import transformers
+from transformers.utils import is_torchvision_available
 
 from eval.decoding.coverage import NEW_TOKENS, NOT_BUILT, OUTCOMES, PUBLISHED, Model, Outcome, check, models
 from eval.harness.output import BenchmarkCommand, git_commit, print_result
@@ -63,8 +65,9 @@ def main(configs: Path | None, only: str | None, limit: int, log: Path, docs: Pa
 
 def environment() -> dict[str, Any]:
     """Versions that the outcomes depend on."""
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__, "commit": git_commit()}
-    return {**versions, "dtype": "float32", "new_tokens": NEW_TOKENS}
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    versions["torchvision"] = version("torchvision") if is_torchvision_available() else "none"
+    return {**versions, "commit": git_commit(), "dtype": "float32", "new_tokens": NEW_TOKENS}
 
 
 def check_apart(model: Model, limit: float) -> Outcome:
@@ -131,13 +134,13 @@ def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
 
 _INTRODUCTION = """# Supported models
 
-Written by `python -m eval.coverage` with transformers {transformers} and torch {torch}. Every decoder-only class with a
-causal language model or image-text-to-text head is built from its default configuration with sizes cut, and published
-configurations keep their widths with layers, experts and vocabulary cut. Weights are random, in {dtype}. Each class
-decodes greedily {new_tokens} tokens (8 if it has more than 100 million parameters) after a short prompt, a long one and
-two prompts with padding; vision-language models also after prompts with images, where the inputs can be made without a
-checkpoint's processor. Trees are random, or drafted from recycled tokens. The tokens are compared with those of
-transformers' `generate`.
+Written by `python -m eval.coverage` with transformers {transformers}, torch {torch} and torchvision {torchvision}
+(some image processors need it). Every decoder-only class with a causal language model or image-text-to-text head is
+built from its default configuration with sizes cut, and published configurations keep their widths with layers, experts
+and vocabulary cut. Weights are random, in {dtype}. Each class decodes greedily {new_tokens} tokens (8 if it has more
+than 100 million parameters) after a short prompt, a long one and two prompts with padding; vision-language models also
+after prompts with images, where the inputs can be made without a checkpoint's processor. Trees are random, or drafted
+from recycled tokens. The tokens are compared with those of transformers' `generate`.
 
 - **equal**: all tokens are those of `generate`.
 - **refused**: an error of one line, before any token.
