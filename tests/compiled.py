@@ -1,4 +1,4 @@
-"""Tests of the C++ kernels are skipped, with the reason, where these cannot run: no AVX-512 VNNI or no compiler."""
+"""Tests of the C++ kernels are skipped, with the reason, where these cannot run: no AVX2 or no compiler."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Shared by all tests."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -19,3 +21,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def at_every_node(monkeypatch):
+    """The target's token is chosen at every node, as with static shapes, not only at those that are reached."""
+    monkeypatch.setattr("mmspec.sampling.sampler.kernels", SimpleNamespace(fixed_shapes=lambda device: True))

@@ -177,21 +177,20 @@ def _first_difference(
 def sampling_margin(model: Any, case: Case, position: int) -> list[float]:
     """Distance in probability from each row's draw at new token ``position`` to the nearest other token's interval."""
     distances: list[list[float]] = []
-    quantile = ops.quantile
+    sample = ops.sample
 
-    def record_distance(probs: Tensor, uniform: Tensor) -> Tensor:
-        borders = probs.double().cumsum(-1)
-        distance = (borders / borders[..., -1:] - uniform.double()[..., None]).abs()
-        distances.append(distance.amin(-1)[:, 0].tolist())
-        return quantile(probs, uniform)
+    def record_distance(scores: Tensor, uniform: Tensor) -> Tensor:
+        borders = scores.double().softmax(-1).cumsum(-1)
+        distances.append((borders - uniform.double()[..., None]).abs().amin(-1)[:, 0].tolist())
+        return sample(scores, uniform)
 
     try:
-        ops.quantile = record_distance
+        ops.sample = record_distance
         torch.manual_seed(case.seed)
         options: dict[str, Any] = {**SETTINGS[case.setting], **case_inputs(case)}
         mmspec.generate(model, drafter=None, max_new_tokens=position + 1, **options)
     finally:
-        ops.quantile = quantile
+        ops.sample = sample
     return distances[position]
 
 

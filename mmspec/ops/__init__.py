@@ -7,7 +7,7 @@ kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank t
 from mmspec.ops.attention import tree_attention
 from mmspec.ops.compact import compact_kv
 from mmspec.ops.growth import keep_best, next_beam, top_log_probs
-from mmspec.ops.verify import choose_drawn, follow, greedy, quantile
+from mmspec.ops.verify import choose_drawn, follow, greedy, quantile, sample
 
 __all__ = [
     "choose_drawn",
@@ -17,6 +17,7 @@ __all__ = [
     "keep_best",
     "next_beam",
     "quantile",
+    "sample",
     "top_log_probs",
     "tree_attention",
 ]

@@ -1,5 +1,5 @@
-// CPU kernels: products with quantised weights, tree attention, what a decoder layer does around them, and the
-// greatest logits.
+// CPU kernels: products with quantised weights, tree attention, what a decoder layer does around them, the greatest
+// logits, and sampling.
 //
 // Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
 // the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
@@ -23,13 +23,19 @@
 
 namespace {
 
-constexpr int64_t LANES = 16, GROUP = 32, TILE = 8, CHUNK = 128;
+// LANES: floats of a vector register. TILE: rows of inputs that share a load of weights.
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16, TILE = 8;
+#else
+constexpr int64_t LANES = 8, TILE = 4;
+#endif
+constexpr int64_t BLOCK = 16, GROUP = 32, CHUNK = 128;
 constexpr int64_t AHEAD = 8192;  // bytes of weights to prefetch
 
-typedef float floats __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint8_t bytes __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint8_t bytes __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 template <class T>
 inline T load(const void* from) {
@@ -45,6 +51,8 @@ inline floats as_floats(ints value) { return reinterpret_cast<floats>(value); }
 inline floats fma(floats a, floats b, floats c) {
 #if defined(__AVX512F__)
   return reinterpret_cast<floats>(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
+#elif defined(__FMA__)
+  return reinterpret_cast<floats>(_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c));
 #else
   for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
@@ -54,14 +62,16 @@ inline floats fma(floats a, floats b, floats c) {
 inline float sum(floats value) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)value);
+#else
+  value += __builtin_shufflevector(value, value, 4, 5, 6, 7, 4, 5, 6, 7);
+  value += __builtin_shufflevector(value, value, 2, 3, 2, 3, 4, 5, 6, 7);
+  return value[0] + value[1];
 #endif
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) value[i] += value[i + width];
-  return value[0];
 }
 
-// The sums of 16 vectors. Each is summed in the same order, whatever the others are.
+// The sums of LANES vectors. Each is summed in the same order, whatever the others are.
 inline floats sums(const floats (&of)[LANES]) {
+#if defined(__AVX512F__)
   floats a[8], b[4], c[2];
   for (int i = 0; i < 8; i++) {
     floats x = of[2 * i], y = of[2 * i + 1];
@@ -79,21 +89,39 @@ inline floats sums(const floats (&of)[LANES]) {
   };
   c[0] = halved(b[0], b[1]), c[1] = halved(b[2], b[3]);
   return halved(c[0], c[1]);
+#else
+  floats a[4], b[2];
+  for (int i = 0; i < 4; i++) {
+    floats x = of[2 * i], y = of[2 * i + 1];
+    a[i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 4, 12, 5, 13) +
+           __builtin_shufflevector(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 2; i++)
+    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
 }
 
 inline float greatest(floats value) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)value);
+#else
+  floats other = __builtin_shufflevector(value, value, 4, 5, 6, 7, 4, 5, 6, 7);
+  value = value > other ? value : other;
+  other = __builtin_shufflevector(value, value, 2, 3, 2, 3, 4, 5, 6, 7);
+  value = value > other ? value : other;
+  return std::max(value[0], value[1]);
 #endif
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) value[i] = std::max(value[i], value[i + width]);
-  return value[0];
 }
 
 // Bit i: whether value[i] > than[i].
 inline uint32_t greater(floats value, floats than) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)value, (__m512)than, _CMP_GT_OQ);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)value, (__m256)than, _CMP_GT_OQ));
 #endif
   uint32_t found = 0;
   for (int i = 0; i < LANES; i++) found |= uint32_t(value[i] > than[i]) << i;
@@ -104,6 +132,8 @@ inline uint32_t greater(floats value, floats than) {
 inline floats widen(halves value) {
 #if defined(__AVX512F__)
   return reinterpret_cast<floats>(_mm512_maskz_cvtph_ps(0xffff, (__m256i)value));
+#elif defined(__F16C__)
+  return reinterpret_cast<floats>(_mm256_cvtph_ps((__m128i)value));
 #endif
   ints bits = __builtin_convertvector(value, ints);
   return as_floats(((bits & 0x8000) << 16) | ((bits & 0x7fff) << 13)) * 0x1p112f;
@@ -122,33 +152,76 @@ inline floats exponential(floats x) {
   return as_floats(reinterpret_cast<ints>(p) + (power << 23));
 }
 
-// accumulator + 4 weights of each lane times the 4 inputs
-inline ints dot(ints accumulator, bytes weights, const int8_t* inputs) {
+enum Kind : int64_t { INT4, INT8, BFLOAT16 };
+
+// The products of a group's codes, 4 input features of each lane in a vector, with its inputs, whose sum is ``total``.
+template <Kind kind>
+inline ints dot(const bytes (&codes)[8], const int8_t* inputs, [[maybe_unused]] int32_t total) {
 #if defined(__AVX512VNNI__) && !defined(MMSPEC_PORTABLE)
-  return reinterpret_cast<ints>(
-      _mm512_dpbusd_epi32((__m512i)accumulator, (__m512i)weights, _mm512_set1_epi32(load<int32_t>(inputs))));
+  ints sums[2] = {};
+  if constexpr (kind == INT8) sums[0] -= 128 * total;
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    sums[i % 2] = reinterpret_cast<ints>(_mm512_dpbusd_epi32((__m512i)sums[i % 2], (__m512i)codes[i],
+                                                             _mm512_set1_epi32(load<int32_t>(inputs + 4 * i))));
+  return sums[0] + sums[1];
+#elif defined(__AVX2__) && !defined(MMSPEC_PORTABLE)
+  __m256i pairs = _mm256_setzero_si256(), sums = pairs, ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    __m256i input = _mm256_set1_epi32(load<int32_t>(inputs + 4 * i));
+    if constexpr (kind == INT4) {  // 8 sums of two products, of at most 15 * 127, fit in 16 bits
+      pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)codes[i], input));
+    } else {  // two products of at most 127 * 127 do
+      __m256i weights = _mm256_xor_si256((__m256i)codes[i], _mm256_set1_epi8(-128));
+      pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(input, weights));
+      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
+    }
+  }
+  return reinterpret_cast<ints>(kind == INT4 ? _mm256_madd_epi16(pairs, ones) : sums);
 #else
-  for (int lane = 0; lane < LANES; lane++)
-    for (int i = 0; i < 4; i++) accumulator[lane] += int32_t(weights[4 * lane + i]) * inputs[i];
-  return accumulator;
+  ints sums{};
+  if constexpr (kind == INT8) sums -= 128 * total;
+  for (int i = 0; i < GROUP; i++)
+    for (int lane = 0; lane < LANES; lane++) sums[lane] += int32_t(codes[i / 4][4 * lane + i % 4]) * inputs[i];
+  return sums;
+#endif
+}
+
+// Inputs of bfloat16 weights, rounded alike; instructions for bfloat16 take them in pairs.
+#if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
+typedef uint16_t Half;
+#else
+typedef float Half;
+#endif
+
+inline Half half(float x) {
+  uint32_t bits = load<uint32_t>(&x);
+  bits += 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+#if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
+  return uint16_t(bits >> 16);
+#else
+  bits &= 0xffff0000;
+  return load<float>(&bits);
 #endif
 }
 
 // accumulator + 2 bfloat16 weights of each lane times the 2 inputs
-inline floats dot(floats accumulator, ints weights, const uint16_t* inputs) {
+inline floats dot(floats accumulator, ints weights, const Half* inputs) {
 #if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
   return reinterpret_cast<floats>(
       _mm512_dpbf16_ps((__m512)accumulator, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(load<int32_t>(inputs))));
 #else
-  ints even = ints{} + (int32_t(inputs[0]) << 16), odd = ints{} + (int32_t(inputs[1]) << 16);
-  accumulator = fma(as_floats(weights << 16), as_floats(even), accumulator);
-  return fma(as_floats(weights & int32_t(0xffff0000)), as_floats(odd), accumulator);
+  accumulator = fma(as_floats(weights << 16), splat(inputs[0]), accumulator);
+  return fma(as_floats(weights & int32_t(0xffff0000)), splat(inputs[1]), accumulator);
 #endif
 }
 
-const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-enum Kind : int64_t { INT4, INT8, BFLOAT16 };
+inline ints lanes() {
+  ints value;
+  for (int i = 0; i < LANES; i++) value[i] = i;
+  return value;
+}
 
 }  // namespace
 
@@ -200,7 +273,7 @@ inline int64_t groups_of(int64_t features) { return (features + GROUP - 1) / GRO
 struct Rows {
   int64_t width, groups;
   std::vector<int8_t> codes;
-  std::vector<uint16_t> half;
+  std::vector<Half> rounded;
   std::vector<float> scale, total_scaled;
   std::vector<int32_t> total;
 
@@ -208,40 +281,38 @@ struct Rows {
   void shape(int64_t features) {
     groups = groups_of(features), width = groups * GROUP;
     if (codes.size() < size_t(CHUNK * width)) {
-      codes.resize(CHUNK * width), half.resize(CHUNK * width);
+      codes.resize(CHUNK * width), rounded.resize(CHUNK * width);
       scale.resize(CHUNK * groups), total_scaled.resize(CHUNK * groups), total.resize(CHUNK * groups);
     }
   }
 
   // Stores 32 features of a row.
   void set(Kind kind, int64_t row, int64_t group, const float* x) {
-    if (kind == BFLOAT16) return set_half(half.data() + row * width + group * GROUP, x);
-    float magnitude = 0;
-    floats low = load<floats>(x), high = load<floats>(x + LANES);
-    floats a = low < 0 ? -low : low, b = high < 0 ? -high : high;
-    magnitude = greatest(a > b ? a : b);
-    float step = magnitude / 127, inverse = magnitude > 0 ? 127 / magnitude : 0;
-    int8_t* code = codes.data() + row * width + group * GROUP;
+    int64_t first = row * width + group * GROUP, at = row * groups + group;
+    if (kind == BFLOAT16) {
+      for (int i = 0; i < GROUP; i++) rounded[first + i] = half(x[i]);
+      return;
+    }
+    floats most{};
+    for (int i = 0; i < GROUP; i += LANES) {
+      floats part = load<floats>(x + i);
+      part = part < 0 ? -part : part;
+      most = part > most ? part : most;
+    }
+    float magnitude = greatest(most), step = magnitude / 127, inverse = magnitude > 0 ? 127 / magnitude : 0;
+    int8_t* code = codes.data() + first;
     int32_t sum = 0;
     for (int i = 0; i < GROUP; i++) code[i] = int8_t(int32_t(__builtin_rintf(x[i] * inverse)));
     for (int i = 0; i < GROUP; i++) sum += code[i];
-    int64_t at = row * groups + group;
     scale[at] = step, total[at] = sum, total_scaled[at] = step * float(sum);
-  }
-
-  // Rounds to nearest, ties to even.
-  static void set_half(uint16_t* to, const float* x) {
-    for (int i = 0; i < GROUP; i++) {
-      uint32_t bits = load<uint32_t>(x + i);
-      to[i] = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-    }
   }
 };
 
 // A block's codes lie before its scales, so that no load crosses a cache line.
 constexpr int64_t code_bytes[] = {256, 512, 1024}, scale_bytes[] = {64, 32, 0};
 
-// Adds the products of one group of a block and the same group of several rows, for which weights are loaded once.
+// Adds the products of one group of LANES output features and the same group of several rows, for which weights are
+// loaded once.
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
@@ -251,7 +322,7 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
     __builtin_prefetch(scales + AHEAD);
   }
   if constexpr (kind == BFLOAT16) {
-    const uint16_t* input = x.half.data() + first * x.width + group * GROUP;
+    const Half* input = x.rounded.data() + first * x.width + group * GROUP;
     for (int i = 0; i < 16; i += 2) {
       ints even = load<ints>(from + 64 * i), odd = load<ints>(from + 64 * i + 64);
 #pragma GCC unroll 8
@@ -272,44 +343,32 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
       }
     }
     floats scale = widen(load<halves>(scales)), low{};
-    if constexpr (kind == INT4) low = widen(load<halves>(scales + 32));
+    if constexpr (kind == INT4) low = widen(load<halves>(scales + 2 * BLOCK));
 #pragma GCC unroll 8
     for (int row = 0; row < tile; row++) {
       int64_t at = (first + row) * x.groups + group;
-      const int8_t* input = x.codes.data() + (first + row) * x.width + group * GROUP;
-      ints even{}, odd{};
-      if constexpr (kind == INT8) even -= 128 * x.total[at];
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i += 2) {
-        even = dot(even, codes[i], input + 4 * i), odd = dot(odd, codes[i + 1], input + 4 * i + 4);
-      }
+      ints sum = dot<kind>(codes, x.codes.data() + (first + row) * x.width + group * GROUP, x.total[at]);
       if constexpr (kind == INT4) sums[row] = fma(low, splat(x.total_scaled[at]), sums[row]);
-      sums[row] = fma(__builtin_convertvector(even + odd, floats) * scale, splat(x.scale[at]), sums[row]);
+      sums[row] = fma(__builtin_convertvector(sum, floats) * scale, splat(x.scale[at]), sums[row]);
     }
   }
 }
 
+// LANES output features of a block, from ``part`` on.
 template <Kind kind, int tile>
-void block_product(const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
+void block_product(const uint8_t* block, int64_t part, const Rows& x, int64_t first, floats* sums) {
   floats local[2 * tile] = {};
-  const uint8_t* scales = block + x.groups * code_bytes[kind];
+  const uint8_t *codes = block + 4 * part, *scales = block + x.groups * code_bytes[kind] + 2 * part;
   for (int64_t group = 0; group < x.groups; group++)
-    add_group<kind, tile>(block + group * code_bytes[kind], scales + group * scale_bytes[kind], x, first, group, local);
+    add_group<kind, tile>(codes + group * code_bytes[kind], scales + group * scale_bytes[kind], x, first, group, local);
   for (int row = 0; row < tile; row++) sums[row] += local[row] + local[tile + row];
 }
 
-template <Kind kind>
-void tile_product(int tile, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
-  switch (tile) {
-    case 1: return block_product<kind, 1>(block, x, first, sums);
-    case 2: return block_product<kind, 2>(block, x, first, sums);
-    case 3: return block_product<kind, 3>(block, x, first, sums);
-    case 4: return block_product<kind, 4>(block, x, first, sums);
-    case 5: return block_product<kind, 5>(block, x, first, sums);
-    case 6: return block_product<kind, 6>(block, x, first, sums);
-    case 7: return block_product<kind, 7>(block, x, first, sums);
-    default: return block_product<kind, 8>(block, x, first, sums);
-  }
+template <Kind kind, int tile = TILE>
+void tile_product(int rows, const uint8_t* block, int64_t part, const Rows& x, int64_t first, floats* sums) {
+  if constexpr (tile > 1)
+    if (rows < tile) return tile_product<kind, tile - 1>(rows, block, part, x, first, sums);
+  block_product<kind, tile>(block, part, x, first, sums);
 }
 
 // out = x W^T + bias (+ residual); called by all threads of a team.
@@ -317,24 +376,25 @@ template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
   int64_t block_size = x.groups * (code_bytes[kind] + scale_bytes[kind]);
 #pragma omp for schedule(static)
-  for (int64_t block = 0; block < (layer.out + LANES - 1) / LANES; block++) {
-    int64_t column = block * LANES, columns = std::min(LANES, layer.out - column);
-    floats bias{};
-    if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
-    for (int64_t first = 0; first < rows; first += TILE) {
-      int tile = int(std::min(TILE, rows - first));
-      floats sums[TILE];
-      for (int i = 0; i < tile; i++) sums[i] = bias;
-      tile_product<kind>(tile, layer.blocks + block * block_size, x, first, sums);
-      for (int i = 0; i < tile; i++) {
-        int64_t at = (first + i) * layer.out + column;
-        floats earlier{};
-        if (residual) std::memcpy(&earlier, residual + at, columns * sizeof(float));
-        earlier += sums[i];
-        std::memcpy(out + at, &earlier, columns * sizeof(float));
+  for (int64_t block = 0; block < (layer.out + BLOCK - 1) / BLOCK; block++)
+    for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.out); column += LANES) {
+      int64_t columns = std::min(LANES, layer.out - column);
+      floats bias{};
+      if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
+      for (int64_t first = 0; first < rows; first += TILE) {
+        int tile = int(std::min(TILE, rows - first));
+        floats sums[TILE];
+        for (int i = 0; i < tile; i++) sums[i] = bias;
+        tile_product<kind>(tile, layer.blocks + block * block_size, column % BLOCK, x, first, sums);
+        for (int i = 0; i < tile; i++) {
+          int64_t at = (first + i) * layer.out + column;
+          floats earlier{};
+          if (residual) std::memcpy(&earlier, residual + at, columns * sizeof(float));
+          earlier += sums[i];
+          std::memcpy(out + at, &earlier, columns * sizeof(float));
+        }
       }
     }
-  }
 }
 
 void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
@@ -362,7 +422,7 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
   for (int64_t row = 0; row < rows; row++) {
     const float* input = from + row * layer.in;
     floats low{}, high{};
-    for (int64_t i = 0; i < layer.in; i += GROUP) {
+    for (int64_t i = 0; i < layer.in; i += 2 * LANES) {
       floats a = load<floats>(input + i), b = load<floats>(input + i + LANES);
       low = fma(a, a, low), high = fma(b, b, high);
     }
@@ -394,7 +454,7 @@ void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows
     }
 }
 
-// The scores of 16 slots.
+// The scores of LANES slots.
 template <int parts, class Slot>
 inline floats scores_of(const float* query, const float* keys, int64_t stride, Slot slot) {
   floats products[LANES];
@@ -426,7 +486,7 @@ inline float exponentials(float* scores, int64_t count) {
   floats most = splat(-INFINITY), total{};
   for (int64_t j = 0; j < count; j += LANES) {
     floats x = load<floats>(scores + j);
-    x = lanes < int32_t(count - j) ? x : splat(-INFINITY);
+    x = lanes() < int32_t(count - j) ? x : splat(-INFINITY);
     store(scores + j, x);
     most = x > most ? x : most;
   }
@@ -447,7 +507,7 @@ struct AttentionScratch {
 };
 
 // Attention of up to NODES nodes' heads that share a key head. Slots that all these nodes attend to are read once, in
-// tiles of 16; then come the others of each node. So the sums of a node run over its slots in order, in vectors of 16.
+// tiles of LANES; then come the others of each node. So the sums of a node run over its slots in order.
 constexpr int64_t NODES = 4;
 
 template <int parts>
@@ -540,28 +600,69 @@ void greatest_of(const float* row, int64_t count, int64_t k, float* best, int64_
       if (found == k) least = splat(best[k - 1]);
     }
   };
-  int64_t whole = count - count % LANES;
-  for (int64_t at = 0; at < whole; at += LANES) visit(load<floats>(row + at), at);
+  int64_t whole = count - count % LANES, at = 0;
+  for (; at + 4 * LANES <= whole; at += 4 * LANES) {  // few of these have a value to insert
+    floats a = load<floats>(row + at), b = load<floats>(row + at + LANES);
+    floats c = load<floats>(row + at + 2 * LANES), d = load<floats>(row + at + 3 * LANES);
+    floats ab = a > b ? a : b, cd = c > d ? c : d;
+    if (greater(ab > cd ? ab : cd, least))
+      visit(a, at), visit(b, at + LANES), visit(c, at + 2 * LANES), visit(d, at + 3 * LANES);
+  }
+  for (; at < whole; at += LANES) visit(load<floats>(row + at), at);
   floats rest = splat(-INFINITY);
-  for (int64_t at = whole; at < count; at++) rest[at - whole] = row[at];
+  for (; at < count; at++) rest[at - whole] = row[at];
   visit(rest, whole);
-  for (int64_t at = 0; at < count && found < k; at++)
+  for (at = 0; at < count && found < k; at++)
     if (!(row[at] > -INFINITY)) best[found] = -INFINITY, places[found++] = at;
 }
 
-// log(sum(exp(row))), given its greatest value.
-float log_total(const float* row, int64_t count, float most) {
-  floats total[4] = {}, top = splat(most);
-  for (int64_t at = 0; at < count; at += LANES) {
-    floats values = splat(-INFINITY);
-    if (count - at < LANES) {
-      for (int64_t i = at; i < count; i++) values[i - at] = row[i];
-    } else {
-      values = load<floats>(row + at);
-    }
-    total[at / LANES % 4] += exponential(values - top);
+// exp(x - top) of LANES values from ``at`` on, 0 after the last one and where it is below the least float.
+inline floats shares_at(const float* row, int64_t at, int64_t count, floats top) {
+  floats values = splat(-INFINITY);
+  if (count - at < LANES) {
+    for (int64_t i = at; i < count; i++) values[i - at] = row[i];
+  } else {
+    values = load<floats>(row + at);
   }
-  return most + std::log(sum((total[0] + total[1]) + (total[2] + total[3])));
+  values -= top;
+  return values < -87.0f ? floats{} : exponential(values);
+}
+
+// sum(exp(row - most))
+inline float total_of(const float* row, int64_t count, float most) {
+  floats total[4] = {}, top = splat(most);
+  for (int64_t at = 0; at < count; at += LANES) total[at / LANES % 4] += shares_at(row, at, count, top);
+  return sum((total[0] + total[1]) + (total[2] + total[3]));
+}
+
+// The token at which the cumulative distribution softmax(row) exceeds ``uniform``; the last possible one otherwise.
+int64_t quantile_of(const float* row, int64_t count, double uniform) {
+  constexpr int64_t STRETCH = 64 * LANES;
+  int64_t top_at = 0, last = 0;
+  float most;
+  greatest_of(row, count, 1, &most, &top_at);
+  std::vector<float> totals;
+  double total = 0, before = 0;
+  for (int64_t at = 0; at < count; at += STRETCH) {
+    totals.push_back(total_of(row + at, std::min(STRETCH, count - at), most));
+    total += totals.back();
+  }
+  double wanted = uniform * total;
+  for (size_t i = 0; i < totals.size(); i++) {
+    if (before + totals[i] <= wanted && i + 1 < totals.size()) {
+      before += totals[i];
+      continue;
+    }
+    for (int64_t first = i * STRETCH, at = first; at < count; at += LANES) {
+      floats shares = shares_at(row, at, count, splat(most));
+      for (int lane = 0; lane < LANES; lane++) {
+        if (!(shares[lane] > 0)) continue;
+        before += shares[lane], last = at + lane;
+        if (before > wanted) return last;
+      }
+    }
+  }
+  return last;
 }
 
 thread_local Rows inputs, hidden;
@@ -614,15 +715,15 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
 // Softmax attention of nodes to the slots that the mask allows them; 1 if head_dim is not supported.
 int attention(const Attention* a, int threads) {
   switch (a->head_dim) {
-    case 16: return attend_all<1>(*a, threads), 0;
-    case 32: return attend_all<2>(*a, threads), 0;
-    case 48: return attend_all<3>(*a, threads), 0;
-    case 64: return attend_all<4>(*a, threads), 0;
-    case 80: return attend_all<5>(*a, threads), 0;
-    case 96: return attend_all<6>(*a, threads), 0;
-    case 112: return attend_all<7>(*a, threads), 0;
-    case 128: return attend_all<8>(*a, threads), 0;
-    case 256: return attend_all<16>(*a, threads), 0;
+    case 16: return attend_all<16 / LANES>(*a, threads), 0;
+    case 32: return attend_all<32 / LANES>(*a, threads), 0;
+    case 48: return attend_all<48 / LANES>(*a, threads), 0;
+    case 64: return attend_all<64 / LANES>(*a, threads), 0;
+    case 80: return attend_all<80 / LANES>(*a, threads), 0;
+    case 96: return attend_all<96 / LANES>(*a, threads), 0;
+    case 112: return attend_all<112 / LANES>(*a, threads), 0;
+    case 128: return attend_all<128 / LANES>(*a, threads), 0;
+    case 256: return attend_all<256 / LANES>(*a, threads), 0;
     default: return 1;
   }
 }
@@ -658,9 +759,16 @@ void greatest_of_rows(const float* x, int64_t rows, int64_t count, int64_t k, in
   for (int64_t row = 0; row < rows; row++) {
     greatest_of(x + row * count, count, k, best + row * k, places + row * k);
     if (!log_softmax) continue;
-    float total = log_total(x + row * count, count, best[row * k]);
+    float most = best[row * k], total = most + std::log(total_of(x + row * count, count, most));
     for (int64_t i = 0; i < k; i++) best[row * k + i] -= total;
   }
+}
+
+// The token of each row at which the cumulative distribution softmax(row) exceeds uniform[row].
+void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float* uniform, int64_t* tokens,
+                       int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; row++) tokens[row] = quantile_of(x + row * count, count, uniform[row]);
 }
 
 void decode(const Pass* pass, int threads) {

@@ -23,6 +23,7 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+_AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
 _LINK = ["-shared", "-fPIC"]
 _SECONDS = 120  # that a compiler may take
 _KINDS = {"int4": 0, "int8": 1, "bfloat16": 2}
@@ -66,7 +67,7 @@ class _Pass(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether the kernels run here: with AVX-512 VNNI, a C++ compiler, and ``auto`` as ``MMSPEC_KERNELS``."""
+    """Whether the kernels run here: with AVX2, a C++ compiler, and ``auto`` as ``MMSPEC_KERNELS``."""
     return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(_library(), ctypes.CDLL)
 
 
@@ -233,6 +234,25 @@ def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tens
     return best, places
 
 
+def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF sampling from ``softmax(scores)``.
+
+    Args:
+        scores: (..., count) float32.
+        uniform: (...) float32 in [0, 1).
+
+    Returns:
+        (...) int64, never a token whose probability is 0 in float32.
+    """
+    scores, uniform = scores.contiguous(), uniform.contiguous()
+    tokens = torch.empty(uniform.shape, dtype=torch.int64)
+    pointers = uniform.data_ptr(), tokens.data_ptr()
+    _functions().quantiles_of_rows(
+        scores.data_ptr(), uniform.numel(), scores.shape[-1], *pointers, torch.get_num_threads()
+    )
+    return tokens
+
+
 def _functions() -> Any:
     library = _library()
     assert isinstance(library, ctypes.CDLL), library
@@ -243,7 +263,7 @@ def _functions() -> Any:
 def _library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
     if not _has_instructions():
-        return "expected a processor with AVX-512 VNNI"
+        return "expected a processor with AVX2"
     compiler = _compiler()
     if compiler is None:
         return "expected a C++ compiler (g++ or clang++), found none"
@@ -259,7 +279,8 @@ def _library() -> ctypes.CDLL | str:
     library.layer_outputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
     library.decode.argtypes = [given(_Pass), threads]
     library.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
-    functions = "linear", "attention_inputs", "layer_outputs", "decode", "greatest_of_rows"
+    library.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
+    functions = "linear", "attention_inputs", "layer_outputs", "decode", "greatest_of_rows", "quantiles_of_rows"
     for name in functions:
         getattr(library, name).restype = None
     return library
@@ -267,8 +288,13 @@ def _library() -> ctypes.CDLL | str:
 
 def _has_instructions() -> bool:
     """Without them torch's kernels are faster."""
-    vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and vnni()
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def _flags() -> list[str]:
+    """Compiler flags. Without VNNI, vectors of 256 bits are as fast as those of 512."""
+    vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
+    return _FLAGS if vnni else [*_FLAGS, *_AVX2_FLAGS]
 
 
 def _compiler() -> str | None:
@@ -279,14 +305,14 @@ def _compiler() -> str | None:
 def _compiled(compiler: str) -> Path:
     """The library, compiled unless the cache has it for this source, compiler and processor; it appears whole."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-    identity = [_SOURCE.read_bytes(), compiler.encode(), version, _processor().encode(), " ".join(_FLAGS).encode()]
+    identity = [_SOURCE.read_bytes(), compiler.encode(), version, _processor().encode(), " ".join(_flags()).encode()]
     name = hashlib.sha256(b"\0".join(identity)).hexdigest()[:16]
     file = cache_folder() / "kernels" / f"{name}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             part = Path(folder) / file.name
-            _run_compiler([compiler, *_FLAGS, *_LINK, "-o", str(part), str(_SOURCE)])
+            _run_compiler([compiler, *_flags(), *_LINK, "-o", str(part), str(_SOURCE)])
             os.replace(part, file)
     return file
 

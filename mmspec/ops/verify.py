@@ -113,6 +113,13 @@ def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     return token.clamp(max=probs.shape[-1] - 1)
 
 
+def sample(scores: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF sampling from ``softmax(scores)``: (..., vocab) and (...) float32 -> (...) int64, see ``quantile``."""
+    if cpu.in_use(scores):
+        return cpu.quantile(scores, uniform)
+    return quantile(scores.softmax(-1), uniform)
+
+
 def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
     """Normalise the last axis; rows of zeros (p = q up to rounding) are replaced by those of ``otherwise``."""
     total = weights.sum(-1, keepdim=True)

@@ -74,7 +74,9 @@ def _pack(module: nn.Module, kinds: dict[int, str]) -> None:
 
 
 def packs_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 by instructions of its own, so that packed weights are faster."""
+    """Whether packed bfloat16 weights are faster here: with the C++ kernels, or where torch uses instructions for it."""
+    if cpu.available():
+        return True
     has = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(check() for check in has if check is not None) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -83,7 +83,7 @@ def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
     if isinstance(processor, TreeProcessor):
         return processor
     if type(processor) in _SCORES_ALONE:
-        return _without_history(processor)
+        return Warper(processor)
     if type(processor) in _WITH_HISTORY:
         return _lazy(_WITH_HISTORY[type(processor)], processor)
     return plugins.tree_form(processor)
@@ -111,12 +111,20 @@ def copy_for_row(processor: Any, index: int) -> Any:
     return copied
 
 
-def _without_history(processor: LogitsProcessor) -> OnTrees:
-    def process(_: NodeHistories, scores: Tensor) -> Tensor:
-        flat = scores.flatten(0, 1)
-        return processor(flat.new_empty(len(flat), 1, dtype=torch.long), flat).view(scores.shape)
+class Warper:
+    """An ``OnTrees`` that ignores the histories: it may be applied to the scores of some nodes only.
 
-    return process
+    Args:
+        processor: one of transformers' that does.
+    """
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self._processor = processor
+
+    def __call__(self, _: NodeHistories | None, scores: Tensor) -> Tensor:
+        """Warp scores, (..., vocab)."""
+        flat = scores.flatten(0, -2)
+        return self._processor(flat.new_empty(len(flat), 1, dtype=torch.long), flat).view(scores.shape)
 
 
 def _lazy(build: Callable[[Any, Tensor], OnTrees], processor: LogitsProcessor) -> OnTrees:

@@ -6,6 +6,7 @@ bans are exact on trees.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from transformers.generation import logits_process as hf
 from mmspec import ops
 from mmspec.checks import Checked, Rule, is_text, number, option, optional, whole
 from mmspec.errors import UserError
+from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.histories import Histories
 from mmspec.sampling.matcher import Matcher
-from mmspec.sampling.processors import TreeProcessor, copy_for_row, tree_form
+from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
 from mmspec.speculation.tree import TokenTree
 
 # Processors that combine rows of scores, call the model, or use encoder inputs.
@@ -132,6 +134,7 @@ class Sampler:
     Attributes:
         forms: tree implementation of each processor (see ``tree_form``).
         by_path: whether any processor runs path by path; all of them then do.
+        warpers: the last of ``forms`` that ignore the history.
 
     Raises:
         UserError: a processor depends on more than a row's own tokens.
@@ -148,6 +151,8 @@ class Sampler:
         self.processors = list(processors)
         self.forms = [tree_form(processor) for processor in processors]
         self.by_path = None in self.forms
+        late = itertools.takewhile(lambda form: isinstance(form, Warper), reversed(self.forms))
+        self.warpers: list[Warper] = list(late)[::-1]  # type: ignore[arg-type]
         for processor, form in zip(self.processors, self.forms, strict=True):
             if form is None and isinstance(processor, _UNSUPPORTED):
                 raise UserError(
@@ -280,12 +285,11 @@ class _Group:
         if self._sampler.by_path:
             return self._by_path(rows, tree, logits, numbers)
         try:
-            scores = self._process(rows, tree, logits)
+            return self._pick(tree, self._process(rows, tree, logits), numbers)
         except Exception as error:
             for row in rows:
                 row.failures = {0: error}
             return torch.zeros_like(tree.tokens)
-        return self._pick(tree, scores, numbers)
 
     def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> Tensor | None:
         """Random numbers of a step: (batch, nodes), for drawn trees (batch, 2, nodes), None in greedy decoding."""
@@ -298,20 +302,49 @@ class _Group:
         return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
 
     def _pick(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
-        """Choose tokens from processed scores, (batch, nodes, vocab)."""
-        if numbers is None:
-            return ops.greedy(scores)
-        if tree.draft_probs is not None:
-            return ops.choose_drawn(tree, scores.softmax(-1), *numbers.unbind(1))
-        return ops.quantile(scores.softmax(-1), numbers)
+        """Choose tokens from scores, (batch, nodes, vocab), to which all processors but the warpers were applied."""
+        if numbers is not None and tree.draft_probs is not None:
+            return ops.choose_drawn(tree, self._warped(scores).softmax(-1), *numbers.unbind(1))
+        if tree.nodes == 1 or kernels.fixed_shapes(scores.device):
+            return self._tokens(scores, numbers)
+        return self._along_paths(tree, scores, numbers)
+
+    def _along_paths(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
+        """Choose tokens at reached nodes only, level by level: on a CPU, every node takes time."""
+        choices = torch.zeros_like(tree.tokens)
+        rows, nodes = list(range(tree.batch)), [0] * tree.batch
+        while rows:
+            chosen = self._tokens(scores[rows, nodes], None if numbers is None else numbers[rows, nodes])
+            choices[rows, nodes] = chosen
+            below = [tree.children[row][node] for row, node in zip(rows, nodes, strict=True)]
+            reached = [
+                (row, children[token])
+                for row, children, token in zip(rows, below, chosen.tolist(), strict=True)
+                if token in children
+            ]
+            rows, nodes = [row for row, _ in reached], [node for _, node in reached]
+        return choices
+
+    def _tokens(self, scores: Tensor, numbers: Tensor | None) -> Tensor:
+        """Choose a token each from scores, (..., vocab), and random numbers, (...)."""
+        scores = self._warped(scores)
+        return ops.greedy(scores) if numbers is None else ops.sample(scores, numbers)
+
+    def _warped(self, scores: Tensor) -> Tensor:
+        if self._sampler.do_sample or self._sampler.warpers:
+            scores = scores.float()
+        for warper in self._sampler.warpers:
+            scores = warper(None, scores)
+        return scores
 
     def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
-        """Apply all processors at all nodes."""
-        if not self._sampler.forms:
-            return logits.float() if self._sampler.do_sample else logits
+        """Apply all processors but the warpers at all nodes."""
+        forms = self._sampler.forms[: len(self._sampler.forms) - len(self._sampler.warpers)]
+        if not forms:
+            return logits
         scores = logits.to(torch.float32, copy=True)
         seen = self._histories.at([row.history for row in rows], tree, [row.index for row in rows])
-        for place, form in enumerate(self._sampler.forms):
+        for place, form in enumerate(forms):
             if isinstance(form, TreeProcessor):
                 scores = self._mask(place, rows, tree, scores)
             else:
@@ -341,13 +374,14 @@ class _Group:
     def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
         """Choose tokens along the accepted path only, as plain decoding does."""
         choices = [[0] * tree.nodes for _ in rows]
+        called = len(self._sampler.forms) - len(self._sampler.warpers)
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             history, node = list(row.history), 0
             while True:
                 ids = torch.tensor([history], device=logits.device)
                 scores = logits[at_row, node][None].to(torch.float32, copy=True)
                 try:
-                    for place in range(len(self._sampler.forms)):
+                    for place in range(called):
                         scores = row.own(place)(ids, scores)
                 except Exception as error:
                     row.failures[node] = error

@@ -78,7 +78,7 @@ def test_sampling_margin_is_the_distance_to_the_nearest_token(monkeypatch):
 
     def generate(*_, max_new_tokens, **__):
         for _ in range(max_new_tokens):
-            ops.quantile(torch.tensor([[[1.0, 1.0, 2.0]]]), torch.tensor([[next(draws)]]))
+            ops.sample(torch.tensor([[[0.25, 0.25, 0.5]]]).log(), torch.tensor([[next(draws)]]))
 
     monkeypatch.setattr("eval.decoding.losslessness.mmspec.generate", generate)
     assert sampling_margin(None, Case("llama", 1, 0, 8, 5, "sampled", "msd"), 1) == pytest.approx([0.01], abs=1e-6)

@@ -185,7 +185,7 @@ def test_without_a_compiler_torchs_kernels_run(fresh):
 def test_other_processors_have_torchs_kernels(fresh):
     fresh.setattr(cpu, "_has_instructions", lambda: False)
     assert not cpu.available()
-    assert cpu.problem() == "expected a processor with AVX-512 VNNI"
+    assert cpu.problem() == "expected a processor with AVX2"
 
 
 def test_a_compiler_that_fails_is_a_problem_in_one_line(fresh, tmp_path):
@@ -240,6 +240,32 @@ def test_the_greatest_of_a_log_softmax(count):
     expected = x.double().log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     torch.testing.assert_close(best, expected.values[..., :4].float(), atol=1e-5, rtol=1e-6)
     assert torch.equal(places, expected.indices[..., :4])
+
+
+@needs_kernels
+@pytest.mark.parametrize("count", [1, 5, 16, 1025, 49153])
+def test_sampling_is_by_the_cumulative_distribution(count):
+    torch.manual_seed(count)
+    scores = torch.randn(4 if count > 9999 else 40, 50, count) * 4
+    uniform = torch.rand(scores.shape[:2])
+    uniform[0, 0], uniform[0, 1] = 0.0, 1 - 2**-24
+    borders = scores.double().softmax(-1).cumsum(-1)
+    for number in THREADS:
+        torch.set_num_threads(number)
+        tokens = cpu.quantile(scores, uniform)
+        below = borders.gather(-1, (tokens - 1).clamp(min=0)[..., None])[..., 0].where(tokens > 0, 0.0)
+        above = borders.gather(-1, tokens[..., None])[..., 0]
+        assert (below <= uniform + 2e-6).all()
+        assert (uniform <= above + 2e-6).all()
+        assert torch.equal(cpu.quantile(scores[3:4, 7], uniform[3:4, 7]), tokens[3:4, 7])
+
+
+@needs_kernels
+def test_impossible_tokens_are_not_sampled():
+    scores = torch.full((1, 2000), -torch.inf)
+    scores[0, [0, 700, 1999]] = torch.tensor([-1000.0, 3.0, 3.0])  # exp(-1003) is 0 in float32
+    drawn = [int(cpu.quantile(scores, torch.tensor([uniform]))) for uniform in (0.0, 0.4, 0.6, 1 - 2**-24)]
+    assert drawn == [700, 700, 1999, 1999]
 
 
 @needs_kernels

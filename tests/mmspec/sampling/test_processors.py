@@ -505,6 +505,7 @@ class Visited:
         return (torch.arange(VOCAB) + sum(state)) % 3 > 0
 
 
+@pytest.mark.usefixtures("at_every_node")
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_node_whose_path_is_allowed_is_asked_once(in_place, seed):

@@ -12,6 +12,8 @@ from mmspec.ops import quantile
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
+pytestmark = pytest.mark.usefixtures("at_every_node")
+
 VOCAB = 23
 HISTORIES = [[3, 4, 5, 3, 4], [9, 8, 9], [11]]
 
@@ -58,7 +60,7 @@ def processed(monkeypatch, processors, history, tree, logits):
 def recorded(monkeypatch, choices):
     """Draws are replaced by ``choices``; the distributions that they would have been made from."""
     seen = []
-    monkeypatch.setattr(ops, "quantile", lambda probs, uniform: seen.append(probs) or next(choices))
+    monkeypatch.setattr(ops, "sample", lambda scores, uniform: seen.append(scores.softmax(-1)) or next(choices))
     return seen
 
 
@@ -186,7 +188,7 @@ def test_rows_of_a_request_may_have_left(monkeypatch, name, order):
     found = []
     for kept in (range(3), order):
         seen = []
-        monkeypatch.setattr(ops, "quantile", lambda probs, _, seen=seen: seen.append(probs) or probs.argmax(-1))
+        monkeypatch.setattr(ops, "sample", lambda x, _, seen=seen: seen.append(x.softmax(-1)) or x.argmax(-1))
         rows = rows_of(Sampler(PROCESSORS[name](), do_sample=True), history)
         choices = BatchSampler().choose([rows[b] for b in kept], tree.select(kept), logits[list(kept)])
         host = verify_greedy(tree.select(kept), choices).host
@@ -278,6 +280,29 @@ def test_half_precision_is_sampled_in_float32():
         for scores in (logits, logits.float())
     )
     assert torch.equal(half, full)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.3, "repetition_penalty": 1.4}]
+)
+def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, params, seed):
+    history, tree = histories_and_tree(seed, nodes=30)
+    logits = torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
+    for node, token in zip((tree.parents * (tree.parents > 0)).T, tree.tokens.T, strict=True):
+        logits[range(3), node, token] += 3  # long paths
+    found, counts = [], []
+    for at_once in (True, False):
+        monkeypatch.setattr("mmspec.sampling.sampler.kernels.fixed_shapes", lambda _, at_once=at_once: at_once)
+        for name in ("sample", "greedy"):
+            op = getattr(ops, name)
+            monkeypatch.setattr(ops, name, lambda x, *rest, op=op: counts.append(x.shape[:-1].numel()) or op(x, *rest))
+        rows = [Sampled(list(row), SamplingParams(**params, seed=seed).sampler()) for row in history]
+        found.append(verify_greedy(tree, BatchSampler().choose(rows, tree, logits)))
+        monkeypatch.undo()
+    assert found[0].host == found[1].host
+    assert counts[0] == tree.tokens.numel()
+    assert sum(counts[1:]) == int(found[0].length.sum())
 
 
 def test_params_stay_as_they_were_checked():
