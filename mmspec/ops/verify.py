@@ -114,7 +114,7 @@ def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def sample(scores: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF sampling from ``softmax(scores)``: (..., vocab) and (...) float32 -> (...) int64, see ``quantile``."""
+    """Inverse-CDF sampling from softmax(scores), as ``quantile``: (..., vocab) and (...) float -> (...) int64."""
     if cpu.in_use(scores):
         return cpu.quantile(scores, uniform)
     return quantile(scores.softmax(-1), uniform)

@@ -74,7 +74,7 @@ def _pack(module: nn.Module, kinds: dict[int, str]) -> None:
 
 
 def packs_bfloat16() -> bool:
-    """Whether packed bfloat16 weights are faster here: with the C++ kernels, or where torch uses instructions for it."""
+    """Whether packed bfloat16 weights are faster: with the C++ kernels, or where torch has instructions for them."""
     if cpu.available():
         return True
     has = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
