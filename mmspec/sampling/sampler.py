@@ -311,19 +311,19 @@ class _Group:
 
     def _along_paths(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
         """Choose tokens at reached nodes only, level by level: on a CPU, every node takes time."""
-        choices = torch.zeros_like(tree.tokens)
-        rows, nodes = list(range(tree.batch)), [0] * tree.batch
-        while rows:
-            chosen = self._tokens(scores[rows, nodes], None if numbers is None else numbers[rows, nodes])
-            choices[rows, nodes] = chosen
-            below = [tree.children[row][node] for row, node in zip(rows, nodes, strict=True)]
-            reached = [
-                (row, children[token])
-                for row, children, token in zip(rows, below, chosen.tolist(), strict=True)
-                if token in children
-            ]
-            rows, nodes = [row for row, _ in reached], [node for _, node in reached]
-        return choices
+        choices = [[0] * tree.nodes for _ in range(tree.batch)]
+        scores, numbers = scores.flatten(0, 1), None if numbers is None else numbers.flatten()
+        reached = [(row, 0) for row in range(tree.batch)]
+        while reached:
+            at = [row * tree.nodes + node for row, node in reached]
+            drawn = None if numbers is None else _rows(numbers, at)
+            found, below = self._tokens(_rows(scores, at), drawn).tolist(), []
+            for (row, node), token in zip(reached, found, strict=True):
+                choices[row][node] = token
+                if (child := tree.children[row][node].get(token)) is not None:
+                    below.append((row, child))
+            reached = below
+        return torch.tensor(choices)
 
     def _tokens(self, scores: Tensor, numbers: Tensor | None) -> Tensor:
         """Choose a token each from scores, (..., vocab), and random numbers, (...)."""
@@ -397,6 +397,11 @@ class _Group:
                 history.append(token)
                 node = children[node][token]
         return on_device(choices, logits.device)
+
+
+def _rows(x: Tensor, places: list[int]) -> Tensor:
+    """Rows of a tensor, without a copy if there is one."""
+    return x[places[0] : places[0] + 1] if len(places) == 1 else x[torch.tensor(places)]
 
 
 def _star(tree: TokenTree, row: int, nodes: list[int]) -> TokenTree:
