@@ -102,6 +102,7 @@ def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         query, key, value = states.unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         key, value = options["past_key_values"].update(key, value, self.layer_idx)
         # Relative to the last position, as in the table: (heads, 1, positions), 0 at its end.
+        positions = positions.clamp(max=position_bias.shape[2] - 1)  # no token is emitted after the last one
         bias = position_bias[:, 0, positions - 1 - int(positions.max())].transpose(0, 1).unsqueeze(2)
         bias = bias.to(query.dtype).masked_fill(options["attention_mask"], torch.finfo(query.dtype).min)
         read = nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=self.softmax_scale)
