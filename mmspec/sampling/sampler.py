@@ -6,7 +6,6 @@ bans are exact on trees.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -151,8 +150,11 @@ class Sampler:
         self.processors = list(processors)
         self.forms = [tree_form(processor) for processor in processors]
         self.by_path = None in self.forms
-        late = itertools.takewhile(lambda form: isinstance(form, Warper), reversed(self.forms))
-        self.warpers: list[Warper] = list(late)[::-1]  # type: ignore[arg-type]
+        self.warpers: list[Warper] = []
+        for form in reversed(self.forms):
+            if not isinstance(form, Warper):
+                break
+            self.warpers.insert(0, form)
         for processor, form in zip(self.processors, self.forms, strict=True):
             if form is None and isinstance(processor, _UNSUPPORTED):
                 raise UserError(

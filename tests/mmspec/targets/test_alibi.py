@@ -26,7 +26,9 @@ def test_a_row_at_the_last_position_drafts_as_deep_as_the_others(order):
         for ids, count in zip(prompts, new, strict=True)
     ]
     said = [row[len(ids) :].tolist() + [5] * LONGEST for ids, row in zip(prompts, expected, strict=True)]
-    engine = Engine(plugins.target_class(config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12))
+    engine = Engine(
+        plugins.target_class(config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
+    )
     rows = [
         row
         for ids, count in zip(prompts, new, strict=True)
