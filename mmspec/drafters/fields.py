@@ -14,6 +14,8 @@ _KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
     bool: (bool, "true or false"),
     str: (str, "a string"),
     list[str]: (list, "a list of one string or more"),
+    list[int]: (list, "a list of integers"),
+    dict: (dict, "an object"),
 }
 
 
@@ -48,7 +50,7 @@ class Checked:
         if not isinstance(values, Mapping):
             raise UserError(f"{source}: expected an object with fields, received {_shown(values)}")
         hints = _hints(cls)
-        required = [each.name for each in fields(cls) if each.default is MISSING]
+        required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
         if missing := [name for name in required if name not in values]:
             raise UserError(f"{source}: expected {missing[0]}, received none")
         if unknown := sorted(values.keys() - hints.keys()):
@@ -78,6 +80,8 @@ def _broken(kind: Any, limits: Within | None, value: Any) -> str | None:
     right = isinstance(value, types) and (kind is bool or not isinstance(value, bool))
     if right and kind == list[str]:
         right = bool(value) and all(isinstance(item, str) for item in value)
+    if right and kind == list[int]:
+        right = all(isinstance(item, int) and not isinstance(item, bool) for item in value)
     if limits:
         rule = f"{rule} from {limits.least:g} to {limits.most:g}"
         right = right and limits.least <= value <= limits.most  # never true of nan

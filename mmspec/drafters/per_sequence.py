@@ -67,4 +67,6 @@ def _row(step: Step, row: int) -> Step:
     """One row of a step."""
     one = slice(row, row + 1)
     visual, embeds = (None if value is None else value[one] for value in (step.visual, step.embeds))
-    return Step(step.logits[one], {name: value[one] for name, value in step.features.items()}, visual, embeds)
+    positions = None if step.positions is None else step.positions[..., one, :]
+    features = {name: value[one] for name, value in step.features.items()}
+    return Step(step.logits[one], features, visual, embeds, positions)

@@ -21,7 +21,7 @@ from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.support import cache_argument, decoder_of, refuse_unsupported
-from mmspec.targets.target import Feature
+from mmspec.targets.target import Feature, layer_of
 
 
 class Decoder:
@@ -84,7 +84,9 @@ class Decoder:
         biases = self._alibi.applied(inputs.get("attention_mask")) if self._alibi is not None else nullcontext()
         with self._applied(), biases:
             if (states := self._stack_states(inputs, cache)) is not None:
-                found = {name: states[name] for name in names if isinstance(name, int)} | {"last": states[-1]}
+                layers = {name: layer_of(name) for name in names}
+                found = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+                found["last"] = self._module.norm(states[-1])
                 return {name: self._in_dtype(state) for name, state in found.items()}
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
@@ -95,7 +97,7 @@ class Decoder:
         return hidden
 
     def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> list[Tensor] | None:
-        """Inputs of the layers and the final norm's output by ``Stack.states``, if that is what a pass gives."""
+        """Inputs of the layers and the last one's output by ``Stack.states``, if a pass gives that output's norm."""
         stack = getattr(self._first, "stack", None) if self._direct is not False else None
         if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
             return None
@@ -103,9 +105,8 @@ class Decoder:
         states: list[Tensor] | None = stack.states(self._module, *given, cache)
         if states is None:
             return None
-        states[-1] = self._module.norm(states[-1])
         if self._direct is None:  # once: other decoders may scale their embeddings, or do more after the last layer
-            self._direct = torch.equal(self._run(inputs, cache), states[-1])
+            self._direct = torch.equal(self._run(inputs, cache), self._module.norm(states[-1]))
         return states if self._direct else None
 
     def prefill(
@@ -192,17 +193,24 @@ class Decoder:
 
     @contextmanager
     def _reading(self, names: Sequence[Feature]) -> Iterator[dict[Feature, Tensor]]:
-        """Records the inputs of the named layers during one pass."""
+        """Records the inputs and outputs of the named layers during one pass."""
         features: dict[Feature, Tensor] = {}
 
-        def record(layer: int, _: Any, args: Any, inputs: dict[str, Any]) -> None:
-            features[layer] = self._in_dtype(args[0] if args else inputs["hidden_states"])
+        def record_input(name: Feature, _: Any, args: Any, inputs: dict[str, Any]) -> None:
+            features[name] = self._in_dtype(args[0] if args else inputs["hidden_states"])
+
+        def record_output(name: Feature, _: Any, args: Any, out: Any) -> None:
+            features[name] = self._in_dtype(out[0] if isinstance(out, tuple) else out)
 
         with ExitStack() as hooks:
-            for layer in names:
-                if isinstance(layer, int):
-                    part = self._stack[layer]
-                    hooks.enter_context(part.register_forward_pre_hook(partial(record, layer), with_kwargs=True))
+            for name in names:
+                if (place := layer_of(name)) is None:
+                    continue
+                layer, after = self._stack[place[0]], place[1]
+                if after:
+                    hooks.enter_context(layer.register_forward_hook(partial(record_output, name)))
+                else:
+                    hooks.enter_context(layer.register_forward_pre_hook(partial(record_input, name), with_kwargs=True))
             yield features
 
     @cached_property

@@ -186,7 +186,8 @@ def _registered_drafter(drafter: str, trust_remote_code: bool) -> Drafter:
     name, _, argument = drafter.partition(":")
     cls = plugins.find("drafters", name)
     if argument and hasattr(cls, "from_checkpoint"):
-        return cls.from_checkpoint(_checkpoint_folder(argument))
+        where, settings = cls.parse_argument(argument) if hasattr(cls, "parse_argument") else (argument, {})
+        return cls.from_checkpoint(_checkpoint_folder(where), **settings)
     trust = (
         {"trust_remote_code": True} if trust_remote_code and "trust_remote_code" in signature(cls).parameters else {}
     )

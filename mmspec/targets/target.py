@@ -19,8 +19,25 @@ from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 
 Feature = int | str
-"""Hidden states of a decoder: n is the input of layer n (transformers' ``hidden_states[n]``), ``"last"`` the output of
-the final norm."""
+"""Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its output as the layer returns it, and
+``"last"`` the output of the final norm.
+
+The output of layer n is the input of layer n + 1, unless the decoder changes it in between: Qwen3-VL's adds visual
+features to it (deepstack)."""
+
+_OUTPUT = "output "
+
+
+def output_of(layer: int) -> Feature:
+    """The feature that is the output of a layer."""
+    return f"{_OUTPUT}{layer}"
+
+
+def layer_of(feature: Feature) -> tuple[int, bool] | None:
+    """Layer of a feature, and whether it is the layer's output; None for ``"last"``."""
+    if isinstance(feature, int):
+        return feature, False
+    return (int(feature.removeprefix(_OUTPUT)), True) if feature.startswith(_OUTPUT) else None
 
 
 @dataclass
@@ -100,12 +117,15 @@ class Step:
         features: (batch, nodes, hidden) each, the hidden states that the drafter reads; of a prefill, all positions.
         visual: (batch, length) bool, prefill only: positions of image or video features.
         embeds: (batch, length, hidden), prefill only: the input embeddings of the language model.
+        positions: (batch, length) or (axes, batch, length) int64, prefill only: the decoder's ``position_ids``; with
+            several axes (Qwen-VL), the last three are time, height and width.
     """
 
     logits: Tensor
     features: dict[Feature, Tensor]
     visual: Tensor | None = None
     embeds: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class Target(Protocol):

@@ -160,7 +160,7 @@ class TransformersTarget:
         self._position.append(position)
         self._last_position.append(last)
         kept = {name: features[name] for name in self.features}
-        yield Step(logits, kept, self._visual(prompt), given.get("inputs_embeds"))
+        yield Step(logits, kept, self._visual(prompt), given.get("inputs_embeds"), known)
 
     def kind(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1])

@@ -29,8 +29,9 @@ from tests.standin import save_llava
 from tests.training import terminated_at
 from vision.distil.command import flash, msd
 from vision.distil.msd import fit_projection
+from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.msd import Flash
-from vision.drafters.network import MSDConfig, MSDNetwork, Rotary
+from vision.drafters.network import MSDConfig, MSDNetwork
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -279,7 +280,7 @@ def test_a_network_starts_as_the_best_linear_guess() -> None:
         states[:, :9] = torch.randn(5, 9, 8)  # outside of answers
         batches.append(Features(answer.long(), states, embeds, torch.zeros_like(answer), answer, ~answer | answer))
     fit_projection(network, batches, ridge=1e-9)
-    rotation = Rotary(4, 10000.0)
+    rotation = Rotary(rotary_frequencies(4, 10000.0))
     rotation.reserve(40, embeds)
     x = network.combine(embeds[:, 11:], states[:, 10:-1], None)
     with torch.no_grad():

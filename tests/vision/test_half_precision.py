@@ -13,8 +13,8 @@ from tests.drafting import network_for, plain_gain
 from tests.half import check_decoding, half_model, in_dtype, long_inputs
 from tests.targets import prompt_of
 from tests.tiny import root_path, valid_nodes
+from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.msd import MSD, Flash
-from vision.drafters.network import Rotary
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_bamba"])
@@ -69,7 +69,7 @@ def test_drafting(kind, name):
 
 
 def test_rotation_is_computed_in_float32():
-    rotary, exact = Rotary(12, 10000.0), Rotary(12, 10000.0)
+    rotary, exact = Rotary(rotary_frequencies(12, 10000.0)), Rotary(rotary_frequencies(12, 10000.0))
     rotary.reserve(2000, torch.empty(0, dtype=torch.bfloat16))
     exact.reserve(2000, torch.empty(0, dtype=torch.float64))
     for low, full in zip(rotary(slice(0, 2000)), exact(slice(0, 2000)), strict=True):

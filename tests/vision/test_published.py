@@ -22,8 +22,9 @@ from mmspec.targets.loading import make_drafter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from vision.drafters import published
+from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.msd import network_from
-from vision.drafters.network import MSDNetwork, Rotary
+from vision.drafters.network import MSDNetwork
 
 TINY = dict(
     hidden_size=48,
@@ -206,7 +207,7 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     causal = torch.full((length, length), -torch.inf).triu(1)[None, None]
     expected = layer(inputs, attention_mask=causal, position_embeddings=turn)
 
-    rotary = Rotary(network.config.head_dim, network.config.rope_theta)
+    rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
     rotary.reserve(length, inputs)
 
     def attend(q, k, v):

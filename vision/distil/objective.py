@@ -18,7 +18,8 @@ from mmspec.targets.target import Target
 from mmspec.training.loss import LossOutput
 from vision.distil.pass_cache import PassCache
 from vision.drafters.latents import packing, take
-from vision.drafters.network import MSDNetwork, Rotary
+from vision.drafters.layer import Rotary, rotary_frequencies
+from vision.drafters.network import MSDNetwork
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class HiddenStateObjective:
         losses = _LossSum(self, entries, head, self.glancing * (1.0 - progress), generator)
         if losses.count == 0:
             return LossOutput(losses.total, losses.metrics)
-        rotary = Rotary(network.config.head_dim, network.config.rope_theta)
+        rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
         rotary.reserve(batch.hidden.shape[1], batch.embeds)
         cache = PassCache()
         x = network.combine(entries.embeds, entries.hidden, entries.visual)

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from mmspec.drafters.growth import Reach
 from mmspec.quantisation.linear import PackedLinear
 from vision.drafters.latents import take
-from vision.drafters.network import Rotation
+from vision.drafters.layer import Rotation
 
 if TYPE_CHECKING:
-    from vision.drafters.msd import MSD
+    from vision.drafters.hidden_state import HiddenStateDrafter
 
 
 _MAX_RATIO = 4  # maximum draft vocabulary of a table, in hidden sizes; larger tables cost too much memory
@@ -59,9 +59,9 @@ class Levels:
     """Levels of one tree. A beam's predictions come from the cell while the last pass of the layer has slots left,
     else from a new pass. Tokens are draft-vocabulary indices."""
 
-    def __init__(self, drafter: MSD, predicted: Tensor, carried: Tensor) -> None:
+    def __init__(self, drafter: HiddenStateDrafter, predicted: Tensor, carried: Tensor) -> None:
         self._drafter, self._predicted, self._carried = drafter, predicted[:, None], carried[:, None]
-        self._slots = drafter.network.config.slots
+        self._slots = drafter.slots
         self._block: list[tuple[Tensor, Tensor, Tensor]] = []  # of each beam since the last pass: its tokens, the
         # states that predicted it, and the entry of those that each token was drafted from
         self._passes = 0
@@ -104,7 +104,7 @@ class Levels:
         return cos.repeat(1, chains, 1, 1), sin.repeat(1, chains, 1, 1)
 
     def _mask(self, reach: Tensor) -> Tensor:
-        """See ``MSD.allowed``; all passes share the prefix part."""
+        """See ``HiddenStateDrafter.allowed``; all passes share the prefix part."""
         drafter = self._drafter
         if drafter.static:
             return drafter.allowed(reach)

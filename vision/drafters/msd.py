@@ -8,8 +8,8 @@ and semi-autoregression separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,28 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec import ops
-from mmspec.cache.rows import RowTensor
-from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.checkpoint import TREE, TreeShape
-from mmspec.drafters.growth import grow_tree
-from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.quantisation.packing import pack_drafter
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Feature, Prompt, Step, Target
+from mmspec.targets.target import Prompt, Step, Target
 from vision.drafters import published
+from vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
 from vision.drafters.latents import packing, take
-from vision.drafters.levels import Levels, TokenLinear
-from vision.drafters.network import MSDConfig, MSDNetwork, Rotary, Rotation
-
-_AHEAD = 1024
-"""KV slots reserved after a prompt."""
+from vision.drafters.layer import Rotary, rotary_frequencies
+from vision.drafters.levels import TokenLinear
+from vision.drafters.network import MSDConfig, MSDNetwork
 
 
 @dataclass(frozen=True)
@@ -48,24 +37,18 @@ class _Settings(TreeShape):
     network: MSDConfig
 
 
-class MSD(CapturedDrafter):
+class MSD(HiddenStateDrafter):
     """MSD drafter, for any target that provides hidden states and the mask of visual positions.
 
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full one.
-        top_k: nodes extended per level, and children per node.
-        depth: maximum tree depth.
-        total_tokens: maximum number of drafted nodes.
-        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
+        top_k, depth, total_tokens, verifier: see ``HiddenStateDrafter``.
     """
 
-    layouts: ClassVar[tuple[str, ...]] = ("msd", "vispec", "eagle3")  # of published checkpoints
+    layouts: ClassVar[tuple[str, ...]] = ("msd", *published.REFUSED)  # of published checkpoints
     decoupled: ClassVar[bool] = True  # setting of published checkpoints
-    name: ClassVar[str] = "msd"  # as registered
-    learns: ClassVar[bool] = False
-    features: ClassVar[tuple[Feature, ...]] = ("last",)
-    published: dict[str, Any] | None = None  # target sizes of a published checkpoint
+    name: ClassVar[str] = "msd"
 
     def __init__(
         self,
@@ -77,22 +60,9 @@ class MSD(CapturedDrafter):
         total_tokens: int = 59,
         verifier: dict[str, Any] | None = None,
     ) -> None:
-        self.network = network.eval().requires_grad_(False)
-        self.draft_ids = draft_ids
-        TreeShape(top_k, depth, total_tokens)
-        self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
-        self.verifier = verifier
-        self._rotary = Rotary(network.config.head_dim, network.config.rope_theta)
-        self._target: Target | None = None
-        self._scores: Callable[[Tensor], Tensor] | None = None
-        super().__init__()
-
-    def reset(self, static: bool = False) -> None:
-        super().reset(static)
-        self.cache = TreeCache(1, in_place=static)
-        self._output = RowTensor(static)  # (rows, hidden or 2 * hidden), at each row's last entry
-        self._position = RowTensor(static)  # (rows,) int64, of the next entry
-        self._history: list[list[int]] = []
+        rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, rotary, 1, draft_ids, **tree, verifier=verifier)
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -112,45 +82,23 @@ class MSD(CapturedDrafter):
         tree = {name: getattr(settings, name) for name in TREE}
         return cls(network_from(settings.network, tensors, folder), draft_ids, **tree, verifier=verifier)
 
-    def save(self, folder: Path, target: Any) -> None:
-        """Write a drafter checkpoint for ``target``."""
-        tensors = dict(self.network.state_dict())
-        if self.draft_ids is not None:
-            tensors["draft_ids"] = self.draft_ids
-        settings = {name: getattr(self, name) for name in TREE}
-        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
-
-    def attach(self, target: Target) -> None:
-        if target is self._target:
-            return  # captured graphs refer to the current weights
-        if self.verifier is not None:
-            checkpoint.check_verifier(self.verifier, target)
-        if self.published is not None:
-            published.check_target(self.published, target)
-        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
-        width = self.network.config.hidden_size
-        if probe.shape[-1] != width:
-            raise UserError(
-                f"{self.name} must have the target's hidden size {probe.shape[-1]}: the drafter has {width}"
-            )
-        pack_drafter(self.network, probe)
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
-            self.draft_ids = torch.arange(self.published["vocab_size"])
-        self._target = target
-        self.reset()
-        self._scores = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
-        if self.draft_ids is not None:
-            self.draft_ids = self.draft_ids.to(probe.device)
-        with torch.inference_mode():
-            self.fuse = TokenLinear(self.network.fc, target.embed, self.draft_ids)
-            if self.network.config.slots > 1:
-                self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
-
-    # ------------------------------------------------------------------ rows
+            self.draft_ids = torch.arange(self.published["vocab_size"], device=probe.device)
+        self.fuse = TokenLinear(self.network.fc, target.embed, self.draft_ids)
+        if self.slots > 1:
+            self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
+        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
 
     @property
-    def parts(self) -> tuple[RowState, ...]:
-        return self.cache, self._output, self._position
+    def slots(self) -> int:
+        return self.network.config.slots
+
+    def states(self, step: Step) -> Tensor:
+        return step.features["last"]
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return self.network.combine(self.target.embed(tokens), states, None)
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
@@ -176,130 +124,8 @@ class MSD(CapturedDrafter):
             mask = None if bool(mask.all()) else mask
         self.join(batch, kernels.fixed_shapes(hidden.device))
         x = network.combine(embeds, hidden, visual)
-        self._rotary.reserve(length + _AHEAD, x)
-        entries = x.shape[1]
-        allowed = None
-        if mask is not None:
-            allowed = mask[:, None, None] & torch.ones(entries, entries, device=x.device).tril().bool()
-            # Padding attends to itself, so that no row of the mask is empty.
-            allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
-        alone = not (self.static or self.cache.rows)
-        cache = TreeCache(1, reserve=entries + (_AHEAD if alone else 1))
-        outputs = self.forward(x, self._rotary(at), allowed, cache)
-        cache.commit_prompt(entries, mask, batch)
-        if alone:
-            self.cache = cache
-        else:
-            self.cache.append(cache, entries + _AHEAD)
-        self._output.append(outputs[:, -1])
-        self._position.append(position)
-        self._history += history
-
-    @torch.inference_mode()
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self._history = [self._history[row] for row in rows]
-
-    # ------------------------------------------------------------------ steps
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        return self.depth, self.total_tokens
-
-    @property
-    def _version(self) -> tuple[Hashable, ...]:
-        return *super()._version, self._rotary.version
-
-    def reserve(self, width: int) -> None:
-        self.cache.reserve_nodes(width + self.top_k * self.network.config.slots * (self.depth + 1))
-        self._rotary.reserve(max(map(len, self._history)) + self.depth, self.network.fc.weight)
-
-    def advance(self, accepted: list[int]) -> None:
-        self.cache.advance(accepted)
-
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        """Queue the accepted tokens and the target's hidden states at their parents."""
-        hidden, path = step.features["last"], verdict.path.clamp(min=0)
-        self.queue((verdict.tokens, take(hidden, path)), verdict)
-
-    def absorb(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
-        """Append accepted tokens, (batch, width), with the target's previous hidden states, (batch, width, hidden)."""
-        self.cache.offset = 0  # reset after a failed capture
-        batch, width = tokens.shape
-        x = self.network.combine(self.target.embed(tokens), states, None)
-        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
-        outputs = self.forward(x, self.rotation(batch, width), self.allowed(chain), self.cache)
-        if self.static:
-            self.cache.commit_on_device(path_of(length, width))
-        else:
-            self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
-        self._position.data[:batch] += length
-        write_last(self._output, outputs, length)
-
-    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        self.cache.offset = 0
-        predicted, carried = self.network.begin(self._output.data[: len(token)])
-        first = self.children(predicted)
-        levels = Levels(self, predicted, carried)
-        tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
-        self.cache.offset = 0
-        if self.draft_ids is not None:
-            tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]
-        return tree
-
-    def rotation(self, batch: int, count: int) -> Rotation:
-        """Rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
-        step = torch.arange(count, device=self._position.data.device)
-        return self._rotary(self._position.data[:batch, None] + step)
-
-    def allowed(self, reach: Tensor) -> Tensor:
-        """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, after the prefix unless shapes are static."""
-        cache = self.cache
-        if self.static:
-            return reach[:, None]
-        batch, nodes = reach.shape[:2]
-        prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
-        return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
-
-    def forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
-        """Run the network on new entries and write them to the cache.
-
-        Args:
-            x: (batch, nodes, hidden), inputs.
-            rotation: rotation of their positions.
-            allowed: attention mask, see ``allowed``; None for a prompt without padding.
-            cache: the KV cache.
-
-        Returns:
-            (batch, nodes, hidden or 2 * hidden).
-        """
-        layer: Any = cache.layers[0]
-        if cache.in_place:
-            cache.set_write_slots(x.shape[1])
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = layer.update(k, v)
-            if cache.in_place:
-                assert cache.bounds is not None
-                assert allowed is not None
-                bounds = cache.bounds.first(len(q))
-                read = ops.tree_attention(q, keys, values, bounds.lengths, allowed[:, 0], start=bounds.start)
-                return read.transpose(1, 2)
-            return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
-
-        return self.network(x, rotation, attend)
-
-    def children(self, predicted: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from predicted states,
-        (..., hidden)."""
-        assert self._scores is not None, "attach comes first"
-        return ops.top_log_probs(self._scores(predicted), self.top_k)
-
-    @property
-    def target(self) -> Target:
-        """The attached target."""
-        assert self._target is not None, "attach comes first"
-        return self._target
+        self._rotary.reserve(length + AHEAD, x)
+        self.start(x, self._rotary(at), mask, position, history)
 
 
 def network_from(shape: MSDConfig, tensors: dict[str, Tensor], folder: Path) -> MSDNetwork:

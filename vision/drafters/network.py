@@ -7,7 +7,6 @@ are the target's and not part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,24 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.fields import Checked, Within
-from mmspec.errors import UserError
+from mmspec.drafters.fields import Within
 from vision.drafters.latents import Images, Latents, compress, find_images
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Rotation = tuple[Tensor, Tensor]
+from vision.drafters.layer import Attend, DecoderLayer, LayerShape, Norm, Rotation
 
 
 @dataclass(frozen=True)
-class MSDConfig(Checked):
-    """Configuration of an ``MSDNetwork``.
+class MSDConfig(LayerShape):
+    """Configuration of an ``MSDNetwork``: a ``LayerShape`` of the target's hidden size, and
 
     Attributes:
-        hidden_size: the target's hidden size.
-        heads, kv_heads, head_dim: attention shape.
-        mlp: intermediate size of the gated MLP.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: epsilon of RMSNorm.
         input_norm: RMSNorm before the attention; used by published drafters for Qwen2-VL, but not for LLaVA.
         qkv_bias: bias on queries, keys and values.
         decoupled: visual positions take the raw visual feature (MSD); False fuses them with a hidden state, as text
@@ -44,13 +35,6 @@ class MSDConfig(Checked):
         slots: tokens drafted per pass of the layer (FLASH); 1 is MSD.
     """
 
-    hidden_size: Annotated[int, Within(1, 2**16)]
-    heads: Annotated[int, Within(1, 2**10)]
-    kv_heads: Annotated[int, Within(1, 2**10)]
-    head_dim: Annotated[int, Within(2, 2**12)]
-    mlp: Annotated[int, Within(1, 2**18)]
-    rope_theta: Annotated[float, Within(1, 1e12)] = 10000.0
-    norm_eps: Annotated[float, Within(1e-12, 1)] = 1e-6
     input_norm: bool = False
     qkv_bias: bool = False
     decoupled: bool = True
@@ -58,40 +42,6 @@ class MSDConfig(Checked):
     latents: Annotated[int, Within(0, 2**12)] = 0
     span: Annotated[int, Within(0, 2**20)] = 0
     slots: Annotated[int, Within(1, 64)] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.heads % self.kv_heads:
-            raise UserError(f"kv_heads must divide heads: got {self.kv_heads} for {self.heads}")
-        if self.head_dim % 2:
-            raise UserError(f"head_dim must be even, as rotary positions turn pairs: got {self.head_dim}")
-
-    @classmethod
-    def like(cls, config: object, **changes: object) -> MSDConfig:
-        """Configuration for a target's text configuration."""
-        get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
-        heads = get("num_attention_heads")
-        if heads is None:
-            name = type(config).__name__
-            raise UserError(f"the drafter requires a target with attention: {name} has no num_attention_heads")
-        rope = get("rope_parameters", {})
-        fields = {
-            "hidden_size": get("hidden_size"),
-            "heads": heads,
-            "kv_heads": get("num_key_value_heads", heads),
-            "head_dim": get("head_dim", get("hidden_size") // heads),
-            "mlp": get("intermediate_size"),
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "norm_eps": get("rms_norm_eps", 1e-6),
-        }
-        return cls(**(fields | changes))
-
-
-class Norm(nn.RMSNorm):
-    """RMSNorm that computes in float32 under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.dtype == self.weight.dtype else x.float())
 
 
 class Cell(nn.Module):
@@ -121,20 +71,15 @@ class Cell(nn.Module):
         return self.norm(carried + self.out(F.silu(read)))
 
 
-class MSDNetwork(nn.Module):
-    """See the module. Parameters are (out, in); ``qkv`` stacks queries, keys and values, ``gate_up`` gate and up."""
+class MSDNetwork(DecoderLayer):
+    """See the module."""
 
     def __init__(self, config: MSDConfig) -> None:
-        super().__init__()
+        width = config.hidden_size
+        super().__init__(config, width, config.qkv_bias)
         self.config = config
-        width, inner = config.hidden_size, config.heads * config.head_dim
         self.fc = nn.Linear(2 * width, width)
-        self.qkv = nn.Linear(width, inner + 2 * config.kv_heads * config.head_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(inner, width, bias=False)
-        self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
-        self.down = nn.Linear(config.mlp, width, bias=False)
         self.input_norm = Norm(width, config.norm_eps) if config.input_norm else nn.Identity()
-        self.post_norm = Norm(width, config.norm_eps)
         if config.decoupled and config.visual_states:
             self.visual_fc = nn.Linear(2 * width, width)
         if config.latents:
@@ -181,54 +126,11 @@ class MSDNetwork(nn.Module):
         Args:
             x: (batch, nodes, hidden) from ``combine``.
             rotation: cosines and sines from ``Rotary``, broadcastable to (batch, nodes, heads, head_dim).
-            attend: attention function of queries, keys and values, (batch, heads or kv_heads, nodes, head_dim); owns
-                cache and mask.
+            attend: see ``DecoderLayer.attention``.
 
         Returns:
             (batch, nodes, hidden), or with several slots the input of ``begin``, (batch, nodes, 2 * hidden).
         """
-        config = self.config
-        batch, nodes, _ = x.shape
-        turned = config.heads + config.kv_heads
-        qkv = self.qkv(self.input_norm(x)).view(batch, nodes, turned + config.kv_heads, config.head_dim)
-        qk = rotate(qkv[:, :, :turned], rotation)
-        q, k = qk[:, :, : config.heads].transpose(1, 2), qk[:, :, config.heads :].transpose(1, 2)
-        read = attend(q, k, qkv[:, :, turned:].transpose(1, 2))
-        x = x + self.out(read.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        guess = x + self.down(F.silu(gate) * up)
-        return guess if config.slots == 1 else torch.cat([guess, x], dim=-1)
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864), halves paired as in Llama: (batch, nodes, heads, head_dim)."""
-    cos, sin = rotation
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
-
-
-class Rotary:
-    """Cosines and signed sines by position, computed in float32 and grown when needed."""
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        self.head_dim, self.theta = head_dim, theta
-        self._tables: Rotation | None = None
-        self.version = object()  # replaced whenever the tables are recomputed
-
-    def reserve(self, length: int, like: Tensor) -> None:
-        """Compute tables for positions below ``length``, in the dtype and on the device of ``like``."""
-        have = self._tables[0] if self._tables else None
-        if have is not None and have.shape[0] >= length and (have.dtype, have.device) == (like.dtype, like.device):
-            return
-        length = 1 << (length - 1).bit_length()
-        self.version = object()
-        half = torch.arange(0, self.head_dim, 2, device=like.device, dtype=torch.float32) / self.head_dim
-        angle = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), self.theta**-half)
-        cos, sin = angle.cos(), angle.sin()
-        # The sign of the rotated half goes into the sine, which saves a negation per call.
-        tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        self._tables = tables[0].to(like.dtype)[:, None], tables[1].to(like.dtype)[:, None]
-
-    def __call__(self, positions: Tensor | slice) -> Rotation:
-        """Rotation at positions, a slice or (...) int64: cosines and sines, (..., 1, head_dim) each."""
-        assert self._tables is not None, "reserve comes first"
-        return self._tables[0][positions], self._tables[1][positions]
+        x = x + self.attention(self.input_norm(x), rotation, attend)
+        guess = x + self.mlp(x)
+        return guess if self.config.slots == 1 else torch.cat([guess, x], dim=-1)

@@ -1,10 +1,11 @@
 """Published drafter checkpoints: strict reading, without running their code.
 
-Four layouts are recognised by ``config.json`` and tensor names:
+Layouts are recognised by ``config.json`` and tensor names:
 
 - ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
-- ``vispec`` (arXiv 2509.15235) and ``eagle3`` (arXiv 2503.01840): recognised but not supported.
+- ``eagle3``: EAGLE-3 heads (arXiv 2503.01840), read by ``published_eagle3``;
+- those in ``REFUSED``, which are not supported.
 
 MSD and EAGLE checkpoints have the same tensors and do not record how visual positions were fed in training. Folders
 whose ``config.json`` is of a text model are read as EAGLE, others as MSD; ``eagle:FOLDER`` and ``msd:FOLDER`` override
@@ -17,7 +18,7 @@ drafter's vocabulary size, is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,11 @@ _KNOWN = {name for parts in _PARTS.values() for name in parts}
 # Rotary frequencies saved by old releases of transformers; redundant with the configuration.
 _HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
 _USE_INSTEAD = "use an MSD, EAGLE-1 or EAGLE-2 checkpoint of this target, or train a drafter with mmspec train"
-_REFUSED = {
+REFUSED = {
     "vispec": "a ViSpec drafter, which compresses each image to learned tokens and adds an image vector to its text",
-    "eagle3": "an EAGLE-3 head, which reads three layers of the target and has an output head of its own",
+    "dflash": "a DFlash drafter, which denoises a block of tokens at once",
+    "dspark": "a DSpark drafter, which drafts a block of tokens at once",
+    "peagle": "a P-EAGLE drafter, which drafts several tokens in parallel from mask tokens",
 }
 _TEXT_MODELS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
 
@@ -63,7 +66,7 @@ def recognise(folder: Path) -> str | None:
     """Recognise a published layout by ``config.json`` and tensor names.
 
     Returns:
-        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"`` or None.
+        ``"msd"``, ``"eagle"``, ``"eagle3"``, a key of ``REFUSED`` or None.
 
     Raises:
         UserError: the weights cannot be read.
@@ -74,7 +77,7 @@ def recognise(folder: Path) -> str | None:
         return None
     if "mmspec_drafter" in config:
         return None
-    return _layout(config, {name for file in weight_files(folder) for name in tensor_names(file)})
+    return layout_of(config, {name for file in weight_files(folder) for name in tensor_names(file)})
 
 
 def read_published(folder: Path, decoupled: bool | None = None) -> tuple[MSDConfig, dict[str, Tensor], dict[str, Any]]:
@@ -92,18 +95,33 @@ def read_published(folder: Path, decoupled: bool | None = None) -> tuple[MSDConf
             ``config.json``.
     """
     config = read_json(folder / "config.json")
-    tensors: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        tensors |= load_weights(file, shapes_only={_EMBEDDING})
-    layout = _layout(config, set(tensors))
-    if layout in _REFUSED:
-        raise UserError(f"{folder}: expected an MSD or EAGLE drafter, received {_REFUSED[layout]}: {_USE_INSTEAD}")
+    tensors = read_tensors(folder, shapes_only={_EMBEDDING})
+    layout = layout_of(config, set(tensors))
+    refuse(layout, folder)
+    if layout == "eagle3":
+        raise UserError(
+            f"{folder}: expected an MSD or EAGLE-1/2 drafter, received an EAGLE-3 head: use eagle3:{folder}"
+        )
     if layout is None:
         received = ", ".join(sorted(tensors)[:4]) or "no weights"
         raise UserError(f"{folder}: expected the tensors of an MSD or EAGLE drafter, received {received}")
     if decoupled is not None:
         layout = "msd" if decoupled else "eagle"
     return convert(config, tensors, layout, str(folder))
+
+
+def read_tensors(folder: Path, shapes_only: Collection[str] = ()) -> dict[str, Tensor]:
+    """All tensors of a folder's weight files; see ``load_weights``."""
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        tensors |= load_weights(file, shapes_only)
+    return tensors
+
+
+def refuse(layout: str | None, folder: Path) -> None:
+    """Raise ``UserError`` for a layout that is known and not supported."""
+    if layout in REFUSED:
+        raise UserError(f"{folder}: expected an MSD or EAGLE drafter, received {REFUSED[layout]}: {_USE_INSTEAD}")
 
 
 def convert(
@@ -124,7 +142,7 @@ def convert(
         tensors = {**tensors, "fc.bias": tensors["fc.weight"].new_zeros(network.hidden_size)}
     # A mismatch of configuration and embedding is found by the shape check.
     rows = tensors[_EMBEDDING].shape[0] if _EMBEDDING in tensors and tensors[_EMBEDDING].dim() else None
-    vocab = _number(config, "vocab_size", rows, int, source)
+    vocab = whole_number(config, "vocab_size", rows, source)
     shapes[_EMBEDDING] = (vocab, network.hidden_size)
     optional = {_EMBEDDING} if layout == "eagle" else set()
     _check(tensors, shapes, optional, layout, source)
@@ -138,21 +156,35 @@ def convert(
 
 
 def check_target(verifier: Mapping[str, Any], target: Any) -> None:
-    """Check that a target's sizes match a published drafter's; raises ``UserError`` if not.
+    """Check that a target is that of a published drafter, as far as this is known; raises ``UserError`` if not.
 
     A target may have more tokens than the drafter, as transformers' LLaVA-1.5 (32064, drafter 32000), but not twice as
     many: that is another tokenizer.
+
+    Args:
+        verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
+        target: the target.
     """
-    width, vocab = verifier["hidden_size"], verifier["vocab_size"]
-    here = target.config
-    if width != here.hidden_size or not here.vocab_size / 2 < vocab <= here.vocab_size:
-        raise UserError(
-            f"the drafter was trained for a target of hidden size {width} and {vocab} tokens: "
-            f"got {type(target.model).__name__} with hidden size {here.hidden_size} and {here.vocab_size} tokens"
-        )
+    width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
+    model, made = type(target.model).__name__, [f"hidden size {width} and {vocab} tokens"]
+    types = {here.model_type, target.model.config.model_type}
+    found = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
+    fits = width == here.hidden_size and here.vocab_size / 2 < vocab <= here.vocab_size
+    if (kind := verifier.get("model_type")) and kind not in types:
+        fits, made, found = False, [*made, f"of type {kind}"], [*found, f"of type {target.model.config.model_type}"]
+    if (classes := verifier.get("architectures")) and model not in classes:
+        fits, made = False, [*made, f"of class {', '.join(classes)}"]
+    if not fits:
+        name = verifier.get("name_or_path") or "a target"
+        raise UserError(f"the drafter was trained for {name} of {', '.join(made)}: got {model} with {', '.join(found)}")
 
 
-def _layout(config: Mapping[str, Any], names: set[str]) -> str | None:
+def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
+    """Layout of a published drafter, see ``recognise``, by its configuration and tensor names."""
+    classes = [*(config.get("architectures") or []), config.get("speculators_model_type") or ""]
+    for other in REFUSED:
+        if f"{other}_config" in config or any(str(name).lower().startswith(other) for name in classes):
+            return other
     if any(name.startswith("midlayer.") or "hidden_norm" in name for name in names) or names & {"d2t", "t2d"}:
         return "eagle3"
     if any(name.startswith(("imadpt.", "img_fc.")) for name in names):
@@ -165,27 +197,19 @@ def _layout(config: Mapping[str, Any], names: set[str]) -> str | None:
 def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) -> MSDConfig:
     """Network configuration from ``config.json``; norm and biases also from tensor names, as files may lack them."""
 
-    def count(key: str, default: int | None = None) -> int:
-        return _number(config, key, default, int, source)
-
-    width, heads = count("hidden_size"), count("num_attention_heads")
-    kv_heads, head_dim = count("num_key_value_heads", heads), count("head_dim", width // heads)
-    layers, activation = count("num_hidden_layers", 1), config.get("hidden_act") or "silu"
-    if layers != 1 or activation != "silu" or heads % kv_heads or head_dim % 2:
+    shape = layer_shape(config, source)
+    layers = whole_number(config, "num_hidden_layers", 1, source)
+    rope = rope_parameters(config, source)
+    if layers != 1 or rope["rope_type"] != "default":
         raise UserError(
-            f"{source}/config.json: expected one layer with silu, kv_heads that divide heads and an even head_dim, "
-            f"received {layers} with {activation}, {kv_heads} for {heads} and {head_dim}"
+            f"{source}/config.json: expected one layer with plain rotary positions, received {layers} with rope scaling "
+            f"{rope['rope_type']!r}"
         )
     # MSD's Qwen2-VL drafters are full Qwen2-VL layers; all others lack the first norm.
     qwen = layout == "msd" and config.get("model_type") == "qwen2_vl"
     ours = {
-        "hidden_size": width,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "mlp": count("intermediate_size"),
-        "rope_theta": _rope_theta(config, source),
-        "norm_eps": _number(config, "rms_norm_eps", 1e-6, float, source),
+        **shape,
+        "rope_theta": rope["rope_theta"],
         "input_norm": qwen or _INPUT_NORM in names,
         "qkv_bias": qwen or bool(config.get("qkv_bias")) or any(part in names for part in _PARTS["qkv.bias"]),
         "decoupled": layout == "msd",
@@ -193,15 +217,49 @@ def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) ->
     return MSDConfig.read(ours, f"{source}/config.json")
 
 
-def _rope_theta(config: Mapping[str, Any], source: str) -> float:
+def layer_shape(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Fields of ``LayerShape`` in a published configuration, but for the rotary positions.
+
+    Raises:
+        UserError: a value is missing or out of range, or not one of Llama's layers.
+    """
+    width, heads = (whole_number(config, key, None, source) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads = whole_number(config, "num_key_value_heads", heads, source)
+    head_dim = whole_number(config, "head_dim", width // heads, source)
+    activation = config.get("hidden_act") or "silu"
+    if activation != "silu" or heads % kv_heads or head_dim % 2:
+        raise UserError(
+            f"{source}/config.json: expected silu, kv_heads that divide heads and an even head_dim, received "
+            f"{activation}, {kv_heads} for {heads} and {head_dim}"
+        )
+    return {
+        "hidden_size": width,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp": whole_number(config, "intermediate_size", None, source),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6, float, source),
+    }
+
+
+def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Rotary positions of a published configuration, in the form of transformers' ``rope_parameters``."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         rope |= config[key] if isinstance(config.get(key), dict) else {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "mrope"):
-        raise UserError(f"{source}/config.json: expected plain rotary positions, received rope scaling {kind!r}")
+    kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or kind or "default"
     usual = rope.get("rope_theta", 1e6 if config.get("model_type") == "qwen2_vl" else 10000.0)
-    return _number(config, "rope_theta", usual, float, source)
+    theta = _number(config, "rope_theta", usual, float, source)
+    if kind not in ("default", "mrope") and config.get("max_position_embeddings"):
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
+
+
+def whole_number(config: Mapping[str, Any], key: str, default: int | None, source: str) -> int:
+    """A positive integer of a configuration; null selects the default."""
+    value: int = _number(config, key, default, int, source)
+    return value
 
 
 def _number(

@@ -1,0 +1,205 @@
+"""EAGLE-3 and EAGLE-3.1 drafter (arXiv 2503.01840) for any target: text, vision-language and hybrid models.
+
+At image positions it is fed the placeholder token's embedding, as in training by all published projects: the target's
+hidden states carry the image. A sliding window of the drafter's configuration is not applied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters import checkpoint
+from mmspec.drafters.checkpoint import TREE, TreeShape
+from mmspec.errors import UserError
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+from mmspec.speculation.tree import TokenTree
+from mmspec.speculation.verify import Verdict
+from mmspec.targets.target import Prompt, Step, Target
+from vision.drafters import published, published_eagle3
+from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network, rotary_of
+from vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
+from vision.drafters.layer import Rotation
+
+_WATCHED = 128
+"""Verify passes after which the acceptance length of a published checkpoint is checked."""
+
+_LEAST = 1.1
+"""Mean acceptance length below which a head reads the wrong states, or is for another target."""
+
+
+@dataclass(frozen=True)
+class _Settings(TreeShape):
+    """Contents of ``config.json``."""
+
+    network: Eagle3Config
+
+
+class Eagle3(HiddenStateDrafter):
+    """EAGLE-3 drafter.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype.
+        draft_ids: (n,) int64, the target's token of each row of the network's output layer; None is the identity.
+        top_k, depth, total_tokens, verifier: see ``HiddenStateDrafter``.
+    """
+
+    name: ClassVar[str] = "eagle3"
+
+    def __init__(
+        self,
+        network: Eagle3Network,
+        draft_ids: Tensor | None = None,
+        *,
+        top_k: int = 10,
+        depth: int = 8,
+        total_tokens: int = 59,
+        verifier: dict[str, Any] | None = None,
+    ) -> None:
+        rotary, self._axis = rotary_of(network.config)
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, rotary, network.config.layers, draft_ids, **tree, verifier=verifier)
+        self.features = ()  # known when attached
+        self._passes = self._emitted = 0  # with drafts, while watched
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder contains a published EAGLE-3 head."""
+        return published.recognise(folder) == "eagle3"
+
+    @classmethod
+    def parse_argument(cls, argument: str) -> tuple[str, dict[str, Any]]:
+        """Split the text after ``eagle3:`` into a folder and arguments of ``from_checkpoint``.
+
+        ``FOLDER@2,16,29`` reads the inputs of these layers of the target, ``FOLDER@outputs:1,15,28`` the outputs.
+        """
+        folder, at, layers = argument.rpartition("@")
+        if not at:
+            return argument, {}
+        kind, _, numbers = layers.rpartition(":")
+        if kind not in ("", "inputs", "outputs") or not all(one.isdecimal() for one in numbers.split(",")):
+            raise UserError(f"layers to read must be as in FOLDER@2,16,29 or FOLDER@outputs:1,15,28: got @{layers}")
+        return folder, {"reads": [int(one) for one in numbers.split(",")], "outputs": kind == "outputs"}
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path, reads: list[int] | None = None, outputs: bool = False) -> Self:
+        """Load a checkpoint of ``save`` or a published one.
+
+        Args:
+            folder: of the checkpoint.
+            reads, outputs: replace those of its configuration, see ``Eagle3Config``.
+
+        Raises:
+            UserError: it is invalid.
+        """
+        tree: dict[str, int] = {}
+        verifier = found = None
+        if checkpoint.drafter_name(folder) is None:
+            config, tensors, draft_ids, found = published_eagle3.read_published(folder)
+        else:
+            settings, verifier, tensors = checkpoint.read(folder, _Settings)
+            draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
+            config, tree = settings.network, {name: getattr(settings, name) for name in TREE}
+            rows = verifier["vocab_size"] if draft_ids is None else len(draft_ids)
+            if config.head not in (0, rows):
+                raise UserError(f"{folder}: head must have a row per draft token, {rows}: got {config.head}")
+        if reads is not None:
+            config = replace(config, reads=reads, outputs=outputs)
+        drafter = cls(network_from(config, tensors, folder), draft_ids, **tree, verifier=verifier)
+        drafter.published = found
+        return drafter
+
+    # ------------------------------------------------------------------ the target
+
+    def check_width(self, width: int) -> None:
+        config = self.network.config
+        if config.source != width or (not config.embedding and config.hidden_size != width):
+            raise UserError(
+                f"{self.name} must have the target's hidden size {width}: the drafter reads states of {config.source} "
+                f"and embeddings of {config.hidden_size}"
+            )
+
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        network, decoder = self.network, getattr(target, "config", None)
+        self.features = network.config.features(decoder.num_hidden_layers)
+        self._embed = network.embed_tokens if network.config.embedding else target.embed
+        self._embedded = network.config.embedding or decoder.vocab_size
+        self.fuse = self._fuse
+        head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        return partial(network.scores, network.lm_head if network.config.head else head)
+
+    def states(self, step: Step) -> Tensor:
+        return torch.cat([step.features[name] for name in self.features], dim=-1)
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        # The id of a placeholder may lie outside of the table.
+        embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
+        return self.network.combine(embeds, self.network.project(states))
+
+    def _fuse(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+        ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
+        return self.network.combine(self._embed(ids), predicted)
+
+    # ------------------------------------------------------------------ rows
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        states, mask = self.states(step), None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        first = on_device([[row[-1]] for row in history], states.device)
+        x = self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), states)
+        self.join(len(history), kernels.fixed_shapes(states.device))
+        rotation, position = self._places(step, prompt, mask, x)
+        self.start(x, rotation, mask, position, history)
+
+    def _places(self, step: Step, prompt: Prompt, mask: Tensor | None, x: Tensor) -> tuple[Rotation, Tensor]:
+        """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
+        batch, length = prompt.input_ids.shape
+        tokens = torch.full((batch,), length, device=x.device) if mask is None else mask.sum(1)
+        if self._axis is None or step.positions is None or step.positions.ndim < 3:
+            self._rotary.reserve(length + AHEAD, x)
+            at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+            return self._rotary(at), tokens
+        axes = step.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
+        position = axes.amax((0, 2)) + 1
+        # Positions of a video's frames follow their times, and may exceed the number of tokens.
+        self._beyond = max(self._beyond, int((position - tokens).max()))
+        self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
+        return self._rotary.by_axis(axes, self._axis), position
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        super().observe(tree, verdict, step)
+        if self.published is not None and tree.nodes > 1 and self._passes < _WATCHED:
+            self._watch(verdict)
+
+    def _watch(self, verdict: Verdict) -> None:
+        """Warn once of an acceptance length near 1: shapes do not tell which layers a head was trained on."""
+        self._passes += 1
+        self._emitted += sum(len(path) for path, _ in verdict.host) / len(verdict.host)
+        if self._passes == _WATCHED and self._emitted < _LEAST * _WATCHED:
+            reads = ", ".join(map(str, self.features))
+            warnings.warn(
+                f"the EAGLE-3 drafter is of little use: {self._emitted / _WATCHED:.2f} tokens per step. It may be for "
+                f"another target, or read other layers of it than {reads}: try eagle3:FOLDER@LAYERS",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def network_from(config: Eagle3Config, tensors: dict[str, Tensor], folder: Path) -> Eagle3Network:
+    """Build a network from its tensors.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of the wrong shape.
+    """
+    with torch.device("meta"):
+        network = Eagle3Network(config)
+    checkpoint.load_exactly(network, tensors, folder)
+    return network

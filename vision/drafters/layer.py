@@ -1,0 +1,174 @@
+"""Decoder layer of hidden-state drafters, with rotary positions, as modules that run with any KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.drafters.fields import Checked, Within
+from mmspec.errors import UserError
+
+Attend = Callable[..., Tensor]
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape(Checked):
+    """Shape of a drafter's decoder layers.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        heads, kv_heads, head_dim: attention shape.
+        mlp: intermediate size of the gated MLP.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of RMSNorm.
+    """
+
+    hidden_size: Annotated[int, Within(1, 2**16)]
+    heads: Annotated[int, Within(1, 2**10)]
+    kv_heads: Annotated[int, Within(1, 2**10)]
+    head_dim: Annotated[int, Within(2, 2**12)]
+    mlp: Annotated[int, Within(1, 2**18)]
+    rope_theta: Annotated[float, Within(1, 1e12)] = 10000.0
+    norm_eps: Annotated[float, Within(1e-12, 1)] = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads % self.kv_heads:
+            raise UserError(f"kv_heads must divide heads: got {self.kv_heads} for {self.heads}")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim must be even, as rotary positions turn pairs: got {self.head_dim}")
+
+    @classmethod
+    def like(cls, config: object, **changes: object) -> Self:
+        """Configuration for a target's text configuration."""
+        get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
+        heads = get("num_attention_heads")
+        if heads is None:
+            name = type(config).__name__
+            raise UserError(f"the drafter requires a target with attention: {name} has no num_attention_heads")
+        rope = get("rope_parameters", {})
+        fields = {
+            "hidden_size": get("hidden_size"),
+            "heads": heads,
+            "kv_heads": get("num_key_value_heads", heads),
+            "head_dim": get("head_dim", get("hidden_size") // heads),
+            "mlp": get("intermediate_size"),
+            "rope_theta": rope.get("rope_theta", 10000.0),
+            "norm_eps": get("rms_norm_eps", 1e-6),
+        }
+        return cls(**(fields | changes))
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm that computes in float32 under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.dtype == self.weight.dtype else x.float())
+
+
+class DecoderLayer(nn.Module):
+    """Attention and gated MLP. Parameters are (out, in); ``qkv`` stacks queries, keys and values, ``gate_up`` gate and
+    up.
+
+    Args:
+        shape: of the layer.
+        width: features that queries, keys and values read.
+        qkv_bias: bias on queries, keys and values.
+    """
+
+    def __init__(self, shape: LayerShape, width: int, qkv_bias: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        inner, hidden = shape.heads * shape.head_dim, shape.hidden_size
+        self.qkv = nn.Linear(width, inner + 2 * shape.kv_heads * shape.head_dim, bias=qkv_bias)
+        self.out = nn.Linear(inner, hidden, bias=False)
+        self.gate_up = nn.Linear(hidden, 2 * shape.mlp, bias=False)
+        self.down = nn.Linear(shape.mlp, hidden, bias=False)
+        self.post_norm = Norm(hidden, shape.norm_eps)
+
+    def attention(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Output of the attention: (batch, nodes, width) -> (batch, nodes, hidden).
+
+        Args:
+            x: inputs, after their norm.
+            rotation: cosines and sines from ``Rotary``, broadcastable to (batch, nodes, heads, head_dim).
+            attend: attention function of queries, keys and values, (batch, heads or kv_heads, nodes, head_dim); owns
+                cache and mask.
+        """
+        shape = self.shape
+        batch, nodes, _ = x.shape
+        turned = shape.heads + shape.kv_heads
+        qkv = self.qkv(x).view(batch, nodes, turned + shape.kv_heads, shape.head_dim)
+        qk = rotate(qkv[:, :, :turned], rotation)
+        q, k = qk[:, :, : shape.heads].transpose(1, 2), qk[:, :, shape.heads :].transpose(1, 2)
+        read = attend(q, k, qkv[:, :, turned:].transpose(1, 2))
+        return self.out(read.transpose(1, 2).flatten(2))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Output of the MLP and the norm before it, (..., hidden)."""
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864), halves paired as in Llama: (batch, nodes, heads, head_dim)."""
+    cos, sin = rotation
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Unscaled rotary frequencies, (head_dim / 2,) float32."""
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+class Rotary:
+    """Cosines and signed sines by position, computed in float32 and grown when needed.
+
+    Args:
+        frequencies: (head_dim / 2,) float32.
+        scale: factor of cosines and sines (YaRN).
+    """
+
+    def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
+        self.frequencies, self.scale = frequencies, scale
+        self._tables: Rotation | None = None
+        self.version = object()  # replaced whenever the tables are recomputed
+
+    def reserve(self, length: int, like: Tensor) -> None:
+        """Compute tables for positions below ``length``, in the dtype and on the device of ``like``."""
+        have = self._tables[0] if self._tables else None
+        if have is not None and have.shape[0] >= length and (have.dtype, have.device) == (like.dtype, like.device):
+            return
+        length = 1 << (length - 1).bit_length()
+        self.version = object()
+        positions = torch.arange(length, device=like.device, dtype=torch.float32)
+        angle = torch.outer(positions, self.frequencies.to(like.device))
+        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
+        # The sign of the rotated half goes into the sine, which saves a negation per call.
+        tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        self._tables = tables[0].to(like.dtype)[:, None], tables[1].to(like.dtype)[:, None]
+
+    def __call__(self, positions: Tensor | slice) -> Rotation:
+        """Rotation at positions, a slice or (...) int64: cosines and sines, (..., 1, head_dim) each."""
+        assert self._tables is not None, "reserve comes first"
+        return self._tables[0][positions], self._tables[1][positions]
+
+    def by_axis(self, positions: Tensor, axis: Tensor) -> Rotation:
+        """Rotation at positions with several axes (M-RoPE, arXiv 2409.12191).
+
+        Args:
+            positions: (axes, batch, nodes) int64.
+            axis: (head_dim / 2,) int64, the axis that each frequency turns with.
+
+        Returns:
+            (batch, nodes, 1, head_dim) each.
+        """
+        chosen = axis.to(positions.device).repeat(2).expand(*positions.shape[1:], 1, -1)[None]
+        cos, sin = (table.gather(0, chosen)[0] for table in self(positions))
+        return cos, sin
