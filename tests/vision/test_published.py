@@ -21,7 +21,7 @@ from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from vision.drafters import published
+from vision.drafters import published, published_eagle3
 from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.msd import network_from
 from vision.drafters.network import MSDNetwork
@@ -121,14 +121,7 @@ def vispec_tensors():
 
 
 def eagle3_tensors():
-    width, layer = TINY["hidden_size"], tensors_of(VICUNA)
-    tensors = {name.replace("layers.0", "midlayer"): value for name, value in layer.items() if name != "fc.bias"}
-    for part, rows in (("q", 48), ("k", 24), ("v", 24)):
-        tensors[f"midlayer.self_attn.{part}_proj.weight"] = torch.zeros(rows, 2 * width)
-    norms = {name: torch.ones(width) for name in ("norm.weight", "midlayer.hidden_norm.weight")}
-    ids = {"d2t": torch.zeros(32, dtype=torch.long), "t2d": torch.zeros(96, dtype=torch.bool)}
-    fc = {"fc.weight": torch.zeros(width, 3 * width), "lm_head.weight": torch.zeros(32, width)}
-    return tensors | norms | ids | fc | {"midlayer.input_layernorm.weight": torch.ones(width)}
+    return {"midlayer.hidden_norm.weight": torch.ones(48), "fc.weight": torch.zeros(48, 144)}
 
 
 # ---------------------------------------------------------------------- what is in a folder
@@ -314,13 +307,16 @@ def test_missing_and_unknown_tensors_are_named(changes, message):
         ({"num_attention_heads": "4"}, "num_attention_heads must be a positive integer: got '4'"),
         ({"intermediate_size": True}, "intermediate_size must be a positive integer: got True"),
         ({"num_attention_heads": 96}, "head_dim must be a positive integer: got 0"),
-        ({"num_key_value_heads": 3}, "received 1 with silu, 3 for 4 and 12"),
-        ({"num_hidden_layers": 32}, "received 32 with silu"),
-        ({"hidden_act": "gelu"}, "received 1 with gelu"),
+        ({"num_key_value_heads": 3}, "received silu, 3 for 4 and 12"),
+        ({"num_hidden_layers": 32}, "expected one layer with plain rotary positions, received 32 with"),
+        ({"hidden_act": "gelu"}, "received gelu"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number: got 'small'"),
         ({"rope_theta": -1}, "rope_theta must be a positive number: got -1"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "plain rotary positions, received rope scaling 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "received rope scaling 'yarn'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "plain rotary positions, received 1 with rope scaling 'linear'",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "received 1 with rope scaling 'yarn'"),
         ({"vocab_size": 95}, "embed_tokens.weight must be (95, 48) by config.json: got (96, 48)"),
         ({"intermediate_size": 41}, "mlp.down_proj.weight must be (48, 41) by config.json: got (48, 40)"),
     ],
@@ -332,11 +328,21 @@ def test_configurations_that_cannot_be_are_refused(changes, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("tensors", "name"), [(vispec_tensors, "a ViSpec drafter"), (eagle3_tensors, "an EAGLE-3")])
-def test_drafters_of_other_methods_are_refused_by_name(tensors, name, tmp_path):
-    folder = write(tmp_path, LLAVA, tensors(), "bin")
-    with pytest.raises(UserError, match=rf"received {name}.*: use an MSD, EAGLE-1 or EAGLE-2 checkpoint"):
-        published.read_published(folder)
+@pytest.mark.parametrize(
+    ("config", "tensors", "name"),
+    [
+        (LLAVA, vispec_tensors, "a ViSpec drafter"),
+        ({**VICUNA, "architectures": ["DFlashDraftModel"], "block_size": 16}, eagle3_tensors, "a DFlash drafter"),
+        ({**VICUNA, "architectures": ["DSparkDraftModel"], "dflash_config": {}}, eagle3_tensors, "a DSpark drafter"),
+        ({**VICUNA, "architectures": ["PEagleDraftModel"]}, eagle3_tensors, "a P-EAGLE drafter"),
+        ({"speculators_model_type": "dflash", "transformer_layer_config": VICUNA}, eagle3_tensors, "a DFlash drafter"),
+    ],
+)
+def test_drafters_of_other_methods_are_refused_by_name(config, tensors, name, tmp_path):
+    folder = write(tmp_path, config, tensors(), "bin")
+    for read in (published.read_published, published_eagle3.read_published):
+        with pytest.raises(UserError, match=rf"received {name}.*: use an MSD or EAGLE checkpoint"):
+            read(folder)
     with pytest.raises(UserError, match=name):
         make_drafter(str(folder))
 

@@ -68,7 +68,7 @@ class Eagle3(HiddenStateDrafter):
         tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
         super().__init__(network, rotary, network.config.layers, draft_ids, **tree, verifier=verifier)
         self.features = ()  # known when attached
-        self._passes = self._emitted = 0  # with drafts, while watched
+        self._passes, self._emitted = 0, 0.0  # with drafts, while watched
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -128,7 +128,8 @@ class Eagle3(HiddenStateDrafter):
             )
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
-        network, decoder = self.network, getattr(target, "config", None)
+        network: Any = self.network
+        decoder: Any = target.config  # type: ignore[attr-defined]
         self.features = network.config.features(decoder.num_hidden_layers)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
         self._embedded = network.config.embedding or decoder.vocab_size

@@ -44,7 +44,7 @@ class Eagle3Config(LayerShape):
         norm_before_fc: RMSNorm over all states together before their projection.
         fc_norm: RMSNorm of each of them (3.1).
         norm_output: the state of the next level is normed (3.1).
-        rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain ones with ``rope_theta``.
+        rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain, with ``rope_theta``.
     """
 
     target_size: Annotated[int, Within(0, 2**16)] = 0
@@ -212,8 +212,8 @@ def rotary_of(config: Eagle3Config) -> tuple[Rotary, Tensor | None]:
 
 
 def _axes(sections: list[int], interleaved: bool, half: int) -> Tensor:
-    """The axis of each frequency: in consecutive sections (arXiv 2409.12191), or interleaved as in Qwen3-VL, where every
-    third frequency is one of height and width, as many as these have."""
+    """The axis of each frequency: in consecutive sections (arXiv 2409.12191), or interleaved as in Qwen3-VL, where
+    height and width have every third frequency, as many as their sections."""
     if len(sections) != 3 or sum(sections) != half or min(sections) < 0:
         raise ValueError(f"expected three sections of {half} frequencies in all")
     if not interleaved:

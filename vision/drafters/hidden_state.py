@@ -52,8 +52,8 @@ class HiddenStateDrafter(CapturedDrafter):
         verifier: the target that it was trained for, see ``checkpoint.Verifier``.
 
     Attributes:
-        fuse: network inputs of drafted tokens, (batch, nodes, any), from draft-vocabulary indices, (batch, nodes) int64,
-            and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
+        fuse: network inputs of drafted tokens, (batch, nodes, any), from draft-vocabulary indices, (batch, nodes)
+            int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
         into: the same of a cell between slots.
     """
 

@@ -52,7 +52,7 @@ _PARTS = {
 _KNOWN = {name for parts in _PARTS.values() for name in parts}
 # Rotary frequencies saved by old releases of transformers; redundant with the configuration.
 _HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
-_USE_INSTEAD = "use an MSD, EAGLE-1 or EAGLE-2 checkpoint of this target, or train a drafter with mmspec train"
+_USE_INSTEAD = "use an MSD or EAGLE checkpoint of this target, or train a drafter with mmspec train"
 REFUSED = {
     "vispec": "a ViSpec drafter, which compresses each image to learned tokens and adds an image vector to its text",
     "dflash": "a DFlash drafter, which denoises a block of tokens at once",
@@ -183,7 +183,7 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
     """Layout of a published drafter, see ``recognise``, by its configuration and tensor names."""
     classes = [*(config.get("architectures") or []), config.get("speculators_model_type") or ""]
     for other in REFUSED:
-        if f"{other}_config" in config or any(str(name).lower().startswith(other) for name in classes):
+        if any(str(name).lower().startswith(other) for name in classes):
             return other
     if any(name.startswith("midlayer.") or "hidden_norm" in name for name in names) or names & {"d2t", "t2d"}:
         return "eagle3"
@@ -202,8 +202,8 @@ def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) ->
     rope = rope_parameters(config, source)
     if layers != 1 or rope["rope_type"] != "default":
         raise UserError(
-            f"{source}/config.json: expected one layer with plain rotary positions, received {layers} with rope scaling "
-            f"{rope['rope_type']!r}"
+            f"{source}/config.json: expected one layer with plain rotary positions, received {layers} with rope "
+            f"scaling {rope['rope_type']!r}"
         )
     # MSD's Qwen2-VL drafters are full Qwen2-VL layers; all others lack the first norm.
     qwen = layout == "msd" and config.get("model_type") == "qwen2_vl"
