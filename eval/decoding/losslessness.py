@@ -22,13 +22,22 @@ from torch import Tensor
 import mmspec
 from eval.decoding.oracle import Oracle
 from eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
-from eval.decoding.tiny_models import mamba_network, msd_network, text_inputs, text_model, vision_inputs, vision_model
+from eval.decoding.tiny_models import (
+    eagle3_network,
+    mamba_network,
+    msd_network,
+    text_inputs,
+    text_model,
+    vision_inputs,
+    vision_model,
+)
 from mmspec import ops
 from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from ssm.drafters.mamba import Mamba
+from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Eagle, Flash
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -40,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled-filtered": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4},
 }
 DRAFTERS = ("oracle", "ngram", "recycle", "small")
-DRAFTERS_WITH_WEIGHTS = ("msd", "eagle", "flash", "mamba")
+DRAFTERS_WITH_WEIGHTS = ("msd", "eagle", "eagle3", "flash", "mamba")
 """Drafters with a network, here with random weights; used on all vision models and on llama and bamba."""
 MODELS = (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS)
 
@@ -149,6 +158,8 @@ def _make_drafter(model: Any, case: Case, references: list[list[int]]) -> Drafte
         return MSD(msd_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "eagle":
         return Eagle(msd_network(model), top_k=4, depth=4, total_tokens=12)
+    if case.drafter == "eagle3":
+        return Eagle3(eagle3_network(model), torch.arange(0, 101, 2)[:40], top_k=4, depth=4, total_tokens=12)
     if case.drafter == "flash":
         return Flash(msd_network(model, latents=3, span=16, slots=3), top_k=4, depth=5, total_tokens=12)
     if case.drafter == "mamba":

@@ -22,6 +22,7 @@ from eval.decoding.tiny_configs import (
     VOCAB,
 )
 from ssm.drafters.network import MambaConfig, MambaNetwork
+from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from vision.drafters.network import MSDConfig, MSDNetwork
 
 
@@ -73,6 +74,20 @@ def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNet
     qwen = "qwen" in model.config.model_type
     shape = MSDConfig.like(model.config.get_text_config(), **{"input_norm": qwen, "qkv_bias": qwen, **changes})
     network = MSDNetwork(shape)
+    for parameter in network.parameters():
+        parameter.data.normal_(std=0.2)
+    return network
+
+
+def eagle3_network(model: PreTrainedModel, seed: int = 0, head: int = 40, **changes: Any) -> Eagle3Network:
+    """A random EAGLE-3 network for a model, with position axes if the model has them.
+
+    Args:
+        head: rows of its output layer, the draft vocabulary.
+        changes: fields of ``Eagle3Config`` to set.
+    """
+    torch.manual_seed(seed)
+    network = Eagle3Network(Eagle3Config.like(model.config.get_text_config(), head=head, **changes))
     for parameter in network.parameters():
         parameter.data.normal_(std=0.2)
     return network

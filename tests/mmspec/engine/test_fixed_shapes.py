@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import eagle3_network, mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.rows import batch_bucket
 from mmspec.drafters.ngram import Ngram
@@ -20,6 +20,7 @@ from tests.decoding import decode
 from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
+from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Flash
 
 
@@ -106,6 +107,9 @@ DRAFTERS = {
     "msd": lambda model: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
     "flash": lambda model: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4, total_tokens=12),
     "flash-small": lambda model: Flash(network_for(model, slots=3), torch.arange(40), top_k=4, depth=4, total_tokens=9),
+    "eagle3": lambda model: Eagle3(
+        eagle3_network(model, layers=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
+    ),
     "small": lambda model: Small(shared_model("llama"), top_k=3),
     "mamba": lambda model: Mamba(mamba_network(seed=1), top_k=3, depth=4, total_tokens=12),
     "ngram": lambda model: Ngram(),
@@ -166,7 +170,7 @@ def test_tokens_are_those_of_generate(kind, batch):
         assert got == ids[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["msd", "flash", "small", "mamba"])
+@pytest.mark.parametrize("kind", ["msd", "flash", "eagle3", "small", "mamba"])
 def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     """The same trees, rows of different length, some steps without a draft; so the same number of steps, too."""
     model = shared_model("llava")

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_configs import VISION_CONFIGS
+from eval.decoding.tiny_models import eagle3_network, mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.ngram import Ngram
@@ -24,6 +25,7 @@ from tests.device import Replayed, as_launches, on_a_gpu
 from tests.drafting import network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Flash
 
 
@@ -144,11 +146,14 @@ DRAFTERS = {
     "flash": lambda model: Flash(
         network_for(model, latents=3, span=16, slots=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
     ),
+    "eagle3": lambda model: Eagle3(
+        eagle3_network(model, layers=2, norm_output=True), torch.arange(40), top_k=3, depth=4, total_tokens=12
+    ),
     "small": lambda model: Small(copy.deepcopy(shared_model("llama")), top_k=3),
     "mamba": lambda model: Mamba(mamba_network(), torch.arange(60), top_k=3, depth=4, total_tokens=12),
     "recycle": lambda model: Recycle(),
 }
-CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd")]
+CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd"), ("qwen3_vl", "eagle3"), ("bamba", "eagle3")]
 CASES += [
     ("qwen3_5_text", "ngram"),
     ("olmo_hybrid", "recycle"),
@@ -183,7 +188,7 @@ def check_answers(name, kind, batch, device="cpu"):
     if drafter is not None:
         drafter.attach(target)
     for seed in range(3):
-        inputs = vision_inputs(name, batch, seed=seed) if "llava" in name else text_inputs(batch, 9, seed=seed)
+        inputs = vision_inputs(name, batch, seed=seed) if name in VISION_CONFIGS else text_inputs(batch, 9, seed=seed)
         inputs = on_a_gpu(inputs, device)
         with torch.no_grad():
             ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -246,7 +251,9 @@ def test_replayed_drafts_are_those_of_calls(name, kind, batch, monkeypatch):
 
         drafter.propose = noted
         for seed in range(2):
-            inputs = vision_inputs(name, batch, seed=seed) if "llava" in name else text_inputs(batch, 9, seed=seed)
+            inputs = (
+                vision_inputs(name, batch, seed=seed) if name in VISION_CONFIGS else text_inputs(batch, 9, seed=seed)
+            )
             for _ in decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(16), Some(12, 4)):
                 pass
         drafted.append(trees)
