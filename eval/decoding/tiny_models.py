@@ -87,7 +87,10 @@ def eagle3_network(model: PreTrainedModel, seed: int = 0, head: int = 40, **chan
         changes: fields of ``Eagle3Config`` to set.
     """
     torch.manual_seed(seed)
-    network = Eagle3Network(Eagle3Config.like(model.config.get_text_config(), head=head, **changes))
+    decoder = model.config.get_text_config()
+    axes = "mrope_section" in (decoder.rope_parameters or {})
+    rope = {"mrope_section": [2, 2, 2], "mrope_interleaved": True} if axes else {}
+    network = Eagle3Network(Eagle3Config.like(decoder, head=head, rope=rope, **changes))
     for parameter in network.parameters():
         parameter.data.normal_(std=0.2)
     return network

@@ -23,6 +23,7 @@ from mmspec.files import atomic, write_text
 from mmspec.targets.transformers_target import TransformersTarget
 
 _INDEX = "index.json"
+_BY_TOKEN = ("tokens", "hidden", "visual", "answer")
 
 
 class FeatureCache:
@@ -118,23 +119,19 @@ class FeatureCache:
 
     def _packed(self, row: ConversationFeatures) -> ConversationFeatures:
         hidden, shown = (x.to("cpu", self.dtype) for x in (row.hidden, row.shown))
-        return ConversationFeatures(
-            row.tokens.to("cpu", torch.int32), hidden, shown, row.visual.cpu(), row.answer.cpu()
-        )
+        layers = None if row.layers is None else row.layers.to("cpu", self.dtype)
+        tokens = row.tokens.to("cpu", torch.int32)
+        return ConversationFeatures(tokens, hidden, shown, row.visual.cpu(), row.answer.cpu(), layers)
 
     def _write(self, number: int, rows: Sequence[ConversationFeatures | None], skipped: Counter[str]) -> None:
         present = [row for row in rows if row is not None]
         width = self.target.config.hidden_size
-        tokens, hidden, mask = (
-            torch.zeros(0, dtype=torch.int32),
-            torch.zeros(0, width, dtype=self.dtype),
-            torch.zeros(0) > 0,
-        )
-        empty = ConversationFeatures(tokens, hidden, hidden, mask, mask)  # concatenates to the right dtypes and widths
-        tensors = {
-            name: torch.cat([getattr(row, name) for row in [empty, *present]])
-            for name in ("tokens", "hidden", "shown", "visual", "answer")
-        }
+        tokens, mask = torch.zeros(0, dtype=torch.int32), torch.zeros(0) > 0
+        hidden, layers = (torch.zeros(0, n * width, dtype=self.dtype) for n in (1, len(self.extractor.layers)))
+        # Concatenates to the right dtypes and widths.
+        empty = ConversationFeatures(tokens, hidden, hidden, mask, mask, layers)
+        names = (*_BY_TOKEN, "shown", *(["layers"] if self.extractor.layers else []))
+        tensors = {name: torch.cat([getattr(row, name) for row in [empty, *present]]) for name in names}
         tensors["lengths"] = torch.tensor([0 if row is None else len(row.tokens) for row in rows])
         tensors["shown_lengths"] = torch.tensor([0 if row is None else len(row.shown) for row in rows])
         with atomic(self._path(number)) as part:
@@ -149,10 +146,12 @@ class FeatureCache:
         span, shown = (slice(int(e[index]), int(e[index + 1])) for e in (ends, shown_ends))
         if span.start == span.stop:
             return None
-        part = {name: file.get_slice(name)[span] for name in ("tokens", "hidden", "visual", "answer")}
+        part = {name: file.get_slice(name)[span] for name in _BY_TOKEN}
+        layers = file.get_slice("layers")[span] if self.extractor.layers else None
         # safetensors cannot slice a tensor of no rows.
         features = file.get_slice("shown")[shown] if shown.start < shown.stop else part["hidden"][:0]
-        return ConversationFeatures(part["tokens"].long(), part["hidden"], features, part["visual"], part["answer"])
+        tokens, hidden, visual, answer = (part[name] for name in _BY_TOKEN)
+        return ConversationFeatures(tokens.long(), hidden, features, visual, answer, layers)
 
     def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
         """A shard's file, and the offsets of its conversations' tokens and visual features."""

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmspec.distil.data import Conversation
 from mmspec.distil.sequences import EncodedConversation, Encoder
 from mmspec.pipeline import Pipeline
-from mmspec.targets.target import Prompt
+from mmspec.targets.target import Feature, Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 
 _TOKEN_TYPES = "mm_token_type_ids"
@@ -28,6 +28,8 @@ class Features:
         tokens: (batch, length) int64, 0 at padding.
         hidden: (batch, length, hidden), last hidden states after the final norm, 0 at padding.
         embeds: (batch, length, hidden), input embeddings; visual features at visual positions.
+        layers: (batch, length, n * hidden), the states of further layers that the extractor reads, concatenated, 0 at
+            padding; None if it reads none.
         visual: (batch, length) bool, positions of image and video features.
         answer: (batch, length) bool, tokens that the target generates, which a drafter learns to predict.
         keep: (batch, length) bool, False at padding.
@@ -39,6 +41,7 @@ class Features:
     visual: Tensor
     answer: Tensor
     keep: Tensor
+    layers: Tensor | None = None
 
 
 @dataclass
@@ -49,6 +52,7 @@ class ConversationFeatures:
         tokens, visual, answer: (length,) as in `Features`.
         hidden: (length, hidden).
         shown: (visual positions, hidden), the visual features.
+        layers: (length, n * hidden), or None.
     """
 
     tokens: Tensor
@@ -56,6 +60,7 @@ class ConversationFeatures:
     shown: Tensor
     visual: Tensor
     answer: Tensor
+    layers: Tensor | None = None
 
 
 class Extractor:
@@ -66,10 +71,14 @@ class Extractor:
     Args:
         pipe: holds the target.
         max_length, frames, fps, video_backend: as for `Encoder`.
+        layers: further hidden states to read.
     """
 
-    def __init__(self, pipe: Pipeline, max_length: int | None = None, **video: Any) -> None:
+    def __init__(
+        self, pipe: Pipeline, max_length: int | None = None, layers: Sequence[Feature] = (), **video: Any
+    ) -> None:
         self.target: TransformersTarget = pipe.target
+        self.layers = tuple(layers)
         self.encoder = Encoder(pipe, max_length, **video)
 
     @property
@@ -80,7 +89,7 @@ class Extractor:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that the features depend on besides target and conversation, as JSON values."""
-        return self.encoder.settings
+        return self.encoder.settings | ({"layers": list(self.layers)} if self.layers else {})
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
         """Returns the features of a batch."""
@@ -104,7 +113,7 @@ class Extractor:
         if any(_TOKEN_TYPES in one.inputs for one in batch):
             inputs[_TOKEN_TYPES] = self._token_types(ids).to(device)
         prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
-        self.target.features = ("last",)
+        self.target.features = ("last", *self.layers)
         self.target.select([])
         step = self.target.prefill(prompt, room=1)
         self.target.select([])
@@ -114,7 +123,10 @@ class Extractor:
             # Clones made outside of inference mode can be used in autograd.
             hidden = step.features["last"][index, pad:].clone()
             shown = hidden[:0] if step.embeds is None else step.embeds[index, pad:][visual].clone()
-            rows.append(ConversationFeatures(one.tokens.to(device), hidden, shown, visual, (one.turn >= 0).to(device)))
+            read = [step.features[name][index, pad:] for name in self.layers]
+            layers = torch.cat(read, dim=-1).clone() if read else None
+            answer = (one.turn >= 0).to(device)
+            rows.append(ConversationFeatures(one.tokens.to(device), hidden, shown, visual, answer, layers))
         return rows
 
     def _token_types(self, ids: Tensor) -> Tensor:
@@ -145,7 +157,9 @@ def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) ->
         embeds = target.embed(tokens.masked_fill(visual, 0)).clone()
     embeds[visual] = torch.cat([row.shown for row in rows]).to(device, embeds.dtype)
     keep = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(device)
-    return Features(tokens, hidden.to(dtype), embeds, visual, answer, keep)
+    found = [row.layers.to(device, dtype) for row in rows if row.layers is not None]
+    layers = pad_sequence(found, batch_first=True) if found else None
+    return Features(tokens, hidden.to(dtype), embeds, visual, answer, keep, layers)
 
 
 def _stackable(batch: Sequence[EncodedConversation]) -> bool:

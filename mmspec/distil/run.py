@@ -58,8 +58,10 @@ def train_drafter(options: Mapping[str, Any], make_setup: MakeSetup) -> None:
     plan = _plan(options, len(examples))
     pipe = load(options["target"], None, str(accelerator.device), options["dtype"])
     pipe.model.requires_grad_(False)
-    extract = _feature_source(options, accelerator, pipe, [*examples, *held_out], console)
     setup = make_setup(options, pipe, examples)
+    extract = _feature_source(
+        options, accelerator, Extractor(pipe, layers=setup.layers), [*examples, *held_out], console
+    )
     if setup.fit is not None and not (options["out"] / CHECKPOINT).exists():
         some = random.Random(options["seed"]).sample(examples, min(len(examples), _FITTED))
         setup.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
@@ -150,14 +152,15 @@ def _read(paths: tuple[Path, ...], images: Path | None, console: Console) -> lis
 def _feature_source(
     options: Mapping[str, Any],
     accelerator: Accelerator,
-    pipe: Pipeline,
+    extractor: Extractor,
     conversations: list[Conversation],
     console: Console,
 ) -> ExtractFeatures:
     """An extractor, or with --cache a feature cache that all processes have filled together."""
-    extractor = Extractor(pipe)
     if options["recorded"]:
-        recorded = RecordedFeatures(options["recorded"], pipe.target)
+        if extractor.layers:
+            raise UserError("--recorded holds the last hidden states: expected a drafter that reads no other layers")
+        recorded = RecordedFeatures(options["recorded"], extractor.target)
         return lambda batch: (recorded if all(one in recorded for one in batch) else extractor)(batch)
     if options["cache"] is None:
         return extractor

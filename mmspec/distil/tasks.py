@@ -17,6 +17,7 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.targets.target import Feature
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.sampler import CurriculumSampler, ExampleIndex, linear_ramp
@@ -42,6 +43,7 @@ class DrafterSetup:
         draft_ids: token ids of a reduced draft vocabulary, (n,) int64; None drafts all tokens.
         tree: settings of the drafter's trees.
         fit: called with the features of some training conversations before a run begins; initialises the network.
+        layers: further hidden states of the target that the objective reads.
     """
 
     network: nn.Module
@@ -50,6 +52,7 @@ class DrafterSetup:
     draft_ids: Tensor | None = None
     tree: Mapping[str, int] = field(default_factory=dict)
     fit: Callable[[Iterable[Features]], None] | None = None
+    layers: Sequence[Feature] = ()
 
 
 class DrafterTask:

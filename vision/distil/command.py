@@ -1,4 +1,4 @@
-"""`mmspec train msd` and `mmspec train flash`: train drafters of any target, best on the target's own answers."""
+"""`mmspec train msd`, `flash` and `eagle3`: train drafters of any target, best on the target's own answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ import click
 
 from mmspec.cli.options import Number
 from mmspec.distil.options import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES, option_groups
+from mmspec.errors import UserError
 
-OBJECTIVE = (
+
+def read_layers(text: str | None) -> list[int]:
+    """Layers of a list such as ``2,16,29``; empty for None.
+
+    Raises:
+        UserError: it is none.
+    """
+    numbers = [] if text is None else text.split(",")
+    if not all(one.isdecimal() for one in numbers):
+        raise UserError(f"layers must be numbers as in 2,16,29: got {text}")
+    return [int(one) for one in numbers]
+
+
+PASSES = (
     click.option(
         "--passes",
         type=click.IntRange(1),
@@ -20,6 +34,8 @@ OBJECTIVE = (
         help="Forward passes over a batch, each fed with the predictions before.",
     ),
     click.option("--decay", type=POSITIVE, default=0.8, show_default=True, help="Weight of a pass to the one before."),
+)
+LOSSES = (
     click.option(
         "--hidden-weight",
         type=Number(0),
@@ -30,12 +46,20 @@ OBJECTIVE = (
     click.option("--token-weight", type=Number(0), default=1.0, show_default=True, help="Weight of the token loss."),
     click.option("--noise", type=Number(0), default=0.1, show_default=True, help="Noise on the input hidden states."),
 )
-DRAFTER = (
+START = (
     click.option(
         "--start",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
     ),
+)
+SHAPE = (
+    click.option("--heads", type=click.IntRange(1), help="Attention heads; by default the target's."),
+    click.option("--kv-heads", type=click.IntRange(1), help="By default the target's."),
+    click.option("--head-dim", type=click.IntRange(2), help="By default the target's."),
+    click.option("--mlp", type=click.IntRange(1), help="Intermediate size of the MLP; by default the target's."),
+)
+MSD = (
     click.option(
         "--fit",
         is_flag=True,
@@ -47,10 +71,6 @@ DRAFTER = (
         default=None,
         help="Visual positions take the target's hidden states too, by their own projection.  [default: off]",
     ),
-    click.option("--heads", type=click.IntRange(1), help="Attention heads; by default the target's."),
-    click.option("--kv-heads", type=click.IntRange(1), help="By default the target's."),
-    click.option("--head-dim", type=click.IntRange(2), help="By default the target's."),
-    click.option("--mlp", type=click.IntRange(1), help="Intermediate size of the MLP; by default the target's."),
 )
 FLASH = (
     click.option(
@@ -80,12 +100,33 @@ FLASH = (
 )
 
 
+EAGLE3 = (
+    click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Decoder layers of the head."),
+    click.option(
+        "--reads",
+        metavar="N,N,N",
+        callback=lambda context, option, value: read_layers(value),
+        help="Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L.",
+    ),
+    click.option("--outputs", is_flag=True, help="Read the outputs of these layers in place of their inputs."),
+    *(
+        click.option(f"--{name}/--no-{name}", default=default, show_default=True, help=text)
+        for name, default, text in (
+            ("norm-before-residual", False, "The residual of the first layer is the normed state."),
+            ("norm-before-fc", False, "Norm of the states that are read, together."),
+            ("fc-norm", True, "Norm of each of them (EAGLE-3.1)."),
+            ("norm-output", True, "Feed normed states to the next level (EAGLE-3.1)."),
+        )
+    ),
+)
+
+
 # The best settings of `python -m eval.flash`: a tree from one pass. MSD's trees are wider and take a pass per level.
 FLASH_DEFAULTS = {"passes": 1, "top_k": 4, "depth": 12}
 
 
 @click.command("msd")
-@option_groups(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES)
+@option_groups(DATA, LENGTH, REPORTS, PASSES, LOSSES, START, MSD, SHAPE, TREES)
 def msd(**options: Any) -> None:
     """Train an MSD drafter: first on text, then on a growing share of images and videos.
 
@@ -98,7 +139,7 @@ def msd(**options: Any) -> None:
 
 
 @click.command("flash", context_settings={"default_map": FLASH_DEFAULTS})
-@option_groups(DATA, LENGTH, REPORTS, OBJECTIVE, DRAFTER, TREES, FLASH)
+@option_groups(DATA, LENGTH, REPORTS, PASSES, LOSSES, START, MSD, SHAPE, TREES, FLASH)
 def flash(**options: Any) -> None:
     """Train a FLASH drafter: MSD with images compressed to latents and several tokens per forward pass.
 
@@ -108,6 +149,18 @@ def flash(**options: Any) -> None:
     from vision.drafters.msd import Flash
 
     train_msd(options, Flash)
+
+
+@click.command("eagle3", context_settings={"default_map": {"passes": 5, "depth": 8}})
+@option_groups(DATA, LENGTH, REPORTS, PASSES, START, EAGLE3, SHAPE, TREES)
+def eagle3(**options: Any) -> None:
+    """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
+
+    Image positions are placeholder tokens to it. All else is as in `train msd`.
+    """
+    from vision.distil.eagle3 import train_eagle3
+
+    train_eagle3(options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from mmspec.distil.data import Conversation
@@ -18,6 +19,7 @@ from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from vision.distil.objective import HiddenStateObjective
+from vision.drafters.hidden_state import HiddenStateDrafter
 from vision.drafters.msd import MSD
 from vision.drafters.network import MSDConfig, MSDNetwork
 
@@ -46,7 +48,7 @@ def _setup(
     network = MSDNetwork(_network_config(options, target, start)).to(target.device, torch.float32)
     draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
     if start is not None:
-        _load_shared_weights(start, network, options["start"])
+        load_shared_weights(start, network, options["start"])
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
     chosen = {field.name: options[field.name] for field in fields(HiddenStateObjective) if field.name in options}
     fit = partial(fit_projection, network) if options["fit"] and start is None else None
@@ -89,7 +91,7 @@ def _network_config(options: Mapping[str, Any], target: Any, start: MSD | None) 
     return replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
 
 
-def _load_shared_weights(start: MSD, network: MSDNetwork, folder: Path) -> None:
+def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path) -> None:
     """Loads the weights of another drafter that the network has too; all others keep their random initialisation."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     shared = {name: tensor for name, tensor in start.network.state_dict().items() if name in wanted}

@@ -10,9 +10,9 @@ SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-O
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +69,6 @@ class Eagle3Config(LayerShape):
         if self.norm_before_fc and self.fc_norm:
             raise UserError("one of norm_before_fc and fc_norm must be false: got both true")
         rotary_of(self)  # raises
-
-    @classmethod
-    def like(cls, config: object, **changes: object) -> Self:
-        """Configuration for a target's text configuration, with its position axes (M-RoPE), if they fit the heads."""
-        made, rope = super().like(config, **changes), getattr(config, "rope_parameters", None) or {}
-        if "rope" in changes or sum(rope.get("mrope_section") or ()) != made.head_dim // 2:
-            return made
-        return replace(made, rope={name: value for name, value in rope.items() if name.startswith("mrope_")})
 
     @property
     def source(self) -> int:

@@ -14,7 +14,7 @@ from mmspec.quantisation.decoder_layer import MergedLayer, merge_layers
 from mmspec.quantisation.packing import pack_model, weights_kind
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import verify_greedy
-from mmspec.targets.target import Prompt
+from mmspec.targets.target import Prompt, output_of
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 
@@ -120,14 +120,15 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
         layer.__dict__["native"] = layer.stack = None
     ids = torch.randint(120, (2, 9))
     steps = [TransformersTarget(one) for one in (model, apart)]
+    names = (1, 2, output_of(0), output_of(len(model.get_decoder().layers) - 1), "last")
     for target in steps:
         target.cost = None
-        target.features = (1, 2, "last")
+        target.features = names
     tree = TokenTree(torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[-1, 0, 0]]).expand(2, 3))
     found, expected = [(target.prefill(Prompt(ids), room=9), target.forward_tree(tree)) for target in steps]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.logits, other.logits, atol=0.03, rtol=0.03)
-        for name in ("last", 1, 2):
+        for name in names:
             torch.testing.assert_close(one.features[name], other.features[name], atol=0.03, rtol=0.03)
 
 

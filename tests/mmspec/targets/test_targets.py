@@ -1,6 +1,7 @@
 """Text models as targets, and what is refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -24,12 +25,12 @@ from eval.decoding.oracle import Oracle
 from eval.decoding.small_configs import random_model, small_config
 from eval.decoding.tiny_configs import TEXT_CONFIGS
 from eval.decoding.tiny_models import text_inputs, text_model
-from mmspec import TokenTree, UserError
+from mmspec import TokenTree, UserError, plugins
 from mmspec.speculation.budget import CostTable
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
-from mmspec.targets.target import Prompt
+from mmspec.targets.target import Prompt, output_of
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
@@ -144,6 +145,39 @@ def test_hidden_states_and_embeddings_are_the_models_own():
         torch.testing.assert_close(target.head(step.features["last"]), out.logits)
         assert torch.equal(target.embed(ids), model.get_input_embeddings()(ids))
     assert step.visual is None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "bamba", "falcon_mamba"])
+@torch.no_grad()
+def test_inputs_and_outputs_of_layers_are_the_models_own(name):
+    """Of a prompt, whole or in chunks, and of a tree."""
+    model = shared_model(name)
+    layers = model.get_decoder().layers
+    names = (0, 1, output_of(0), output_of(len(layers) - 1), "last")
+    ids = text_inputs(1, 11)["input_ids"]
+    seen = {}
+
+    def before(_, args, given):
+        seen[0] = args[0] if args else given["hidden_states"]
+
+    def after(number, _, args, out):
+        seen[output_of(number)] = out[0] if isinstance(out, tuple) else out
+
+    hooks = [layers[at].register_forward_hook(partial(after, at)) for at in (0, len(layers) - 1)]
+    hooks.append(layers[0].register_forward_pre_hook(before, with_kwargs=True))
+    last = model(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
+    for hook in hooks:
+        hook.remove()
+    expected = {**seen, 1: seen[output_of(0)], "last": last}
+    assert not torch.allclose(expected[output_of(len(layers) - 1)], last)
+    for chunk in (None, 4):
+        target = plugins.target_class(model.config)(model)
+        target.features = names
+        *_, step = target.prefill_chunks(Prompt(ids[:, :7]), 8, chunk)
+        tree = target.forward_tree(TokenTree(ids[:, 7:], torch.arange(-1, 3)[None]))
+        for one in names:
+            got = torch.cat([step.features[one], tree.features[one]], dim=1)
+            torch.testing.assert_close(got, expected[one], atol=1e-4, rtol=1e-4)
 
 
 def test_the_model_stays_as_it_was():

@@ -1,0 +1,68 @@
+"""`mmspec train eagle3`: sets up the network, objective and drafter to train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from mmspec.distil.data import Conversation
+from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
+from mmspec.distil.tasks import DrafterSetup
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.targets.target import Target
+from vision.distil.eagle3_objective import Eagle3Objective
+from vision.distil.msd import load_shared_weights
+from vision.drafters.eagle3 import Eagle3
+from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network, rotary_of
+
+
+def train_eagle3(options: Mapping[str, Any]) -> None:
+    """Trains with the options of `command.eagle3`, or resumes the run in `options["out"]`."""
+    train_drafter(options, _setup)
+
+
+def _setup(options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
+    torch.manual_seed(options["seed"])
+    target, start = pipe.target, None
+    draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
+    if options["start"] is not None:
+        start = Eagle3.from_checkpoint(options["start"])
+        start.attach(target)  # refuses drafters of other targets
+        draft_ids = start.draft_ids if draft_ids is None else draft_ids
+        if rotary_of(start.network.config)[1] is not None:
+            raise UserError(f"{options['start']}: expected a head with plain rotary positions, received M-RoPE")
+        config = start.network.config
+    else:
+        config = _network_config(options, target, draft_ids)
+    network = Eagle3Network(config).to(target.device, torch.float32)
+    if start is not None:
+        load_shared_weights(start, network, options["start"])
+    else:
+        _copy_head(network, target, draft_ids)
+    chosen = {field.name: options[field.name] for field in fields(Eagle3Objective)}
+    layers = config.features(target.config.num_hidden_layers)
+    tree = tree_settings(options)
+    return DrafterSetup(network, Eagle3Objective(**chosen), Eagle3, draft_ids, tree, layers=layers)
+
+
+def _network_config(options: Mapping[str, Any], target: Any, draft_ids: torch.Tensor | None) -> Eagle3Config:
+    given = {field.name: options[field.name] for field in fields(Eagle3Config) if options.get(field.name) is not None}
+    given |= {"states": len(options["reads"]) or 3, "head": _rows(target) if draft_ids is None else len(draft_ids)}
+    return Eagle3Config.like(target.config, **given)
+
+
+def _rows(target: Target) -> int:
+    """Tokens that the target's output layer has."""
+    return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
+
+
+@torch.no_grad()
+def _copy_head(network: Eagle3Network, target: Target, draft_ids: torch.Tensor | None) -> None:
+    """Initialises the output layer as the target's."""
+    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+    unit = torch.eye(network.config.hidden_size, device=target.device, dtype=target.dtype)
+    network.lm_head.weight.copy_((head(unit) - head(torch.zeros_like(unit[:1]))).t())
