@@ -287,7 +287,6 @@ class PlainHead:
             x = x + (gate * gate.sigmoid() * up) @ self.t[f"{at}.mlp.down_proj.weight"].T
         return x
 
-    @torch.no_grad()
     def levels(self, tokens, states, positions, path):
         """Logits over the draft vocabulary before each token of ``path``, and after its last, (draft,) each.
 
@@ -308,6 +307,7 @@ class PlainHead:
                 positions = torch.cat([positions, positions[:, -1:].amax(0, keepdim=True).expand(3, 1) + 1], dim=1)
         return found
 
+    @torch.no_grad()
     def gain(self, tokens, states, positions, path):
         """Path probability of drafted tokens."""
         place = {int(token): row for row, token in enumerate(self.ids)}

@@ -24,6 +24,7 @@ from mmspec.distil.sequences import Encoder
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
+from mmspec.targets.target import output_of
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model
 from vision.embedded import samples
@@ -348,7 +349,7 @@ def test_embeddings_are_the_projected_image_features():
 
 
 def test_features_can_be_used_in_autograd():
-    features = Extractor(tiny_llava())([CONVERSATIONS["one turn"]])
+    features = Extractor(tiny_llava(), layers=(0,))([CONVERSATIONS["one turn"]])
     weight = torch.ones(features.hidden.shape[-1], requires_grad=True)
     for field in fields(Features):
         value = getattr(features, field.name)
@@ -391,9 +392,10 @@ def on_disk(folder):
     return talks
 
 
-def test_cache_returns_the_same_features(tmp_path):
+@pytest.mark.parametrize("layers", [(), (0, output_of(1), 1)])
+def test_cache_returns_the_same_features(layers, tmp_path):
     pipe, talks = tiny_llava(), on_disk(tmp_path)
-    cache = FeatureCache(tmp_path / "cache", Extractor(pipe), talks, shard=3)
+    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, layers=layers), talks, shard=3)
     steps = []
     cache.fill(batch=2, progress=lambda done, total: steps.append((done, total)))
     assert steps == [(2, 7), (3, 7), (5, 7), (6, 7), (7, 7)]
@@ -402,9 +404,12 @@ def test_cache_returns_the_same_features(tmp_path):
         "index.json",
     ]
     for picked in ([talks[5], talks[0], talks[3]], [talks[6]], [talks[0]]):
-        want, got = Extractor(pipe)(picked), cache(picked)
+        want, got = Extractor(pipe, layers=layers)(picked), cache(picked)
+        assert (got.layers is None) == (not layers)
         for field in fields(Features):
-            torch.testing.assert_close(getattr(got, field.name), getattr(want, field.name), atol=2e-5, rtol=2e-5)
+            ours, theirs = getattr(got, field.name), getattr(want, field.name)
+            if theirs is not None:
+                torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
     with pytest.raises(UserError, match="features of conversation c"):
         cache([CONVERSATIONS["words"]])
 
@@ -443,6 +448,7 @@ def test_cache_of_other_inputs_is_refused(tmp_path):
         (lambda: FeatureCache(cache.folder, Extractor(llava_next()), talks[:2]), "another verifier"),
         (lambda: FeatureCache(cache.folder, Extractor(pipe), talks[:3]), "another conversations"),
         (lambda: FeatureCache(cache.folder, Extractor(pipe, 99), talks[:2]), "another settings"),
+        (lambda: FeatureCache(cache.folder, Extractor(pipe, layers=(0,)), talks[:2]), "another settings"),
     ):
         with pytest.raises(UserError, match=message):
             other()

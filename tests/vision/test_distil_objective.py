@@ -149,7 +149,7 @@ def test_padding_and_short_answers_change_nothing():
     model = shared_model("llama")
     target, network = TransformersTarget(model), network_for(model)
     batch = random_batch(target, answers=((3, 9), (7, 8)))  # nothing follows the one token of the second answer
-    alone = Features(**{name: value[:1] for name, value in vars(batch).items()})
+    alone = Features(**{name: None if value is None else value[:1] for name, value in vars(batch).items()})
     objective = HiddenStateObjective(passes=3, noise=0.0)
     torch.testing.assert_close(objective(network, target, batch).total, objective(network, target, alone).total)
     batch.hidden[1, 9:], batch.embeds[1, 9:] = 7.0, -7.0

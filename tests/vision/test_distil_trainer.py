@@ -1,4 +1,4 @@
-"""`mmspec train msd` and `mmspec train flash` on a tiny target."""
+"""`mmspec train msd`, `flash` and `eagle3` on a tiny target."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.targets.loading import make_drafter
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
+from tests.eagle3 import QWEN3_VL, cut, head_tensors, write_head
 from tests.standin import save_llava
 from tests.training import terminated_at
-from vision.distil.command import flash, msd
+from vision.distil.command import eagle3, flash, msd
 from vision.distil.msd import fit_projection
+from vision.drafters.eagle3 import Eagle3
 from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.msd import Flash
 from vision.drafters.network import MSDConfig, MSDNetwork
@@ -140,6 +142,69 @@ def test_flash_learns_to_predict_its_target(
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
+
+
+EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
+
+
+def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+    options = ["--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
+    said = train(tmp_path, *options, command=eagle3)
+    first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
+    assert last["loss"] < 0.8 * first["loss"]
+    assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.3
+    assert "right_3" in last
+    assert "drafter written to" in said
+    drafter = make_drafter(str(tmp_path / DRAFTER))
+    assert isinstance(drafter, Eagle3)
+    assert (drafter.top_k, drafter.depth, drafter.total_tokens, len(drafter.draft_ids)) == (4, 4, 12, 40)
+    pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
+    answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].stats.mean_acceptance_length > 1.3
+
+
+def test_layers_switches_and_a_cache(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+    options = ["--steps", "2", "--prompts", "0", "--layers", "2", "--reads", "1,0", "--outputs", *EAGLE3]
+    options += ["--norm-before-residual", "--no-fc-norm", "--norm-before-fc"]
+    train(tmp_path / "a", *options, command=eagle3)
+    train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), command=eagle3)
+    for name, value in saved(tmp_path / "a").items():
+        torch.testing.assert_close(value, saved(tmp_path / "b")[name], atol=1e-4, rtol=1e-3)
+    drafter = make_drafter(str(tmp_path / "a" / DRAFTER))
+    config = drafter.network.config
+    assert (config.layers, config.reads, config.outputs, config.states, config.head) == (2, [1, 0], True, 2, 320)
+    assert (config.norm_before_residual, config.norm_before_fc, config.norm_output) == (True, True, True)
+    assert not config.fc_norm
+    train(
+        tmp_path / "on",
+        "--steps",
+        "1",
+        "--rate",
+        "1e-12",
+        "--start",
+        str(tmp_path / "a" / DRAFTER),
+        *EAGLE3,
+        command=eagle3,
+    )
+    for name, value in saved(tmp_path / "a").items():
+        torch.testing.assert_close(saved(tmp_path / "on")[name], value, atol=1e-6, rtol=0)
+
+
+def test_what_cannot_be_trained_is_refused(
+    model: str,
+    train: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match="layers must be numbers as in 2,16,29: got 2;3"):
+        train(tmp_path / "a", "--reads", "2;3", command=eagle3)
+    with pytest.raises(UserError, match="reads inputs of layers 1, 2, 9: the target has 2 layers"):
+        train(tmp_path / "b", "--reads", "1,2,9", command=eagle3)
+    target = mmspec.load(model, None).target
+    config = cut(QWEN3_VL, vocab_size=320, target_model_type="llava", hidden_size=target.config.hidden_size)
+    head = write_head(tmp_path / "head", config, head_tensors(config))
+    with pytest.raises(UserError, match="expected a head with plain rotary positions, received M-RoPE"):
+        train(tmp_path / "c", "--start", str(head), command=eagle3)
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:

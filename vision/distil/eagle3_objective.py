@@ -56,13 +56,13 @@ class Eagle3Objective:
             draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
             generator, progress: unused; part of the interface of objectives.
         """
-        assert batch.layers is not None, "the extractor reads the network's layers"
         answer = batch.answer[:, 1:]
         wanted = answer & F.pad(answer[:, 1:], (0, 1))
         count, total = int(wanted.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
         metrics: dict[str, float] = {}
         if count == 0:
             return LossOutput(total, metrics)
+        assert batch.layers is not None, "the extractor reads the network's layers"
         goal = _goal(target, batch.hidden[:, 1:][wanted], draft_ids)
         index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of an entry in ``goal``
         embeds = _embeddings(network, target, batch)[:, 1:]
