@@ -119,6 +119,7 @@ def test_missing_extras_are_one_line(tmp_path: Path) -> None:
         for command, purpose, package, extra in (
             ("train msd", "this command", "accelerate", "train"),
             ("train flash", "this command", "accelerate", "train"),
+            ("train eagle3", "this command", "accelerate", "train"),
             ("train mamba", "this command", "accelerate", "train"),
             ("train tiny-llava", "this command", "accelerate", "train"),
             ("train tiny-hybrid", "this command", "accelerate", "train"),

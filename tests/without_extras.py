@@ -31,7 +31,9 @@ if __name__ == "__main__":
     data, out = Path(sys.argv[1], "data.json"), ["--out", str(Path(sys.argv[1], "out"))]
     data.write_text("[]")
     clip, folder, decord = str(samples() / "clip.mp4"), str(samples()), ("--video-backend", "decord")
-    drafters = {f"train {name}": say("train", name, "--data", str(data), *out) for name in ("msd", "flash", "mamba")}
+    drafters = {
+        f"train {name}": say("train", name, "--data", str(data), *out) for name in ("msd", "flash", "eagle3", "mamba")
+    }
     others = {
         "train tiny-llava": say("train", "tiny-llava", *out),
         "train tiny-hybrid": say("train", "tiny-hybrid", *out),

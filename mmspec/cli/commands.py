@@ -27,6 +27,7 @@ _HELP = {
     "make-data": "Generate training data for drafters with a model.",
     "msd": "An MSD drafter for a model.",
     "flash": "A FLASH drafter for a model.",
+    "eagle3": "An EAGLE-3 head for a model.",
     "mamba": "A Mamba drafter for a model.",
     "recycle": "The table of a recycle drafter for a model.",
 }
