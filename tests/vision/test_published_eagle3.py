@@ -74,6 +74,7 @@ def test_switches_and_layers_come_from_the_configuration():
     gemma = read(cut(GEMMA4))
     assert (gemma.reads, gemma.norm_before_residual, gemma.head_dim) == ([2, 30, 57], True, 16)
     assert read(cut(GPT_OSS)).reads == [2, 12, 22]  # given as layers whose outputs are read
+    assert read({**cut(LLAMA3), "aux_hidden_states_layer_ids": [1, 11, 21]}).reads == [2, 12, 22]
     assert read({**cut(LLAMA3), "eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}).reads == []
     nested = {**cut(LLAMA3), "norm_before_fc": True}
     assert read(nested).norm_before_fc
@@ -213,6 +214,23 @@ def test_a_head_may_use_the_targets_output_layer(tmp_path):
     torch.testing.assert_close(*scores)
     assert scores[0].shape == (1, 2, DRAFT)
     assert with_own.config.head == DRAFT
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_for_fewer_tokens_never_drafts_the_others(own, tmp_path):
+    """As those for LLaVA-1.5's 32,000 tokens, of which transformers' has 64 more."""
+    config = cut(LLAMA3, vocab_size=60, draft_vocab_size=60)
+    tensors = head_tensors(config, "C")
+    if not own:
+        del tensors["lm_head.weight"]
+    model = shared_model("llama")
+    target = plugins.target_class(model.config)(model)
+    drafter = make_drafter(str(write_head(tmp_path / "a", config, tensors)))
+    drafter.attach(target)
+    assert torch.equal(drafter.draft_ids, torch.arange(60))
+    assert drafter._scores(torch.randn(1, 48)).shape == (1, 60)
+    drafter.save(tmp_path / "b", target)
+    assert torch.equal(make_drafter(str(tmp_path / "b")).draft_ids, torch.arange(60))
 
 
 def test_a_whole_draft_vocabulary_needs_no_numbers(tmp_path):

@@ -108,9 +108,8 @@ class Eagle3(HiddenStateDrafter):
             settings, verifier, tensors = checkpoint.read(folder, _Settings)
             draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
             config, tree = settings.network, {name: getattr(settings, name) for name in TREE}
-            rows = verifier["vocab_size"] if draft_ids is None else len(draft_ids)
-            if config.head not in (0, rows):
-                raise UserError(f"{folder}: head must have a row per draft token, {rows}: got {config.head}")
+            if draft_ids is not None and config.head not in (0, len(draft_ids)):
+                raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
         if reads is not None:
             config = replace(config, reads=reads, outputs=outputs)
         drafter = cls(network_from(config, tensors, folder), draft_ids, **tree, verifier=verifier)
@@ -131,6 +130,9 @@ class Eagle3(HiddenStateDrafter):
         network: Any = self.network
         decoder: Any = target.config  # type: ignore[attr-defined]
         self.features = network.config.features(decoder.num_hidden_layers)
+        rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
+        if self.draft_ids is None and rows < decoder.vocab_size:  # the target has more tokens than it was trained for
+            self.draft_ids = torch.arange(rows, device=probe.device)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
         self._embedded = network.config.embedding or decoder.vocab_size
         self.fuse = self._fuse

@@ -9,7 +9,7 @@ Three layouts of one network:
 ``d2t`` holds offsets: row i of the output layer is the target's token i + d2t[i].
 
 Layers to read are given in two conventions: ``eagle_aux_hidden_state_layer_ids`` of speculators are layers whose inputs
-are read, those in ``eagle_config`` layers whose outputs are read.
+are read; those in ``eagle_config``, and AngelSlim's ``aux_hidden_states_layer_ids``, are layers whose outputs are read.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _network(
 def _reads(config: Mapping[str, Any], eagle: Mapping[str, Any], source: str) -> list[int]:
     """Layers whose inputs the head reads; empty if the configuration does not tell."""
     inputs = next((config[name] for name in _IDS if config.get(name)), None)
-    outputs = next((eagle[name] for name in _IDS if eagle.get(name)), None)
+    outputs = next((eagle[name] for name in _IDS if eagle.get(name)), config.get("aux_hidden_states_layer_ids"))
     layers = inputs if inputs is not None else outputs if outputs is not None else []
     if not isinstance(layers, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in layers):
         raise UserError(f"{source}/config.json: {_IDS[0]} must be a list of layers: got {layers!r}")

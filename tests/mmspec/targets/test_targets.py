@@ -180,6 +180,38 @@ def test_inputs_and_outputs_of_layers_are_the_models_own(name):
             torch.testing.assert_close(got, expected[one], atol=1e-4, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_layers_computed_in_one_call_give_their_states():
+    """As packed layers do: a stand-in for their stack runs the decoder and collects what the layers are given."""
+    model = copy.deepcopy(shared_model("llama"))
+    layers, calls = model.get_decoder().layers, []
+
+    class Stack:
+        def states(self, decoder, tokens, positions, mask, cache):
+            states = []
+            hooks = [layer.register_forward_pre_hook(lambda _, a: states.append(a[0])) for layer in layers]
+            hooks.append(layers[-1].register_forward_hook(lambda _, a, out: states.append(out)))
+            decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache)
+            for hook in hooks:
+                hook.remove()
+            calls.append(len(states))
+            return states
+
+    names = (0, 1, output_of(0), output_of(len(layers) - 1), "last")
+    tree, found = random_tree(torch.Generator().manual_seed(0), 2, 5, 90), []
+    for stack in (None, Stack()):
+        layers[0].stack = stack
+        target = TransformersTarget(model)
+        target.features = names
+        target.prefill(prompt_of(text_inputs(2)), 8)
+        found.append(target.forward_tree(tree))
+    assert calls == [len(layers) + 1]
+    torch.testing.assert_close(found[0].logits, found[1].logits)
+    assert found[0].features.keys() == found[1].features.keys() == set(names)
+    for name in names:
+        torch.testing.assert_close(found[0].features[name], found[1].features[name])
+
+
 def test_the_model_stays_as_it_was():
     model = text_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
