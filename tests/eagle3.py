@@ -149,7 +149,8 @@ def cut(config, reads=None, **changes):
         if reads is not None:
             made["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in reads]}
     if (layer.get("rope_scaling") or {}).get("mrope_section"):
-        layer["rope_scaling"]["mrope_section"] = [2, 3, 3]
+        interleaved = layer["rope_scaling"].get("mrope_interleaved")
+        layer["rope_scaling"]["mrope_section"] = [4, 2, 2] if interleaved else [2, 3, 3]
     for name, value in changes.items():
         (layer if name in layer else made)[name] = value
     return made

@@ -83,7 +83,7 @@ def test_switches_and_layers_come_from_the_configuration():
     tensors = head_tensors({**nested, "norm_before_fc": True}, "C")
     assert convert(nested, tensors)[0].norm_before_fc
     sections = read(cut(QWEN3_VL)).rope
-    assert (sections["mrope_section"], sections["mrope_interleaved"], sections["rope_theta"]) == ([2, 3, 3], True, 5e6)
+    assert (sections["mrope_section"], sections["mrope_interleaved"], sections["rope_theta"]) == ([4, 2, 2], True, 5e6)
 
 
 # ---------------------------------------------------------------------- what is refused
