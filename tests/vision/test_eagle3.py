@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, Qwen3VLTextConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 import mmspec
 from eval.decoding.tiny_models import text_inputs, vision_inputs
@@ -27,7 +30,7 @@ from tests.eagle3 import (
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from vision.drafters.eagle3 import Eagle3
-from vision.drafters.eagle3_network import default_reads, rotary_of
+from vision.drafters.eagle3_network import Eagle3Config, default_reads, rotary_of
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}
@@ -251,9 +254,6 @@ def test_a_saved_head_comes_back(tmp_path):
 
 
 def test_scaled_rotary_positions_are_those_of_transformers(tmp_path):
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     for rope in (
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0},
@@ -272,3 +272,19 @@ def test_scaled_rotary_positions_are_those_of_transformers(tmp_path):
         torch.testing.assert_close(ours[0][:, 0], cos[0])
         torch.testing.assert_close(ours[1][:, 0, 8:], sin[0, :, 8:])
         torch.testing.assert_close(ours[1][:, 0, :8], -sin[0, :, :8])
+
+
+def test_interleaved_position_axes_are_those_of_qwen3_vl():
+    """At the published size, with positions so far apart that the slowest frequencies turn."""
+    config = Eagle3Config(2560, 32, 8, 128, 9728, rope={**QWEN3_VL["rope_scaling"], "rope_theta": 5e6})
+    text = Qwen3VLTextConfig(head_dim=128, rope_parameters={**QWEN3_VL["rope_scaling"], "rope_theta": 5e6})
+    positions = torch.tensor([[[0, 70_000, 5]], [[3, 10, 90_000]], [[60_000, 11, 2]]])
+    cos, sin = Qwen3VLTextRotaryEmbedding(text)(torch.zeros(1), positions)
+    rotary, axis = rotary_of(config)
+    rotary.reserve(100_000, torch.zeros(1))
+    ours = rotary.by_axis(positions, axis)
+    # Angles of the fastest frequencies are rounded at such positions.
+    for part, tolerance in ((slice(64, 128), 2e-2), (slice(64 + 30, 128), 1e-4)):
+        torch.testing.assert_close(ours[0][:, :, 0, part], cos[..., part], atol=tolerance, rtol=0)
+        torch.testing.assert_close(ours[1][:, :, 0, part], sin[..., part], atol=tolerance, rtol=0)
+    assert torch.equal(ours[1][..., :64], -ours[1][..., 64:])
