@@ -166,7 +166,7 @@ def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., st
 
 def test_layers_switches_and_a_cache(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     options = ["--steps", "2", "--prompts", "0", "--layers", "2", "--reads", "1,0", "--outputs", *EAGLE3]
-    options += ["--norm-before-residual", "--no-fc-norm", "--norm-before-fc"]
+    options += ["--norm-before-residual", "--norm-before-fc"]
     train(tmp_path / "a", *options, command=eagle3)
     train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), command=eagle3)
     for name, value in saved(tmp_path / "a").items():
@@ -189,13 +189,12 @@ def test_layers_switches_and_a_cache(model: str, train: Callable[..., str], tmp_
     )
     for name, value in saved(tmp_path / "a").items():
         torch.testing.assert_close(saved(tmp_path / "on")[name], value, atol=1e-6, rtol=0)
+    start = ["--start", str(tmp_path / "a" / DRAFTER), "--draft-vocabulary", "10"]
+    with pytest.raises(UserError, match=r"expected lm_head.weight \(10, \d+\) to start from, received \(320, \d+\)"):
+        train(tmp_path / "other", "--steps", "1", *start, *EAGLE3, command=eagle3)
 
 
-def test_what_cannot_be_trained_is_refused(
-    model: str,
-    train: Callable[..., str],
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_trained_is_refused(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layers must be numbers as in 2,16,29: got 2;3"):
         train(tmp_path / "a", "--reads", "2;3", command=eagle3)
     with pytest.raises(UserError, match="reads inputs of layers 1, 2, 9: the target has 2 layers"):

@@ -13,13 +13,15 @@ from mmspec.distil.options import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES,
 from mmspec.errors import UserError
 
 
-def read_layers(text: str | None) -> list[int]:
-    """Layers of a list such as ``2,16,29``; empty for None.
+def read_layers(text: str | None) -> list[int] | None:
+    """Layers of a list such as ``2,16,29``.
 
     Raises:
         UserError: it is none.
     """
-    numbers = [] if text is None else text.split(",")
+    if text is None:
+        return None
+    numbers = text.split(",")
     if not all(one.isdecimal() for one in numbers):
         raise UserError(f"layers must be numbers as in 2,16,29: got {text}")
     return [int(one) for one in numbers]
@@ -101,21 +103,21 @@ FLASH = (
 
 
 EAGLE3 = (
-    click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Decoder layers of the head."),
+    click.option("--layers", type=click.IntRange(1), help="Decoder layers of the head.  [default: 1]"),
     click.option(
         "--reads",
         metavar="N,N,N",
         callback=lambda context, option, value: read_layers(value),
         help="Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L.",
     ),
-    click.option("--outputs", is_flag=True, help="Read the outputs of these layers in place of their inputs."),
+    click.option("--outputs/--inputs", default=None, help="Read the outputs of these layers.  [default: inputs]"),
     *(
-        click.option(f"--{name}/--no-{name}", default=default, show_default=True, help=text)
-        for name, default, text in (
-            ("norm-before-residual", False, "The residual of the first layer is the normed state."),
-            ("norm-before-fc", False, "Norm of the states that are read, together."),
-            ("fc-norm", True, "Norm of each of them (EAGLE-3.1)."),
-            ("norm-output", True, "Feed normed states to the next level (EAGLE-3.1)."),
+        click.option(f"--{name}/--no-{name}", default=None, help=text)
+        for name, text in (
+            ("norm-before-residual", "The residual of the first layer is the normed state.  [default: off]"),
+            ("norm-before-fc", "Norm of the states that are read, together.  [default: off]"),
+            ("fc-norm", "Norm of each of them (EAGLE-3.1).  [default: on, unless they are normed together]"),
+            ("norm-output", "Feed normed states to the next level (EAGLE-3.1).  [default: on]"),
         )
     ),
 )

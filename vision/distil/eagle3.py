@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,7 @@ def _setup(options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conve
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if rotary_of(start.network.config)[1] is not None:
             raise UserError(f"{options['start']}: expected a head with plain rotary positions, received M-RoPE")
-        config = start.network.config
-    else:
-        config = _network_config(options, target, draft_ids)
+    config = _network_config(options, target, draft_ids, start)
     network = Eagle3Network(config).to(target.device, torch.float32)
     if start is not None:
         load_shared_weights(start, network, options["start"])
@@ -49,10 +47,17 @@ def _setup(options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conve
     return DrafterSetup(network, Eagle3Objective(**chosen), Eagle3, draft_ids, tree, layers=layers)
 
 
-def _network_config(options: Mapping[str, Any], target: Any, draft_ids: torch.Tensor | None) -> Eagle3Config:
+def _network_config(
+    options: Mapping[str, Any], target: Any, draft_ids: torch.Tensor | None, start: Eagle3 | None
+) -> Eagle3Config:
     given = {field.name: options[field.name] for field in fields(Eagle3Config) if options.get(field.name) is not None}
-    given |= {"states": len(options["reads"]) or 3, "head": _rows(target) if draft_ids is None else len(draft_ids)}
-    return Eagle3Config.like(target.config, **given)
+    given |= {"states": len(given["reads"])} if "reads" in given else {}
+    head = _rows(target) if draft_ids is None else len(draft_ids)
+    if start is not None:
+        before = start.network.config
+        return replace(before, **given, head=head if before.head else 0)
+    new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}
+    return Eagle3Config.like(target.config, **new, head=head)
 
 
 def _rows(target: Target) -> int:
