@@ -119,8 +119,7 @@ class LaterLayer(DecoderLayer):
     """Decoder layer of Llama."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, config.hidden_size)
-        self.input_norm = Norm(config.hidden_size, config.norm_eps)
+        super().__init__(config, config.hidden_size, input_norm=True)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """(batch, nodes, hidden) -> (batch, nodes, hidden)."""

@@ -80,16 +80,23 @@ class DecoderLayer(nn.Module):
         shape: of the layer.
         width: features that queries, keys and values read.
         qkv_bias: bias on queries, keys and values.
+        input_norm: whether ``input_norm`` is an RMSNorm of the inputs, or nothing.
+        before: modules that come before those of the layer in the order of parameters.
     """
 
-    def __init__(self, shape: LayerShape, width: int, qkv_bias: bool = False) -> None:
+    def __init__(
+        self, shape: LayerShape, width: int, *, qkv_bias: bool = False, input_norm: bool = False, **before: nn.Module
+    ) -> None:
         super().__init__()
         self.shape = shape
+        for name, module in before.items():
+            self.add_module(name, module)
         inner, hidden = shape.heads * shape.head_dim, shape.hidden_size
         self.qkv = nn.Linear(width, inner + 2 * shape.kv_heads * shape.head_dim, bias=qkv_bias)
         self.out = nn.Linear(inner, hidden, bias=False)
         self.gate_up = nn.Linear(hidden, 2 * shape.mlp, bias=False)
         self.down = nn.Linear(shape.mlp, hidden, bias=False)
+        self.input_norm = Norm(width, shape.norm_eps) if input_norm else nn.Identity()
         self.post_norm = Norm(hidden, shape.norm_eps)
 
     def attention(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mmspec.drafters.fields import Within
 from vision.drafters.latents import Images, Latents, compress, find_images
-from vision.drafters.layer import Attend, DecoderLayer, LayerShape, Norm, Rotation
+from vision.drafters.layer import Attend, DecoderLayer, LayerShape, Rotation
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ class Cell(nn.Module):
 class MSDNetwork(DecoderLayer):
     """See the module."""
 
+    fc: nn.Linear
+
     def __init__(self, config: MSDConfig) -> None:
         width = config.hidden_size
-        super().__init__(config, width, config.qkv_bias)
+        fc = nn.Linear(2 * width, width)
+        super().__init__(config, width, qkv_bias=config.qkv_bias, input_norm=config.input_norm, fc=fc)
         self.config = config
-        self.fc = nn.Linear(2 * width, width)
-        self.input_norm = Norm(width, config.norm_eps) if config.input_norm else nn.Identity()
         if config.decoupled and config.visual_states:
             self.visual_fc = nn.Linear(2 * width, width)
         if config.latents:
