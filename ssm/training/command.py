@@ -20,11 +20,33 @@ from mmspec.cli.options import OUT_FOLDER
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), default=4e-3, show_default=True, help="Learning rate."
 )
+@click.option(
+    "--recurrent",
+    type=click.Choice(["mamba2", "gated-deltanet"]),
+    default="mamba2",
+    show_default=True,
+    help="Recurrent layers: Mamba-2 in a Bamba, or Gated DeltaNet in a smaller Qwen3.5.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of forward passes. On a CPU without AVX-512, float32 is several times faster.",
+)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads.")
 def tiny_hybrid(
-    out: Path, minutes: float, steps: int | None, batch: int, examples: int, rate: float, threads: int
+    out: Path,
+    minutes: float,
+    steps: int | None,
+    batch: int,
+    examples: int,
+    rate: float,
+    recurrent: str,
+    precision: str,
+    threads: int,
 ) -> None:
-    """Train the embedded Mamba-2 and attention language model from scratch, on texts that the package generates.
+    """Train the embedded hybrid language model from scratch, on texts that the package generates.
 
     Run the same command again to resume an interrupted run from its last checkpoint. The model is written to OUT/model,
     metrics to OUT/log.jsonl.
@@ -37,12 +59,13 @@ def tiny_hybrid(
     from mmspec.training.console import train_with_progress
     from mmspec.training.plan import TrainingPlan
     from mmspec.training.trainer import MODEL, Trainer
+    from ssm.training.architecture import ARCHITECTURES
     from ssm.training.task import HybridTask
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
     plan = TrainingPlan(steps, None if steps else minutes, checkpoint_minutes=3.0)
-    settings = {"batch": batch, "rate": rate, "examples": examples}
-    task = HybridTask(out, examples, batch, rate)
+    settings = {"batch": batch, "rate": rate, "examples": examples, "recurrent": recurrent, "precision": precision}
+    task = HybridTask(out, examples, batch, rate, ARCHITECTURES[recurrent], bfloat16=precision == "bfloat16")
     trainer = Trainer(out, plan, task, Accelerator(cpu=True), settings, MODEL)
     train_with_progress(trainer, Console(stderr=True), "tiny-hybrid")

@@ -1,12 +1,13 @@
-"""Training kernels of Bamba layers on a CPU, with a fast backward pass, in place of transformers' functions.
+"""Training kernels of hybrid models on a CPU, with a fast backward pass, in place of transformers' functions.
 
-The scan is chunked (arXiv 2405.21060, section 6): masked attention within a chunk, with scores C . B computed once per
-group of heads, and a recurrence over the states at the ends of chunks.
+Mamba-2's scan is chunked (arXiv 2405.21060, section 6): masked attention within a chunk, with scores C . B computed
+once per group of heads, and a recurrence over the states at the ends of chunks. `ssm.training.delta` contains that of
+Gated DeltaNet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.bamba import modeling_bamba
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from ssm.training.delta import chunk_delta
 
 CHUNK = 32
 """Positions per chunk. Longer chunks cost more within chunks, shorter ones more between them."""
@@ -94,16 +98,16 @@ class _CausalConv(torch.autograd.Function):
     """Causal depthwise convolution as a sum of shifted products, without the padding and copies of plain autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         taps = _taps(weight, x)
-        y = torch.addcmul(bias.to(x.dtype), x, taps[0])
+        y = x * taps[0] if bias is None else torch.addcmul(bias.to(x.dtype), x, taps[0])
         for back in range(1, len(taps)):
             y[:, back:].addcmul_(x[:, :-back], taps[back])
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         taps = _taps(weight, x)
         slope = grad * taps[0]
@@ -111,7 +115,8 @@ class _CausalConv(torch.autograd.Function):
         for back in range(1, len(taps)):
             slope[:, :-back].addcmul_(grad[:, back:], taps[back])
             columns.insert(0, _column_sums(grad[:, back:] * x[:, :-back]))
-        return slope, torch.stack(columns, 1).to(weight.dtype), _column_sums(grad).to(weight.dtype)
+        bias = _column_sums(grad).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return slope, torch.stack(columns, 1).to(weight.dtype), bias
 
 
 def _taps(weight: Tensor, x: Tensor) -> Tensor:
@@ -125,13 +130,13 @@ def _column_sums(values: Tensor) -> Tensor:
     return (rows.new_ones(1, len(rows)) @ rows)[0]
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Causal depthwise convolution.
 
     Args:
         x: (batch, length, channels), length > width.
         weight: (channels, width), the last column for the current position.
-        bias: (channels,).
+        bias: (channels,), if any.
     """
     return _CausalConv.apply(x, weight, bias)
 
@@ -157,35 +162,69 @@ class _RMSNorm(torch.autograd.Function):
         return slope, _column_sums(product).to(weight.dtype), None
 
 
+def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
+    assert options["initial_states"] is None
+    assert not options["return_final_states"]
+    positive = F.softplus(dt.float() + options["dt_bias"])
+    return chunk_scan(x, positive, a, b, c, options["D"])
+
+
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, None]:
+    assert options["initial_state"] is None
+    assert not options["output_final_state"]
+    assert options["use_qk_l2norm_in_kernel"]
+    return chunk_delta(_normalised(q) * q.shape[-1] ** -0.5, _normalised(k), v, g, beta), None
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """L2-normalised over the last axis in float32, with transformers' epsilon."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **options: Any) -> Tensor:
+    assert activation == "silu"
+    return F.silu(causal_conv(x.transpose(1, 2), weight, bias)).transpose(1, 2)
+
+
+def _norm(self: Any, x: Tensor) -> Tensor:
+    return _RMSNorm.apply(x, self.weight, self.variance_epsilon)
+
+
+def _norm_around_one(self: Any, x: Tensor) -> Tensor:
+    return _RMSNorm.apply(x, 1 + self.weight, self.eps)
+
+
+def _gated_norm(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """The norm of the gated inputs."""
+    assert getattr(self, "group_size", x.shape[-1]) == x.shape[-1]  # older releases have one group
+    return _RMSNorm.apply(x * F.silu(gate), self.weight, self.variance_epsilon)
+
+
+def _norm_then_gate(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    return _norm(self, x) * F.silu(gate)
+
+
+_BAMBA: Any = modeling_bamba
+_QWEN: Any = modeling_qwen3_5
+_FUNCTIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (_BAMBA, "mamba2_chunk_scan", _scan),
+    (_BAMBA, "causal_conv1d_fn", _conv),
+    (_BAMBA.BambaRMSNorm, "forward", _norm),
+    (_BAMBA.BambaRMSNormGated, "forward", _gated_norm),
+    (_QWEN, "torch_chunk_gated_delta_rule", _delta_rule),
+    (_QWEN, "causal_conv1d_fn", _conv),
+    (_QWEN.Qwen3_5RMSNorm, "forward", _norm_around_one),
+    (_QWEN.Qwen3_5RMSNormGated, "forward", _norm_then_gate),
+)
+"""What is replaced: module or class, name, and replacement."""
+
+
 @contextmanager
 def fast_layers() -> Iterator[None]:
-    """Replaces functions of transformers' Bamba by those of this file within the block. Not for decoding."""
-
-    def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Tensor:
-        assert options["initial_states"] is None
-        assert not options["return_final_states"]
-        positive = F.softplus(dt.float() + options["dt_bias"])
-        return chunk_scan(x, positive, a, b, c, options["D"])
-
-    def conv(x: Tensor, weight: Tensor, bias: Tensor, activation: str, **options: Any) -> Tensor:
-        assert activation == "silu"
-        return F.silu(causal_conv(x.transpose(1, 2), weight, bias)).transpose(1, 2)
-
-    def norm(self: Any, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.variance_epsilon)
-
-    def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
-        assert getattr(self, "group_size", x.shape[-1]) == x.shape[-1]  # older releases have one group
-        return _RMSNorm.apply(x * F.silu(gate), self.weight, self.variance_epsilon)
-
-    bamba: Any = modeling_bamba
+    """Replaces functions of transformers' Bamba and Qwen3.5 within the block. Not for decoding."""
     with ExitStack() as stack:
-        for owner, name, function in (
-            (bamba, "mamba2_chunk_scan", scan),
-            (bamba, "causal_conv1d_fn", conv),
-            (bamba.BambaRMSNorm, "forward", norm),
-            (bamba.BambaRMSNormGated, "forward", gated),
-        ):
+        for owner, name, function in _FUNCTIONS:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
         yield

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -15,14 +18,17 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.bamba import modeling_bamba
 from transformers.models.bamba.modeling_bamba import BambaMixer, mamba2_chunk_scan
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
 
 from mmspec.training.loss import IGNORE
 from mmspec.training.plan import TrainingPlan
 from mmspec.training.sampler import MIXED, POOL, TEXT
 from mmspec.training.trainer import CHECKPOINT, LOG, Trainer
 from ssm.texts import KINDS, example
-from ssm.training.architecture import STEP_SIZES, Architecture, new_model
+from ssm.training.architecture import GATED_DELTANET, MAMBA2, STEP_SIZES, Architecture, new_model
 from ssm.training.command import tiny_hybrid
+from ssm.training.delta import chunk_delta
 from ssm.training.encoding import encode, make_tokenizer
 from ssm.training.layers import chunk_scan, fast_layers
 from ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, text_loss
@@ -30,6 +36,7 @@ from ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, text
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = Architecture(32, 3, (1,), 2, 1, 4, 8, 32, 256, 400)
+MODELS = {MAMBA2: SMALL, GATED_DELTANET: replace(SMALL, recurrent=GATED_DELTANET)}
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +83,68 @@ def test_the_scan_and_its_gradients_equal_those_of_transformers(
         assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()) + 1e-5)
 
 
-def test_fast_layers_equal_those_of_transformers() -> None:
+def recurrent_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The gated delta rule, token by token (arXiv 2412.06464, equation 10)."""
+    shared = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
+    state = v.new_zeros(len(v), v.shape[2], k.shape[3], v.shape[3])
+    rows = []
+    for t in range(v.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        held = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        update = beta[:, t, :, None] * (v[:, t] - held)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], update)
+        rows.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(rows, 1)
+
+
+def delta_inputs(groups: int, heads: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, normalised keys, values, log decays from 0 to -3, and rates up to 1, that require gradients."""
+    torch.manual_seed(length)
+    q, k = torch.randn(2, 2, length, groups, 5, dtype=torch.float64)
+    v, rates = torch.randn(2, length, heads, 7, dtype=torch.float64), torch.rand(2, 2, length, heads)
+    values = (q, F.normalize(k, dim=-1), v, -3 * rates[0] ** 4, rates[1])
+    return [x.to(dtype).requires_grad_() for x in values]
+
+
+@pytest.mark.parametrize(
+    ("groups", "heads", "length", "chunk"),
+    [(1, 2, 70, 32), (2, 4, 32, 32), (3, 3, 100, 16), (2, 2, 65, 64), (1, 3, 5, 8), (1, 1, 1, 4)],
+)
+def test_the_chunked_delta_rule_and_its_gradients_equal_the_recurrence(
+    groups: int, heads: int, length: int, chunk: int
+) -> None:
+    inputs = delta_inputs(groups, heads, length, torch.float64)
+    theirs, ours = recurrent_delta(*inputs), chunk_delta(*inputs, chunk)
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+    towards = torch.randn_like(theirs)
+    for mine, other in zip(
+        torch.autograd.grad(ours, inputs, towards), torch.autograd.grad(theirs, inputs, towards), strict=True
+    ):
+        assert torch.allclose(mine, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("length", [1, 63, 100])
+def test_the_chunked_delta_rule_equals_that_of_transformers(length: int) -> None:
+    q, k, v, g, beta = delta_inputs(2, 4, length, torch.float32)
+    theirs, _ = torch_chunk_gated_delta_rule(q, k, v, g, beta)
+    assert torch.allclose(chunk_delta(q * q.shape[-1] ** -0.5, k, v, g, beta), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_fast_layers_equal_those_of_transformers(kind: str) -> None:
     torch.manual_seed(0)
-    model = new_model(SMALL).train()
+    model = new_model(MODELS[kind]).train()
     tokens = torch.randint(3, 400, (2, 75))
-    found, before = [], modeling_bamba.mamba2_chunk_scan
+    found = []
+    before = modeling_bamba.mamba2_chunk_scan, modeling_qwen3_5.torch_chunk_gated_delta_rule
     for fast in (False, True):
         model.zero_grad()
-        if fast:
-            with fast_layers():
-                hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-        else:
+        with fast_layers() if fast else nullcontext():
             hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         (hidden.square() * torch.arange(32)).sum().backward()
         found.append((hidden.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
-    assert modeling_bamba.mamba2_chunk_scan is before
+    assert before == (modeling_bamba.mamba2_chunk_scan, modeling_qwen3_5.torch_chunk_gated_delta_rule)
     (theirs, slopes), (ours, own) = found
     assert torch.allclose(ours, theirs, atol=1e-5)
     assert own.keys() == slopes.keys()
@@ -98,8 +152,22 @@ def test_fast_layers_equal_those_of_transformers() -> None:
         assert torch.allclose(own[name], slope, atol=1e-4 * float(slope.abs().max())), name
 
 
-def test_initial_step_sizes_are_spread_over_the_heads() -> None:
-    mixers = [module for module in new_model(SMALL).modules() if isinstance(module, BambaMixer)]
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [(MAMBA2, "ssm.training.layers.chunk_scan"), (GATED_DELTANET, "ssm.training.layers.chunk_delta")],
+)
+def test_every_recurrent_layer_runs_the_fast_scan(kind: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    scan = chunk_scan if kind == MAMBA2 else chunk_delta
+    monkeypatch.setattr(function, lambda *args: calls.append(1) or scan(*args))
+    text_loss(new_model(MODELS[kind]), collate([(np.arange(3, 40), 5)]))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_initial_step_sizes_are_spread_over_the_heads(kind: str) -> None:
+    found = new_model(MODELS[kind]).modules()
+    mixers = [module for module in found if isinstance(module, BambaMixer | Qwen3_5GatedDeltaNet)]
     assert len(mixers) == 2
     for mixer in mixers:
         steps = F.softplus(mixer.dt_bias)
@@ -184,18 +252,27 @@ def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Train
 
 
 @pytest.mark.slow
-def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "architecture", "size"),
+    [
+        ((), "BambaForCausalLM", 8.5e6),
+        (("--recurrent", GATED_DELTANET, "--precision", "float32"), "Qwen3_5ForCausalLM", 3e6),
+    ],
+)
+def test_the_command_builds_a_model_that_transformers_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], architecture: str, size: float
+) -> None:
     monkeypatch.setattr("ssm.training.task.TOKENIZER_EXAMPLES", 200)
     result = CliRunner().invoke(
-        tiny_hybrid, ["--out", str(tmp_path), "--steps", "1", "--batch", "2", "--examples", "16"]
+        tiny_hybrid, ["--out", str(tmp_path), "--steps", "1", "--batch", "2", "--examples", "16", *options]
     )
     assert result.exit_code == 0, result.output
     folder = tmp_path / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
-    assert model.config.architectures == ["BambaForCausalLM"]
-    assert (folder / "model.safetensors").stat().st_size < 8.5e6
+    assert model.config.architectures == [architecture]
+    assert (folder / "model.safetensors").stat().st_size < size
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert tokenizer.chat_template
     assert json.loads((tmp_path / "settings.json").read_text())["examples"] == 16
