@@ -16,6 +16,8 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from mmspec.targets.support import output_layer
+
 VOCAB = 128
 WORDS = 90
 """Token ids from here on are left to special tokens."""
@@ -33,7 +35,7 @@ _SIZES = {
     24: r"qk_head_dim",
     16: r"(?!qk_head_dim)(\w+_)?head_?dim|dim_head|d_head|kv_channels|(mamba_)?d_state|(ssm_)?state_size|index_topk",
     8: r"qk_rope_head_dim|rotary_dim|\w*sliding_window(_size)?|attention_chunk_size|(mamba_)?chunk_size|"
-    r"local_attention|mamba_(n|num)_heads|n_mamba_heads|attention_window_size|hidden_size_per_layer_input|keep_window_size",
+    r"local_attention|mamba_(n|num)_heads|n_mamba_heads|attention_window_size|hidden_size_per_layer_input",
     4: rf"{_DEPTH}|(?!index_)(\w+_)?(attention|key|n|num)_heads|(attention|n|num)_heads?|"
     rf"linear_num_(key|value)_heads|{_EXPERTS}",
     2: r"(\w+_)?(key_value|kv)_heads|num_experts_per_tok(en)?|moe_(topk|k|top_k)|num_experts_per_token|top_k_experts",
@@ -41,7 +43,8 @@ _SIZES = {
 }
 """Names of sizes, by what a default configuration is cut to: 4 heads of 16 in 2 groups. The last that fits counts.
 
-An indexer keeps its heads: with few of them many of its scores are 0 in all heads, and top-k picks among equals."""
+An indexer keeps its heads: with few of them many of its scores are 0 in all heads, and top-k picks among equals. Doge
+keeps its window, beyond which it picks among equals too."""
 _VOCABULARY = re.compile(r"(\w+_)?vocab_size(_per_layer_input)?|n_words")
 _TOKEN = re.compile(r"\w+_(token_(id|index)|id|token_ids|ids|token_idx)")
 _RESERVED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -126,7 +129,7 @@ def random_model(config: PreTrainedConfig, auto_class: Any = AutoModelForCausalL
     """A model in float32 whose greedy answers vary, and do not end early."""
     torch.manual_seed(0)
     model = auto_class.from_config(config, dtype=torch.float32).eval()
-    if (head := model.get_output_embeddings()) is not None:
+    if (head := output_layer(model)) is not None:
         head.weight.data.normal_(std=0.5)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model

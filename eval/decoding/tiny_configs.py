@@ -9,6 +9,7 @@ import transformers
 from transformers import (
     BambaConfig,
     CLIPVisionConfig,
+    DogeConfig,
     FalconH1Config,
     FalconMambaConfig,
     Gemma2Config,
@@ -90,6 +91,7 @@ TEXT_CONFIGS: dict[str, Any] = {
     "gemma": lambda: _shrink(GemmaConfig),
     "gemma2": lambda: _shrink(Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
     "gemma3": lambda: _shrink(Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
+    "doge": lambda: _shrink(DogeConfig),
 }
 
 _RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"

@@ -47,8 +47,8 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
                 module.D.data.normal_()
                 module.conv1d.bias.data.normal_(std=0.2)
         for name, weight in module.named_parameters(recurse=False):
-            # The scale of ZAYA's keys and weights of Inkling 2 are 0 by default.
-            if name in ("temp", "static_weight", "query") and not weight.any():
+            # The scale of ZAYA's keys, weights of Inkling 2 and the masks of Doge are 0 by default.
+            if name in ("temp", "static_weight", "query", "A") and not weight.any():
                 weight.data.normal_()
     head = model.get_output_embeddings()
     head.weight.data.normal_(std=0.5)

@@ -122,8 +122,8 @@ class PassAttention:
     """Attention implementation of a target's passes. Between passes the model has the one that its user chose.
 
     ``tree_attention`` replaces torch's, FlashAttention (2D masks only) and flex attention (aborts on dense 4D masks).
-    Eager attention stays. Sparse attention (DeepSeek V3.2's) runs with torch's: only for these two do its layers mask
-    what their indexer has not selected.
+    Eager attention stays. Layers that compute a mask of their own run with torch's: only for these two do those with
+    an indexer (DeepSeek V3.2) mask what it has not selected, and Doge's masks differ by head.
 
     Args:
         model: the target's model.
@@ -139,7 +139,9 @@ class PassAttention:
         self.name = NAME if usual != "eager" and model._supports_sdpa else "eager"
         if usual in ("sdpa", "eager") and not decoder._can_set_attn_implementation():
             self.name = usual
-        elif self.name == NAME and "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        elif self.name == NAME and (
+            "indexed_attention" in (getattr(config, "layer_types", None) or ()) or config.model_type == "doge"
+        ):
             self.name = "sdpa"
         # Layers of a decoder may have a copy of the configuration.
         found = (getattr(module, "config", None) for module in decoder.modules())

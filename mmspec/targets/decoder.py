@@ -20,7 +20,7 @@ from mmspec.targets.attention import PassAttention
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
-from mmspec.targets.support import cache_argument, decoder_of, refuse_unsupported
+from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
 from mmspec.targets.target import Feature, layer_of
 
 
@@ -53,7 +53,7 @@ class Decoder:
         self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
         self._direct: bool | None = None  # whether a merged stack of layers gives the decoder's output; None: untried
         self._embedding: Any = model.get_input_embeddings()
-        self._output: Any = model.get_output_embeddings()
+        self._output = output_layer(model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "layers": None}

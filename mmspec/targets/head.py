@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from mmspec.errors import UserError
 from mmspec.quantisation.linear import PackedLinear
+from mmspec.targets.support import output_layer
 
 
 class Head:
@@ -24,7 +25,7 @@ class Head:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._layer: Any = model.get_output_embeddings()
+        self._layer = output_layer(model)
         config = model.config.get_text_config()
         self._scale = _logit_scaling(config)
         self._size = getattr(config, "unpadded_vocab_size", None)  # the layer's further rows are padding

@@ -73,12 +73,19 @@ def lay_out_for_few_rows(module: nn.Module) -> None:
                 weight.data = weight.data.t().contiguous().t()
 
 
+def output_layer(model: PreTrainedModel) -> Any:
+    """The model's output layer, or that of the language model inside (Nemotron-H-Omni); None without any."""
+    inner = model.get_decoder()
+    head: Any = model.get_output_embeddings()
+    return inner.get_output_embeddings() if head is None and isinstance(inner, PreTrainedModel) else head
+
+
 def decoder_of(model: PreTrainedModel) -> Any:
     """The model's stack of layers, without the output layer.
 
     ``get_decoder`` of some classes returns a module that contains the output layer, or that layer itself.
     """
-    embedding, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
+    embedding, head, decoder = model.get_input_embeddings(), output_layer(model), model.get_decoder()
     module: Any = decoder if any(part is embedding for part in decoder.modules()) else model
     while any(part is head for part in module.modules()):
         module = next(child for child in module.children() if any(part is embedding for part in child.modules()))
@@ -91,7 +98,6 @@ def cache_argument(decoder: nn.Module) -> str:
 
 
 _NEVER_EXACT = {
-    "doge": "computes its attention mask from the values of all tokens",
     "kosmos-2.5": "offsets its positions",
 }
 """Model types that pass all other checks, and the reason why their tokens would differ."""
@@ -109,7 +115,7 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     name = type(model).__name__
     if reason := _NEVER_EXACT.get(model.config.model_type):
         raise UserError(f"the target must be one that trees can reproduce: {name} {reason}")
-    if model.get_output_embeddings() is None:
+    if output_layer(model) is None:
         raise UserError(f"the target must have an output layer: {name} has none")
     if model.config.is_encoder_decoder:
         raise UserError(f"the target must be a decoder-only model: {name} is an encoder-decoder")
@@ -133,18 +139,20 @@ _SWITCHES = {
     "dynamic": "dynamic rotary embeddings",
     "longrope": "longrope rotary embeddings",
     "temperature": "attention temperatures",
+    "selection": "attention masks",
 }
-_BELOW = ("dynamic", "temperature")
+_BELOW = ("dynamic", "temperature", "selection")
 _MOST_NODES = 512  # in a pass
 
 
 def refuse_rope_switch(config: Any, length: int, room: int) -> None:
     """Raise if a sequence may cross the length at which its rotary frequencies change.
 
-    A pass has one set of frequencies, but the paths of a tree differ in length.
+    A pass has one set of frequencies, but the paths of a tree differ in length. The same holds for other properties of
+    attention that change with the length.
 
     Raises:
-        UserError: prompt and answer are not on one side of that length (longrope), or below it (dynamic).
+        UserError: prompt and answer are not on one side of that length (longrope), or below it (others).
     """
     for kind, switch in _rope_switches(config):
         if (kind in _BELOW and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
@@ -176,3 +184,6 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
         yield "temperature", config.floor_scale - _MOST_NODES
     elif config.model_type == "inkling_text" and config.log_scaling_n_floor is not None:
         yield "temperature", config.log_scaling_n_floor - _MOST_NODES
+    elif config.model_type == "doge":
+        # Beyond, each layer keeps the highest scores of a path; among equal ones the choice depends on the slots.
+        yield "selection", config.keep_window_size

@@ -89,6 +89,7 @@ def test_every_class_is_listed_once():
         (TEXT, "modernbert-decoder", EQUAL, _TEXTS),  # a module before the output layer
         (TEXT, "gemma4_text", EQUAL, _TEXTS),  # layers of different shapes, and layers that share keys and values
         (TEXT, "llama4_text", EQUAL, _TEXTS),  # chunked attention
+        (TEXT, "doge", EQUAL, _TEXTS),  # masks of its own
         (VISION, "cohere2_vision", EQUAL, _TEXTS),  # logits that are not scaled as the text model's
         (VISION, "gemma3", EQUAL, _TEXTS + _IMAGES),  # a prompt whose images are attended both ways
         (VISION, "janus", EQUAL, _TEXTS + _IMAGES),  # a generate of its own
@@ -110,7 +111,16 @@ def test_outcomes(kind, name, outcome, inputs):
     assert len(found.reason.splitlines()) == (outcome != EQUAL)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "gemma4_text", "llama4_text"])
+@pytest.mark.filterwarnings("ignore")
+def test_an_output_layer_inside_the_language_model():
+    if "nemotron_h_omni" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no nemotron_h_omni")
+    found = check(Model(VISION, "nemotron_h_omni"))
+    assert found.outcome == EQUAL
+    assert set(_TEXTS) <= set(found.inputs)  # images require torchvision
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "doge", "gemma4_text", "llama4_text"])
 def test_static_shapes(name, monkeypatch):
     monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
     assert check(Model(TEXT, name)).outcome == EQUAL

@@ -9,7 +9,6 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     DeepseekV4Config,
-    DogeConfig,
     GPT2Config,
     InklingTextConfig,
     Llama4TextConfig,
@@ -261,7 +260,6 @@ def test_attention_that_takes_none_is_switched(name, model_name):
             ),
             "T5ForConditionalGeneration is an encoder-decoder",
         ),
-        (lambda: random_model(small_config(DogeConfig)), "DogeForCausalLM computes its attention mask from the values"),
         (
             lambda: random_model(small_config(DeepseekV4Config)),
             "DeepseekV4ForCausalLM has compressed_sparse_attention, heavily_compressed_attention of another kind",
@@ -285,6 +283,25 @@ def test_a_prompt_that_crosses_attention_temperatures_is_refused(config_class, f
     target.prefill(Prompt(torch.full((1, 12), 7)), 16)
     with pytest.raises(UserError, match=r"^attention temperatures change at 28 tokens: .*below, got 12 and up to 17"):
         target.prefill(Prompt(torch.full((1, 12), 7)), 17)
+
+
+def test_masks_of_doge_are_exact_up_to_its_window_and_refused_beyond():
+    torch.manual_seed(0)
+    config = TEXT_CONFIGS["doge"]()
+    config.keep_window_size = 28
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for layer in model.model.layers:
+        layer.self_attn.A.data.normal_()
+    ids = torch.arange(5, 17)[None]
+    options = {"input_ids": ids, "do_sample": False, "min_new_tokens": 16}
+    drafter = Oracle(model.generate(**options, max_new_tokens=16)[:, 12:].tolist(), vocab=90)
+    # Slots of other branches exceed the window.
+    assert torch.equal(
+        mmspec.generate(model, drafter=drafter, nodes=24, **options, max_new_tokens=16),
+        model.generate(**options, max_new_tokens=16),
+    )
+    with pytest.raises(UserError, match=r"^attention masks change at 28 tokens: .*below, got 12 and up to 17"):
+        mmspec.generate(model, drafter=drafter, **options, max_new_tokens=17)
 
 
 def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
