@@ -22,7 +22,7 @@ from transformers import (
 
 _SPECIAL = ["<pad>", "<s>", "</s>", "<image>"]
 _TEXT = "Describe the image and the video. A red circle is left of a small blue square; a star has five points. " * 4
-_TEMPLATE = (
+TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}USER: {% else %}ASSISTANT: {% endif %}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for item in message['content'] %}"
     "{% if item['type'] == 'image' %}<image>\n{% elif item['type'] == 'text' %}{{ item['text'] }}{% endif %}"
@@ -90,7 +90,7 @@ def save_llava(folder: Path) -> Path:
         patch_size=8,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=_TEMPLATE,
+        chat_template=TEMPLATE,
     ).save_pretrained(folder)
     return folder
 
