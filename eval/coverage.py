@@ -148,8 +148,8 @@ from recycled tokens. The tokens are compared with those of transformers' `gener
 - **not by generate**: `generate` itself does not decode the model with these inputs.
 - **not built**: transformers cannot build it at this size, or here.
 
-Decoders of encoder-decoder families and classes that are encoders by default (BERT) are left out. Doge is equal up to its
-window, 2048 tokens by default: beyond, it picks among equal scores by their order, and prompts are refused.
+Decoders of encoder-decoder families and classes that are encoders by default (BERT) are left out. Doge is equal up
+to its window, 2048 tokens by default: beyond, it picks among equal scores by their order, and prompts are refused.
 """
 
 if __name__ == "__main__":
