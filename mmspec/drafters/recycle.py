@@ -68,6 +68,7 @@ class Recycle:
         self._verifier: Mapping[str, Any] | None = None
         self._target: Target | None = None
         self._last: list[Context] = []  # per row, the token before the root, and the root
+        self._asked = False  # for drafts, in this step
         self._recycled: Recycled | None = None  # device table, with static shapes
 
     @classmethod
@@ -157,6 +158,7 @@ class Recycle:
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         if self._recycled is not None:
             return self._recycled.propose(token, budget)
+        self._asked = True
         limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
         found = [best_first(last, self._successors, *limits) for last in self._last]
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
@@ -174,7 +176,10 @@ class Recycle:
             (*last, *tokens)[-2:]  # type: ignore[misc]
             for last, (_, tokens) in zip(self._last, verdict.host, strict=True)
         ]
-        self._learn(contexts, step.logits.flatten(0, 1))
+        asked, self._asked = self._asked, False
+        # While drafting does not pay, only new tokens are worth the time.
+        if asked or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):
+            self._learn(contexts, step.logits.flatten(0, 1))
 
     @torch.inference_mode()
     def fit(self, texts: Iterable[tuple[Sequence[int], Tensor]], contexts: int | None = None) -> None:

@@ -207,6 +207,7 @@ class Engine:
         for number, row in enumerate(rows):
             if row.trees is not None:
                 row.trees.append(judge(tree, number, verdict, step))
+        began = clock()
         self.target.commit(verdict)
         for row, drafts, (path, tokens) in zip(rows, tree.drafted, accepted, strict=True):
             emitted = row.append(path, tokens)
@@ -216,7 +217,8 @@ class Engine:
             drafter.observe(tree, verdict, step)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
-        budget.observe(tree.nodes, paths, seconds(prepared, drafted) if drafting else 0.0, verify_seconds)
+        proposing = seconds(prepared, drafted) if drafting else 0.0
+        budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began)
         wall = clock() - start
         for row in rows:
             row.stats.draft_seconds += draft_seconds

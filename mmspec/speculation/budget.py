@@ -24,6 +24,7 @@ _FADE = 0.95  # decay of recent tokens and seconds, per step
 _DISCOUNT = 0.7  # discount on verify cost: look-up drafters also learn from rejected nodes
 _TRIAL = 3.0  # initial estimate of plain steps saved per request
 _PATIENCE = 12  # unprofitable draft steps, after which drafting is only probed:
+_PACE = 0.97  # decay of tokens and time of draft steps, per draft step
 _TRY, _EVERY = 4, 32  # consecutive steps out of a cycle; the first one also catches up on those skipped
 _DRAFT = 0.2  # initial draft cost, in plain steps
 _GUESS = 0.6  # initial acceptance rate of the most probable node
@@ -119,8 +120,15 @@ class Budget:
         """Prune a tree to its most probable nodes; drawn trees and those without ``log_probs`` are kept whole."""
         return tree.first(1 + self.nodes) if tree.prunable else tree
 
-    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
-        """Update with a step's tree size (root included), accepted path per row, and draft and verify time."""
+    def observe(
+        self,
+        nodes: int,
+        paths: list[list[int]],
+        draft_seconds: float,
+        verify_seconds: float,
+        commit_seconds: float = 0.0,
+    ) -> None:
+        """Update with a step's tree size (root included), accepted path per row, and times."""
 
 
 class AdaptiveBudget(Budget):
@@ -128,8 +136,9 @@ class AdaptiveBudget(Budget):
 
     Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Each request has
     an account of the time saved against plain decoding. Drafting may spend what it saved, a small credit, the cost of
-    one draft, and half of the savings of earlier requests, which bounds the loss on unpredictable text. Time is in
-    plain steps of the batch, tokens are per row.
+    one draft, and half of the savings of earlier requests, which bounds the loss on unpredictable text. While recent draft
+    steps took more time per token than plain steps did, by the clock, drafting is only probed. Time is in plain steps of
+    the batch, tokens are per row.
 
     Args:
         cost: verify time of the target.
@@ -158,6 +167,8 @@ class AdaptiveBudget(Budget):
         self._account = 0.0
         self._steps = self._in_vain = 0  # steps; consecutive unprofitable draft steps
         self._saved, self._record = 0.0, _TRIAL  # time saved in this request, moving average per request
+        self._pace = 0.0, 0.0  # recent tokens and measured time of draft steps
+        self._paced, self._plain = 0.0, 0.0  # draft steps in them; moving average of a plain step's measured time
         self.resize(batch)
 
     def resize(self, batch: int) -> None:
@@ -166,7 +177,7 @@ class AdaptiveBudget(Budget):
             self._costs[batch] = [self._table(width) for width in widths]
         self._cost = self._costs[batch]
         if 2 * batch <= self._batch:  # drafting may pay off again with fewer rows
-            self._in_vain, self._account = 0, max(self._account, self._credit)
+            self._in_vain, self._paced, self._account = 0, 0.0, max(self._account, self._credit)
         if 2 * batch <= self._batch or batch > self._batch:
             self._batch = batch
 
@@ -184,9 +195,14 @@ class AdaptiveBudget(Budget):
     def drafts(self) -> bool:
         self._levels = 1
         self._steps += 1
-        if self._in_vain >= _PATIENCE and self._steps % _EVERY >= _TRY:
+        if (self._in_vain >= _PATIENCE or self._loses()) and self._steps % _EVERY >= _TRY:
             return False
         return super().drafts() and self._account > self._extra(1) + self._draft
+
+    def _loses(self) -> bool:
+        """Whether draft steps took more time per token than plain steps."""
+        tokens, time = self._pace
+        return self._paced >= _PATIENCE and 0.0 < self._plain * tokens < time
 
     def deeper(self, gain: float) -> bool:
         pays = gain * self._time / self._tokens > self._level
@@ -214,7 +230,14 @@ class AdaptiveBudget(Budget):
         self.nodes = min(self.limit, 8 + int(2 * self._usual))
         return best
 
-    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+    def observe(
+        self,
+        nodes: int,
+        paths: list[list[int]],
+        draft_seconds: float,
+        verify_seconds: float,
+        commit_seconds: float = 0.0,
+    ) -> None:
         self._measure(self._cost[min(nodes, len(self._cost)) - 1] / self._cost[0], verify_seconds / self._cost[0])
         spent = 1.0 + self._extra(min(nodes, len(self._cost)) - 1)
         if draft_seconds > 0:
@@ -227,6 +250,7 @@ class AdaptiveBudget(Budget):
             spent += drafted
         self._drafted = draft_seconds > 0
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
+        self._follow(emitted, draft_seconds, verify_seconds + commit_seconds)
         self._tokens = _FADE * self._tokens + emitted
         self._time = _FADE * self._time + spent
         self._saved += emitted - spent
@@ -242,6 +266,17 @@ class AdaptiveBudget(Budget):
                 self._seen[b] = self._seen[b] * _DECAY + 1.0
                 self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
         self._shown = []
+
+    def _follow(self, emitted: float, draft_seconds: float, rest: float) -> None:
+        """Update the measured pace of draft steps or of plain steps; outliers are clipped."""
+        time = (draft_seconds + rest) / self._cost[0]
+        if draft_seconds > 0:
+            tokens, total = self._pace
+            usual = total / self._paced if self._paced else time
+            self._paced = _PACE * self._paced + 1
+            self._pace = _PACE * tokens + emitted, _PACE * total + min(time, 2 * usual)
+        else:
+            self._plain += 0.1 * (min(time, 2 * self._plain) - self._plain) if self._plain else time
 
     def _measure(self, calibrated: float, measured: float) -> None:
         """Fit measured against calibrated time by ridge regression over recent passes.
@@ -310,7 +345,14 @@ class SteadyBudget(Budget):
         self.nodes = best
         return super().drafts()
 
-    def observe(self, nodes: int, paths: list[list[int]], draft_seconds: float, verify_seconds: float) -> None:
+    def observe(
+        self,
+        nodes: int,
+        paths: list[list[int]],
+        draft_seconds: float,
+        verify_seconds: float,
+        commit_seconds: float = 0.0,
+    ) -> None:
         alive = [set(path) for path in paths if path]
         for rank in range(1, min(nodes, len(self._accepted) + 1)):
             share = sum(rank in path for path in alive) / max(len(alive), 1)

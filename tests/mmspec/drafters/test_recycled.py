@@ -153,3 +153,21 @@ def test_a_table_comes_from_the_host_and_goes_back(monkeypatch, tmp_path):
     for drafter in turns():
         drafter.reset()
         assert drafter.entries == 0
+
+
+def test_steps_without_a_request_for_drafts_teach_new_tokens_only():
+    drafter, logits = Recycle(top_k=2), torch.randn(5, 1, 1, VOCAB, generator=torch.Generator().manual_seed(0))
+
+    def step(number, token, after):
+        tree = TokenTree.root(torch.tensor([token]))
+        drafter.observe(tree, verify_greedy(tree, torch.tensor([[after]])), Step(logits[number], {}))
+        return {context: dict(ranking) for context, ranking in drafter._rankings().items()}
+
+    drafter.begin(Prompt(torch.tensor([[3, 4]])), Step(logits[0], {}), [[3, 4, 5]])
+    first = step(1, 5, 4)
+    assert (4, 5) in first
+    assert step(2, 4, 4) == first  # 4 is known since the prompt
+    drafter.propose(torch.tensor([4]), Budget())
+    asked = step(3, 4, 5)
+    assert asked != first
+    assert step(4, 5, 6) == asked

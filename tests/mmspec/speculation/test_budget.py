@@ -131,6 +131,18 @@ def test_drafting_stops_while_it_is_useless_and_comes_back():
     assert simulate(budget, 300, 0.9, seed=2) < 1.2 * good
 
 
+DEARER = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.15, 1.2, 1.4, 1.8, 2.8, 4.8))
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.2, 0.5, 0.8])
+def test_draft_steps_that_are_slower_than_measured_ahead_are_given_up_if_they_do_not_pay(acceptance):
+    """Sampling, for example, adds a time per node that calibration does not contain."""
+    budget = adaptive(FLAT)
+    spent = [simulate(budget, 400, acceptance, DEARER, 0.03, claim=acceptance, seed=seed) for seed in range(6)][1:]
+    plain, best = DEARER(1), best_fixed(DEARER, acceptance, 0.03)
+    assert sum(spent) / 5 < (1.03 * plain if best > 0.97 * plain else 0.95 * plain)
+
+
 def test_trust_follows_what_was_accepted():
     budget = adaptive()
     for _ in range(300):
