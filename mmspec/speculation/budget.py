@@ -136,9 +136,9 @@ class AdaptiveBudget(Budget):
 
     Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Each request has
     an account of the time saved against plain decoding. Drafting may spend what it saved, a small credit, the cost of
-    one draft, and half of the savings of earlier requests, which bounds the loss on unpredictable text. While recent draft
-    steps took more time per token than plain steps did, by the clock, drafting is only probed. Time is in plain steps of
-    the batch, tokens are per row.
+    one draft, and half of the savings of earlier requests, which bounds the loss on unpredictable text. While recent
+    draft steps took more time per token than plain steps, by the clock, drafting is only probed. Time is in plain steps
+    of the batch, tokens are per row.
 
     Args:
         cost: verify time of the target.
