@@ -85,6 +85,7 @@ WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "s
 """Those of transformers' own that look at values on the host, and those that run path by path."""
 
 
+@pytest.mark.usefixtures("at_every_node")
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_which_processors_wait(name, monkeypatch):
     as_launches(monkeypatch)
