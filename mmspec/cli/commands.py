@@ -20,6 +20,7 @@ _HELP = {
     "bench": "Time kernels and whole decoding loops.",
     "demo": "Open the web demo.",
     "info": "Show devices, versions, models and drafters.",
+    "export": "Write a drafter for vLLM or SGLang.",
     "calibrate": "Measure the time of verify passes by tree size.",
     "tiny-llava": "The embedded vision-language model.",
     "smol-llava": "The embedded tower and connector of SmolLM2.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,35 @@ def load_target(
     kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if kind not in ("auto", *QUANTISED, *_DTYPES.values()):
         raise UserError(f"dtype must be auto, {', '.join((*_DTYPES, *QUANTISED))}: got {dtype!r}")
+    with _located(name) as found:
+        options |= found
+        name = completed.resolved(gguf.resolved(name))
+        config = from_pretrained(AutoConfig, name, **options)
+        adapter = plugins.target_class(config)
+        model: Any = read_whole(adapter.auto_class, name, config=config, **options)
+        processor = adapter.processor_class.read(name, **options)
+    if kind == "auto" and where.type == "cpu":
+        kind = _cpu_dtype(name, model)
+    return adapter(_prepared(model.eval(), kind, where)), processor
+
+
+def load_config(name: str) -> Any:
+    """Configuration of a model of transformers, without its weights.
+
+    Args:
+        name: as for ``mmspec.load``.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    folder = plugins.model_path(name)
+    with _located(folder) as found:
+        return from_pretrained(AutoConfig, completed.resolved(gguf.resolved(folder)), **found)
+
+
+@contextmanager
+def _located(name: str) -> Iterator[dict[str, Any]]:
+    """Options that locate a model, while it is read; errors are those of the user."""
     expected = (
         f"an embedded model ({', '.join(plugins.names('models')) or 'none'}), a local folder or a reachable hub id"
     )
@@ -62,15 +93,7 @@ def load_target(
         explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
         cache_if_offline("model", name) as found,
     ):
-        options |= found
-        name = completed.resolved(gguf.resolved(name))
-        config = from_pretrained(AutoConfig, name, **options)
-        adapter = plugins.target_class(config)
-        model: Any = read_whole(adapter.auto_class, name, config=config, **options)
-        processor = adapter.processor_class.read(name, **options)
-    if kind == "auto" and where.type == "cpu":
-        kind = _cpu_dtype(name, model)
-    return adapter(_prepared(model.eval(), kind, where)), processor
+        yield found
 
 
 def _cpu_dtype(folder: str, model: Any) -> Any:

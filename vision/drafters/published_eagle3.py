@@ -27,7 +27,7 @@ from vision.drafters.eagle3_network import Eagle3Config
 from vision.drafters.published import layer_shape, layout_of, read_tensors, refuse, rope_parameters, whole_number
 
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _UNSUPPORTED = ("attention_bias", "mlp_bias", "qkv_bias")
 _VOCABULARIES = {"d2t", "t2d"}
 
@@ -64,7 +64,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     draft = whole_number(config, "draft_vocab_size", _rows(tensors, "lm_head.weight") or vocab, source)
     network = _network(config, layer, tensors, draft, source)
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
-    parts, shapes = _parts(network, prefix), _shapes(network, prefix)
+    parts, shapes = published_parts(network, prefix), _shapes(network, prefix)
     if draft != vocab:
         shapes["d2t"] = (draft,)
     optional = {"d2t": (draft,), "t2d": (vocab,)}
@@ -96,7 +96,7 @@ def _network(
         "head": draft if own is not None else 0,
         "embedding": whole_number(layer, "vocab_size", None, source) if "embed_tokens.weight" in tensors else 0,
         "rope": rope_parameters(layer, source),
-        **{name: bool(config.get(name, eagle.get(name))) for name in _SWITCHES},
+        **{name: bool(config.get(name, eagle.get(name))) for name in SWITCHES},
     }
     return Eagle3Config.read(ours, f"{source}/config.json")
 
@@ -124,7 +124,7 @@ def _rows(tensors: Mapping[str, Tensor], name: str) -> int | None:
     return tensors[name].shape[0] if name in tensors and tensors[name].dim() == 2 else None
 
 
-def _parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
+def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
     """Our parameters, and the published ones that each of them stacks."""
     parts = {"fc.weight": ["fc.weight"], "norm.weight": ["norm.weight"]}
     if network.norm_before_fc:
