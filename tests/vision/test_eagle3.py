@@ -30,7 +30,8 @@ from tests.eagle3 import (
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from vision.drafters.eagle3 import Eagle3
-from vision.drafters.eagle3_network import Eagle3Config, default_reads, rotary_of
+from vision.drafters.eagle3_network import Eagle3Config, default_reads
+from vision.drafters.rope import rotary_of
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}

@@ -145,8 +145,9 @@ def test_vocabularies_that_cannot_be_are_refused(changes, message):
         ({"attention_bias": True}, "expected linear layers without bias, received attention_bias"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rotary positions must be whole and default, .*'dynamic'",
+            "rotary positions must be default, .*'dynamic'",
         ),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "turn whole heads: got a partial_rotary_factor of 0.5"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rotary positions must be valid: got .*"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, "three sections of 8 frequencies in all"),
         ({"fc_norm": True, "norm_before_fc": True}, "one of norm_before_fc and fc_norm must be false: got both true"),

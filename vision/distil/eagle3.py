@@ -17,7 +17,8 @@ from mmspec.targets.target import Target
 from vision.distil.eagle3_objective import Eagle3Objective
 from vision.distil.msd import load_shared_weights
 from vision.drafters.eagle3 import Eagle3
-from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network, rotary_of
+from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from vision.drafters.rope import rotary_of
 
 
 def train_eagle3(options: Mapping[str, Any]) -> None:

@@ -15,8 +15,9 @@ from mmspec.distil.features import Features
 from mmspec.targets.target import Target
 from mmspec.training.loss import LossOutput
 from vision.distil.pass_cache import PassCache
-from vision.drafters.eagle3_network import Eagle3Network, rotary_of
+from vision.drafters.eagle3_network import Eagle3Network
 from vision.drafters.latents import packing, take
+from vision.drafters.rope import rotary_of
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,12 @@ from torch import Tensor
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.errors import UserError
-from mmspec.ops import kernels
-from mmspec.ops.transfer import on_device
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Prompt, Step, Target
 from vision.drafters import published, published_eagle3
-from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network, rotary_of
-from vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
-from vision.drafters.layer import Rotation
+from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from vision.drafters.positioned import PositionedDrafter
 
 _WATCHED = 128
 """Verify passes after which the acceptance length of a published checkpoint is checked."""
@@ -43,7 +40,7 @@ class _Settings(TreeShape):
     network: Eagle3Config
 
 
-class Eagle3(HiddenStateDrafter):
+class Eagle3(PositionedDrafter):
     """EAGLE-3 drafter.
 
     Args:
@@ -64,9 +61,8 @@ class Eagle3(HiddenStateDrafter):
         total_tokens: int = 59,
         verifier: dict[str, Any] | None = None,
     ) -> None:
-        rotary, self._axis = rotary_of(network.config)
         tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
-        super().__init__(network, rotary, network.config.layers, draft_ids, **tree, verifier=verifier)
+        super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
         self.features = ()  # known when attached
         self._passes, self._emitted = 0, 0.0  # with drafts, while watched
 
@@ -153,29 +149,8 @@ class Eagle3(HiddenStateDrafter):
 
     # ------------------------------------------------------------------ rows
 
-    @torch.inference_mode()
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        states, mask = self.states(step), None if prompt.attention_mask is None else prompt.attention_mask.bool()
-        first = on_device([[row[-1]] for row in history], states.device)
-        x = self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), states)
-        self.join(len(history), kernels.fixed_shapes(states.device))
-        rotation, position = self._places(step, prompt, mask, x)
-        self.start(x, rotation, mask, position, history)
-
-    def _places(self, step: Step, prompt: Prompt, mask: Tensor | None, x: Tensor) -> tuple[Rotation, Tensor]:
-        """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
-        batch, length = prompt.input_ids.shape
-        tokens = torch.full((batch,), length, device=x.device) if mask is None else mask.sum(1)
-        if self._axis is None or step.positions is None or step.positions.ndim < 3:
-            self._rotary.reserve(length + AHEAD, x)
-            at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
-            return self._rotary(at), tokens
-        axes = step.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
-        position = axes.amax((0, 2)) + 1
-        # Positions of a video's frames follow their times, and may exceed the number of tokens.
-        self._beyond = max(self._beyond, int((position - tokens).max()))
-        self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
-        return self._rotary.by_axis(axes, self._axis), position
+    def prompt_inputs(self, prompt: Prompt, step: Step, first: Tensor) -> Tensor:
+        return self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(step))
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         super().observe(tree, verdict, step)

@@ -12,24 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec.drafters.fields import Within
-from mmspec.errors import UserError, explained
+from mmspec.errors import UserError
 from mmspec.targets.target import Feature, output_of
-from vision.drafters.layer import Attend, DecoderLayer, LayerShape, Norm, Rotary, Rotation, rotary_frequencies
-
-_SCALINGS = ("linear", "llama3", "yarn")  # frequencies that do not depend on the length
+from vision.drafters.layer import Attend, DecoderLayer, Norm, Rotation
+from vision.drafters.rope import RopeShape, rotary_of
 
 
 @dataclass(frozen=True)
-class Eagle3Config(LayerShape):
-    """Configuration of an ``Eagle3Network``: a ``LayerShape``, and
+class Eagle3Config(RopeShape):
+    """Configuration of an ``Eagle3Network``: a ``RopeShape``, and
 
     Attributes:
         target_size: the target's hidden size; 0 is ``hidden_size``.
@@ -44,7 +41,6 @@ class Eagle3Config(LayerShape):
         norm_before_fc: RMSNorm over all states together before their projection.
         fc_norm: RMSNorm of each of them (3.1).
         norm_output: the state of the next level is normed (3.1).
-        rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain, with ``rope_theta``.
     """
 
     target_size: Annotated[int, Within(0, 2**16)] = 0
@@ -58,7 +54,6 @@ class Eagle3Config(LayerShape):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    rope: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +63,11 @@ class Eagle3Config(LayerShape):
             raise UserError(f"reads must name the {self.states} layers that the drafter was trained on: got none")
         if self.norm_before_fc and self.fc_norm:
             raise UserError("one of norm_before_fc and fc_norm must be false: got both true")
+        if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UserError(
+                f"rotary positions must turn whole heads: got a partial_rotary_factor of "
+                f"{self.rope['partial_rotary_factor']}"
+            )
         rotary_of(self)  # raises
 
     @property
@@ -179,45 +179,3 @@ class Eagle3Network(nn.Module):
     def scores(self, head: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
         """Logits of a level's state, (..., hidden), by an output layer."""
         return head(state if self.config.norm_output else self.norm(state))
-
-
-def rotary_of(config: Eagle3Config) -> tuple[Rotary, Tensor | None]:
-    """Rotary positions, and for M-RoPE the position axis that each frequency turns with, (head_dim / 2,) int64.
-
-    Raises:
-        UserError: another kind of rotary positions, or invalid ones.
-    """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta, **config.rope}
-    kind, half = rope["rope_type"], config.head_dim // 2
-    if kind not in ("default", *_SCALINGS) or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(
-            f"rotary positions must be whole and default, {', '.join(_SCALINGS)}: got {kind!r} over "
-            f"{rope.get('partial_rotary_factor', 1.0)} of a head"
-        )
-    with explained(f"rotary positions must be valid: got {rope}", KeyError, TypeError, ValueError, AttributeError):
-        frequencies, scale = rotary_frequencies(config.head_dim, float(rope["rope_theta"])), 1.0
-        if kind != "default":
-            like = LlamaConfig(
-                hidden_size=config.hidden_size,
-                num_attention_heads=config.heads,
-                head_dim=config.head_dim,
-                rope_parameters={k: v for k, v in rope.items() if not k.startswith("mrope")},
-            )
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
-        axis = (
-            _axes(rope["mrope_section"], bool(rope.get("mrope_interleaved")), half) if "mrope_section" in rope else None
-        )
-    return Rotary(frequencies.float(), float(scale)), axis
-
-
-def _axes(sections: list[int], interleaved: bool, half: int) -> Tensor:
-    """The axis of each frequency: in consecutive sections (arXiv 2409.12191), or interleaved as in Qwen3-VL, where
-    height and width have every third frequency, as many as their sections."""
-    if len(sections) != 3 or sum(sections) != half or min(sections) < 0:
-        raise ValueError(f"expected three sections of {half} frequencies in all")
-    if not interleaved:
-        return torch.arange(3).repeat_interleave(torch.tensor(sections))
-    axis = torch.zeros(half, dtype=torch.long)
-    for number in (1, 2):
-        axis[number : 3 * sections[number] : 3] = number
-    return axis

@@ -1,7 +1,6 @@
 """EAGLE-3 heads written in the layouts that vLLM and SGLang serve; the inverse of ``published_eagle3``.
 
-- ``speculators``: tensors ``layers.0.*``, the layer's configuration in ``transformer_layer_config`` (vllm-project/speculators),
-  for vLLM;
+- ``speculators``: tensors ``layers.0.*``, the layer's configuration apart (vllm-project/speculators), for vLLM;
 - ``eagle``: tensors ``midlayer.*`` and a flat configuration (SafeAILab/EAGLE), for SGLang, which has none of the
   switches of other projects.
 """
