@@ -140,7 +140,8 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     Args:
         drafter: names joined by + draft one tree together.
         home: the target's folder or name. ``"auto"`` loads the checkpoint in its ``drafter`` folder; a registered name
-            loads that one if it has this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint.
+            loads that one if it has this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint
+            or, if it is ``in_target``, with the target's own.
         trust_remote_code: allow Python code in the folder of a draft model.
 
     Raises:
@@ -172,7 +173,7 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
                 if hasattr(cls, "recognises") and cls.recognises(folder):
                     return cls.from_checkpoint(folder)
             raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
-        return _registered_drafter(str(folder), trust_remote_code)
+        return _registered_drafter(str(folder), home, trust_remote_code)
     if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
         return drafter
     raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
@@ -205,9 +206,11 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, **found))
 
 
-def _registered_drafter(drafter: str, trust_remote_code: bool) -> Drafter:
+def _registered_drafter(drafter: str, home: str, trust_remote_code: bool) -> Drafter:
     name, _, argument = drafter.partition(":")
     cls = plugins.find("drafters", name)
+    if getattr(cls, "in_target", False):
+        argument = argument or home
     if argument and hasattr(cls, "from_checkpoint"):
         where, settings = cls.parse_argument(argument) if hasattr(cls, "parse_argument") else (argument, {})
         return cls.from_checkpoint(_checkpoint_folder(where), **settings)

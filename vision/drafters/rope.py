@@ -52,7 +52,7 @@ def rotary_of(config: RopeShape) -> tuple[Rotary, Tensor | None]:
         frequencies, scale = rotary_frequencies(turned, float(rope["rope_theta"])), 1.0
         if kind != "default":
             like = LlamaConfig(
-                hidden_size=config.hidden_size,
+                hidden_size=config.heads * config.head_dim,
                 num_attention_heads=config.heads,
                 head_dim=config.head_dim,
                 rope_parameters={k: v for k, v in rope.items() if not k.startswith("mrope")},
