@@ -23,6 +23,8 @@ from eval.decoding.tiny_configs import (
 )
 from ssm.drafters.network import MambaConfig, MambaNetwork
 from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from vision.drafters.layer import LayerShape
+from vision.drafters.mtp_network import MTPConfig, MTPNetwork
 from vision.drafters.network import MSDConfig, MSDNetwork
 
 
@@ -88,12 +90,29 @@ def eagle3_network(model: PreTrainedModel, seed: int = 0, head: int = 40, **chan
     """
     torch.manual_seed(seed)
     decoder = model.config.get_text_config()
-    axes = "mrope_section" in (decoder.rope_parameters or {})
-    rope = {"mrope_section": [2, 2, 2], "mrope_interleaved": True} if axes else {}
-    network = Eagle3Network(Eagle3Config.like(decoder, head=head, rope=rope, **changes))
+    network = Eagle3Network(Eagle3Config.like(decoder, head=head, rope=_rope(decoder), **changes))
     for parameter in network.parameters():
         parameter.data.normal_(std=0.2)
     return network
+
+
+def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:
+    """A random MTP layer for a model, with position axes if the model has them."""
+    torch.manual_seed(seed)
+    decoder = model.config.get_text_config()
+    network = MTPNetwork(MTPConfig.like(decoder, rope=_rope(decoder)))
+    for parameter in network.parameters():
+        parameter.data.normal_(std=0.2)
+    return network
+
+
+def _rope(decoder: Any) -> dict[str, Any]:
+    """Position axes in equal sections for a model that has them."""
+    if "mrope_section" not in (decoder.rope_parameters or {}):
+        return {}
+    half = LayerShape.like(decoder).head_dim // 2
+    third = half // 3
+    return {"mrope_section": [half - 2 * third, third, third], "mrope_interleaved": True}
 
 
 def mamba_network(vocab: int = VOCAB, seed: int = 0, **changes: Any) -> MambaNetwork:

@@ -28,8 +28,8 @@ from tests.standin import tokenizer
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from vision.drafters.mtp import MTP
-from vision.drafters.mtp_network import MTPConfig, MTPNetwork
-from vision.drafters.published_mtp import convert
+from vision.drafters.mtp_network import MTPNetwork
+from vision.drafters.published_mtp import convert, network_config
 
 NAMES = ["qwen3_5_text", "qwen3_5"]
 
@@ -91,7 +91,7 @@ def test_logits_of_every_level_are_those_of_plain_loops(name, shards, tmp_path):
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}])
 def test_the_layer_is_transformers_own(scaling):
     """With the published heads, of which a quarter turns, and positions of an image."""
-    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     shape = dict(hidden_size=64, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=256)
     config = Qwen3_5TextConfig(
         **shape, layer_types=["full_attention"], num_hidden_layers=1, rope_parameters=rope | scaling
@@ -104,7 +104,7 @@ def test_the_layer_is_transformers_own(scaling):
     rest = {f"mtp.{name}.weight": torch.randn(size) for name, size in (("norm", 64), ("fc", (64, 128)))}
     rest |= {f"mtp.pre_fc_norm_{name}.weight": torch.randn(64) for name in ("embedding", "hidden")}
     tensors = rest | {f"mtp.layers.0.{name}": value for name, value in layer.state_dict().items()}
-    ours = MTPConfig.like(config, rope={**config.rope_parameters, "mrope_interleaved": True})
+    ours = network_config(config, "here")
     network = MTPNetwork(ours)
     network.load_state_dict(convert(tensors, ours))
     drafter = MTP(network)

@@ -60,7 +60,7 @@ def read_mtp(folder: Path) -> tuple[MTPConfig, dict[str, Tensor], dict[str, Any]
         raise UserError(f"{folder}: expected the checkpoint of a target with a native MTP layer (mtp.*), received none")
     with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
         decoder = from_pretrained(AutoConfig, folder).get_text_config()
-    config = _network(decoder, str(folder))
+    config = network_config(decoder, str(folder))
     _check(tensors, _shapes(config), str(folder))
     verifier = {
         "name_or_path": folder.name,
@@ -93,8 +93,12 @@ def convert(tensors: Mapping[str, Tensor], config: MTPConfig) -> dict[str, Tenso
     }
 
 
-def _network(decoder: Any, source: str) -> MTPConfig:
-    """Configuration of the network from the target's text configuration."""
+def network_config(decoder: Any, source: str) -> MTPConfig:
+    """Configuration of the network from the target's text configuration.
+
+    Raises:
+        UserError: the target is of another family, or its layer of another architecture.
+    """
     if decoder.model_type != _FAMILY:
         kind = f"{decoder.model_type}, a mixture of experts" if hasattr(decoder, "num_experts") else decoder.model_type
         raise UserError(f"{source}: expected the MTP layer of a {_FAMILY}, received that of a {kind}")

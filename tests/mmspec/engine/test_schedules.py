@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from eval.decoding.tiny_configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
-from eval.decoding.tiny_models import eagle3_network, mamba_network, msd_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import (
+    eagle3_network,
+    mamba_network,
+    msd_network,
+    mtp_network,
+    text_inputs,
+    vision_inputs,
+)
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -22,6 +29,7 @@ from tests.targets import prompt_of
 from tests.tiny import shared_model
 from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Flash
+from vision.drafters.mtp import MTP
 
 SLOTS, CHUNK, REQUESTS = 4, 8, 10
 
@@ -34,6 +42,7 @@ DRAFTERS = {
     "mamba": lambda model: Mamba(mamba_network(), top_k=3, depth=3, total_tokens=9),
     "msd": lambda model: MSD(msd_network(model), top_k=3, depth=3, total_tokens=9),
     "eagle3": lambda model: Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9),
+    "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=3, total_tokens=9),
     "flash": lambda model: Flash(msd_network(model, latents=2, slots=2), top_k=3, depth=4, total_tokens=9),
 }
 CASES = [
@@ -45,6 +54,7 @@ CASES = [
     *[(name, "recycle") for name in (*CONVOLUTION_CONFIGS, *MIXER_CONFIGS) if name != "lfm2_moe"],
     *[("llava", name) for name in ("plain", "union", "msd", "eagle3", "flash")],
     *[("qwen3_vl", name) for name in ("plain", "recycle", "msd", "eagle3")],
+    ("qwen3_5", "mtp"),
 ]
 EACH = 200 // len(CASES) + 1  # schedules of each case
 PARAMS = [

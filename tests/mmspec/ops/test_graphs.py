@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import eagle3_network, mamba_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import eagle3_network, mamba_network, mtp_network, text_inputs, vision_inputs
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.ngram import Ngram
@@ -27,6 +27,7 @@ from tests.targets import prompt_of
 from tests.tiny import shared_model
 from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Flash
+from vision.drafters.mtp import MTP
 
 
 @pytest.fixture
@@ -149,6 +150,7 @@ DRAFTERS = {
     "eagle3": lambda model: Eagle3(
         eagle3_network(model, layers=2, norm_output=True), torch.arange(40), top_k=3, depth=4, total_tokens=12
     ),
+    "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=4, total_tokens=12),
     "small": lambda model: Small(copy.deepcopy(shared_model("llama")), top_k=3),
     "mamba": lambda model: Mamba(mamba_network(), torch.arange(60), top_k=3, depth=4, total_tokens=12),
     "recycle": lambda model: Recycle(),
@@ -156,6 +158,7 @@ DRAFTERS = {
 CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd"), ("qwen3_vl", "eagle3"), ("bamba", "eagle3")]
 CASES += [
     ("qwen3_5_text", "ngram"),
+    ("qwen3_5", "mtp"),
     ("olmo_hybrid", "recycle"),
     ("kimi_linear", "recycle"),
     ("falcon_mamba", "recycle"),
