@@ -331,7 +331,6 @@ def test_configurations_that_cannot_be_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("config", "tensors", "name"),
     [
-        (LLAVA, vispec_tensors, "a ViSpec drafter"),
         ({**VICUNA, "architectures": ["DFlashDraftModel"], "block_size": 16}, eagle3_tensors, "a DFlash drafter"),
         ({**VICUNA, "architectures": ["DSparkDraftModel"], "dflash_config": {}}, eagle3_tensors, "a DSpark drafter"),
         ({**VICUNA, "architectures": ["PEagleDraftModel"]}, eagle3_tensors, "a P-EAGLE drafter"),

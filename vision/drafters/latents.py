@@ -7,6 +7,7 @@ keep their positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -47,21 +48,39 @@ def find_images(visual: Tensor, latents: int, span: int) -> Images | None:
         latents: latents per image; images with no more entries than that are not compressed.
         span: maximum entries per image: longer runs are split evenly; 0 never splits.
     """
-    edge = F.pad(visual, (1, 1)).int().diff(dim=1)
-    begins, ends = (edge == 1).nonzero().tolist(), (edge == -1).nonzero().tolist()
     found = []
-    for (row, begin), (_, end) in zip(begins, ends, strict=True):
+    for row, begin, end in _runs(visual):
         pieces = -(-(end - begin) // span) if span else 1
         cuts = [begin + (end - begin) * piece // pieces for piece in range(pieces + 1)]
         found += [(row, a, b - a) for a, b in pairwise(cuts) if b - a > latents]
     if not found:
         return None
-    row, begin, length = torch.tensor(found, device=visual.device).unbind(1)
-    step = torch.arange(int(length.max()), device=visual.device)
+    middle = 2 * torch.arange(latents, device=visual.device) + 1
+    return _images(found, lambda begin, length: begin + middle * length // (2 * latents), visual.device)
+
+
+def find_runs(visual: Tensor) -> Images | None:
+    """All runs of ``visual``, (batch, entries) bool, each with one latent in place of its last entry."""
+    found = [(row, begin, end - begin) for row, begin, end in _runs(visual)]
+    return _images(found, lambda begin, length: begin + length - 1, visual.device) if found else None
+
+
+def _runs(visual: Tensor) -> list[tuple[int, int, int]]:
+    """Row, first entry and end of each run."""
+    edge = F.pad(visual, (1, 1)).int().diff(dim=1)
+    begins, ends = (edge == 1).nonzero().tolist(), (edge == -1).nonzero().tolist()
+    return [(row, begin, end) for (row, begin), (_, end) in zip(begins, ends, strict=True)]
+
+
+def _images(
+    found: list[tuple[int, int, int]], spots: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> Images:
+    """Images of given row, first entry and length; ``spots`` takes the latter two, (images, 1) each."""
+    row, begin, length = torch.tensor(found, device=device).unbind(1)
+    step = torch.arange(int(length.max()), device=device)
     inside = step < length[:, None]
     entry = begin[:, None] + torch.minimum(step, length[:, None] - 1)
-    middle = 2 * torch.arange(latents, device=visual.device) + 1
-    return Images(row, entry, inside, begin[:, None] + middle * length[:, None] // (2 * latents))
+    return Images(row, entry, inside, spots(begin[:, None], length[:, None]))
 
 
 class Latents(nn.Module):

@@ -19,12 +19,13 @@ from torch.nn import functional as F
 
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
+from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.targets.target import Prompt, Step, Target
 from vision.drafters import published
 from vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
-from vision.drafters.latents import packing, take
+from vision.drafters.latents import Images, packing, take
 from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.levels import TokenLinear
 from vision.drafters.network import MSDConfig, MSDNetwork
@@ -47,8 +48,9 @@ class MSD(HiddenStateDrafter):
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("msd", *published.REFUSED)  # of published checkpoints
-    decoupled: ClassVar[bool] = True  # setting of published checkpoints
+    decoupled: ClassVar[bool | None] = True  # setting of published checkpoints; None is theirs
     name: ClassVar[str] = "msd"
+    network_class: ClassVar[type[MSDNetwork]] = MSDNetwork
 
     def __init__(
         self,
@@ -74,13 +76,16 @@ class MSD(HiddenStateDrafter):
         """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
         if checkpoint.drafter_name(folder) is None:
             shape, tensors, found = published.read_published(folder, cls.decoupled)
-            drafter = cls(network_from(shape, tensors, folder))
+            if found["layout"] not in cls.layouts and cls.decoupled is None:
+                raise UserError(f"{folder}: expected the tensors of a {cls.name} drafter, received {found['layout']}")
+            drafter = cls(network_from(shape, tensors, folder, cls.network_class))
             drafter.published = found["verifier"]
             return drafter
         settings, verifier, tensors = checkpoint.read(folder, _Settings)
         draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
         tree = {name: getattr(settings, name) for name in TREE}
-        return cls(network_from(settings.network, tensors, folder), draft_ids, **tree, verifier=verifier)
+        network = network_from(settings.network, tensors, folder, cls.network_class)
+        return cls(network, draft_ids, **tree, verifier=verifier)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
@@ -100,6 +105,10 @@ class MSD(HiddenStateDrafter):
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         return self.network.combine(self.target.embed(tokens), states, None)
 
+    def prompt_states(self, embeds: Tensor, hidden: Tensor, images: Images | None) -> tuple[Tensor, Tensor]:
+        """Embeddings and hidden states of a prompt's entries, (batch, entries, hidden) each, with its latents."""
+        return (embeds, hidden) if images is None else self.network.with_latents(embeds, hidden, images)
+
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         target, network, hidden = self.target, self.network, step.features["last"]
@@ -113,29 +122,32 @@ class MSD(HiddenStateDrafter):
         at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
         if visual is not None and mask is not None:
             visual = visual & mask  # an image at the start of a row has no entry for its first token
+        self.join(batch, kernels.fixed_shapes(hidden.device))
         images = None if visual is None else network.images(visual)
+        embeds, hidden = self.prompt_states(embeds, hidden, images)
         if images is not None:
             assert visual is not None
             kept = images.kept(visual)
             order, mask = packing(kept if mask is None else kept & mask, left=True)
             at = order if isinstance(at, slice) else at.gather(1, order)
-            embeds, hidden = (take(x, order) for x in network.with_latents(embeds, hidden, images))
+            embeds, hidden = take(embeds, order), take(hidden, order)
             visual = visual.gather(1, order)
             mask = None if bool(mask.all()) else mask
-        self.join(batch, kernels.fixed_shapes(hidden.device))
         x = network.combine(embeds, hidden, visual)
         self._rotary.reserve(length + AHEAD, x)
         self.start(x, self._rotary(at), mask, position, history)
 
 
-def network_from(shape: MSDConfig, tensors: dict[str, Tensor], folder: Path) -> MSDNetwork:
-    """Build a network from its tensors.
+def network_from(
+    shape: MSDConfig, tensors: dict[str, Tensor], folder: Path, kind: type[MSDNetwork] = MSDNetwork
+) -> MSDNetwork:
+    """Build a network of class ``kind`` from its tensors.
 
     Raises:
         UserError: a tensor is missing, unexpected or of the wrong shape.
     """
     with torch.device("meta"):
-        network = MSDNetwork(shape)
+        network = kind(shape)
     checkpoint.load_exactly(network, tensors, folder)
     return network
 

@@ -4,6 +4,7 @@ Layouts are recognised by ``config.json`` and tensor names:
 
 - ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
+- ``vispec``: ViSpec drafters (KangJialiang/ViSpec), EAGLE with an image adaptor;
 - ``eagle3``: EAGLE-3 heads (arXiv 2503.01840), read by ``published_eagle3``;
 - those in ``REFUSED``, which are not supported.
 
@@ -49,12 +50,21 @@ _PARTS = {
     "input_norm.weight": [_INPUT_NORM],
     "post_norm.weight": ["layers.0.post_attention_layernorm.weight"],
 }
+_IMAGE_PARTS = {
+    "adaptor.queries": ["imadpt.q"],
+    "adaptor.key.weight": ["imadpt.k_proj.weight"],
+    "adaptor.key.bias": ["imadpt.k_proj.bias"],
+    "adaptor.value.weight": ["imadpt.v_proj.weight"],
+    "adaptor.value.bias": ["imadpt.v_proj.bias"],
+    "adaptor.out.weight": ["imadpt.o_proj.weight"],
+    "img_fc.weight": ["img_fc.weight"],
+    "img_fc.bias": ["img_fc.bias"],
+}
 _KNOWN = {name for parts in _PARTS.values() for name in parts}
 # Rotary frequencies saved by old releases of transformers; redundant with the configuration.
 _HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
 _USE_INSTEAD = "use an MSD or EAGLE checkpoint of this target, or train a drafter with mmspec train"
 REFUSED = {
-    "vispec": "a ViSpec drafter, which compresses each image to learned tokens and adds an image vector to its text",
     "dflash": "a DFlash drafter, which denoises a block of tokens at once",
     "dspark": "a DSpark drafter, which drafts a block of tokens at once",
     "peagle": "a P-EAGLE drafter, which drafts several tokens in parallel from mask tokens",
@@ -66,7 +76,7 @@ def recognise(folder: Path) -> str | None:
     """Recognise a published layout by ``config.json`` and tensor names.
 
     Returns:
-        ``"msd"``, ``"eagle"``, ``"eagle3"``, a key of ``REFUSED`` or None.
+        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, a key of ``REFUSED`` or None.
 
     Raises:
         UserError: the weights cannot be read.
@@ -87,8 +97,8 @@ def read_published(folder: Path, decoupled: bool | None = None) -> tuple[MSDConf
         decoupled: whether visual positions take the raw visual feature; None follows the layout.
 
     Returns:
-        The network's configuration; its tensors under the names of ``MSDNetwork``, in their original dtype; and
-        settings: ``layout``, ``vocab_size`` of the drafter, ``verifier`` for ``check_target``.
+        The network's configuration; its tensors under the names of ``MSDNetwork`` or ``ViSpecNetwork``, in their
+        original dtype; and settings: ``layout``, ``vocab_size`` of the drafter, ``verifier`` for ``check_target``.
 
     Raises:
         UserError: a damaged or unsupported checkpoint, or a tensor that is missing, unexpected or does not match
@@ -131,24 +141,25 @@ def convert(
 
     Args:
         config: contents of ``config.json``.
-        layout: ``"msd"`` or ``"eagle"``.
+        layout: ``"msd"``, ``"eagle"`` or ``"vispec"``.
         source: name of the checkpoint in error messages.
 
     Returns, raises: as ``read_published``.
     """
     network = _network(config, tensors.keys(), layout, source)
-    shapes = _shapes(network)
-    if config.get("bias") is False and "fc.bias" not in tensors and "fc.weight" in tensors:  # EAGLE heads of Llama-3
-        tensors = {**tensors, "fc.bias": tensors["fc.weight"].new_zeros(network.hidden_size)}
+    shapes = _shapes(network) | (_image_shapes(network) if layout == "vispec" else {})
+    for name in ("fc", "img_fc"):  # EAGLE heads of Llama-3 have no bias
+        if config.get("bias") is False and f"{name}.bias" not in tensors and f"{name}.weight" in tensors:
+            tensors = {**tensors, f"{name}.bias": tensors[f"{name}.weight"].new_zeros(network.hidden_size)}
     # A mismatch of configuration and embedding is found by the shape check.
     rows = tensors[_EMBEDDING].shape[0] if _EMBEDDING in tensors and tensors[_EMBEDDING].dim() else None
     vocab = whole_number(config, "vocab_size", rows, source)
     shapes[_EMBEDDING] = (vocab, network.hidden_size)
-    optional = {_EMBEDDING} if layout == "eagle" else set()
+    optional = set() if layout == "msd" else {_EMBEDDING}
     _check(tensors, shapes, optional, layout, source)
     ours = {
         name: torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
-        for name, parts in _PARTS.items()
+        for name, parts in (_PARTS | _IMAGE_PARTS).items()
         if parts[0] in shapes
     }
     verifier = {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
@@ -212,7 +223,7 @@ def _network(config: Mapping[str, Any], names: Any, layout: str, source: str) ->
         "rope_theta": rope["rope_theta"],
         "input_norm": qwen or _INPUT_NORM in names,
         "qkv_bias": qwen or bool(config.get("qkv_bias")) or any(part in names for part in _PARTS["qkv.bias"]),
-        "decoupled": layout == "msd",
+        "decoupled": layout != "eagle",
     }
     return MSDConfig.read(ours, f"{source}/config.json")
 
@@ -292,6 +303,19 @@ def _shapes(network: MSDConfig) -> dict[str, tuple[int, ...]]:
     if network.qkv_bias:
         shapes |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (inner, keys, keys), strict=True)}
     return shapes
+
+
+def _image_shapes(network: MSDConfig) -> dict[str, tuple[int, ...]]:
+    """Expected shapes of the published tensors of a ViSpec drafter's image adaptor."""
+    width = network.hidden_size
+    biases = ("imadpt.k_proj.bias", "imadpt.v_proj.bias") if network.qkv_bias else ()
+    return {
+        "imadpt.q": (2, network.heads, width // network.heads),
+        **{f"imadpt.{part}_proj.weight": (width, width) for part in "kvo"},
+        **dict.fromkeys(biases, (width,)),
+        "img_fc.weight": (width, 2 * width),
+        "img_fc.bias": (width,),
+    }
 
 
 def _check(

@@ -1,0 +1,177 @@
+"""ViSpec drafters as published draft what their network says: trees against plain loops, image by image."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import mmspec
+from eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec import SamplingParams, UserError
+from mmspec.targets.loading import make_drafter
+from tests.drafting import check_drafts, plain_layer, states_of
+from tests.targets import prompt_of, row_of
+from tests.tiny import shared_model
+from tests.vision.test_published import LLAVA, QWEN2, tensors_of, write
+from vision.drafters.vispec import ViSpec
+
+# Fields of JLKang/ViSpec-llava-v1.6-vicuna-7b-hf and ViSpec-Qwen2.5-VL-3B-Instruct
+LLAVA_NEXT = {**LLAVA, "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
+LLAVA_NEXT |= {"pretraining_tp": 1, "pad_token_id": 0, "num_key_value_heads": 4}
+QWEN2_5 = {**QWEN2, "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+QWEN2_5 |= {"use_sliding_window": False, "tie_word_embeddings": True, "num_key_value_heads": 4}
+CONFIGS = {"llava_next": LLAVA_NEXT, "llava": {**LLAVA_NEXT, "model_type": "llava"}, "qwen2_5_vl": QWEN2_5}
+
+
+def vispec_tensors(config):
+    g, width, heads = torch.Generator().manual_seed(1), config["hidden_size"], config["num_attention_heads"]
+    shapes = {"imadpt.q": (2, heads, width // heads), "img_fc.weight": (width, 2 * width), "img_fc.bias": (width,)}
+    shapes |= {f"imadpt.{part}_proj.weight": (width, width) for part in "kvo"}
+    if config.get("qkv_bias"):
+        shapes |= {f"imadpt.{part}_proj.bias": (width,) for part in "kv"}
+    image = {name: torch.randn(shape, generator=g) * 0.15 for name, shape in shapes.items()}
+    return {name: value * 0.5 for name, value in tensors_of(config).items()} | image  # no probability is 0
+
+
+def published(folder, name):
+    config = CONFIGS[name]
+    tensors = vispec_tensors(config)
+    drafter = make_drafter(str(write(folder, config, tensors, "bin")))
+    assert isinstance(drafter, ViSpec)
+    drafter.top_k = 3
+    return drafter, tensors
+
+
+def image_token(t, features, query):
+    """What a query takes of an image's features, head by head."""
+    heads, dim = t["imadpt.q"].shape[1:]
+    keys, values = (features @ t[f"imadpt.{n}_proj.weight"].T + t.get(f"imadpt.{n}_proj.bias", 0.0) for n in "kv")
+    read = []
+    for head in range(heads):
+        own = slice(head * dim, (head + 1) * dim)
+        weights = (keys[:, own] @ t["imadpt.q"][query, head] / math.sqrt(dim)).softmax(0)
+        read.append(weights @ values[:, own])
+    return torch.cat(read) @ t["imadpt.o_proj.weight"].T
+
+
+def plain_entries(t, hidden, embeds, visual):
+    """Inputs of the layer, their positions, and the vector of the last image."""
+    inputs, positions, vector, j = [], [], torch.zeros_like(embeds[0]), 0
+    while j < len(embeds):
+        if not visual[j]:
+            inputs.append(fused(t, embeds[j], hidden[j], vector))
+            positions.append(j)
+            j += 1
+            continue
+        end = j
+        while end < len(embeds) and visual[end]:
+            end += 1
+        inputs.append(image_token(t, embeds[j:end], 0))
+        vector = image_token(t, embeds[j:end], 1)
+        positions.append(end - 1)
+        j = end
+    return torch.stack(inputs), positions, vector
+
+
+def fused(t, embed, state, vector):
+    state = t["img_fc.weight"] @ torch.cat([state, vector]) + t["img_fc.bias"]
+    return t["fc.weight"] @ torch.cat([embed, state]) + t["fc.bias"]
+
+
+@torch.no_grad()
+def plain_gain(drafter, t, target, hidden, embeds, visual, path):
+    """Path probability of drafted tokens; the target has more of them than the drafter."""
+    inputs, positions, vector = plain_entries(t, hidden[:-1], embeds[1:], visual[1:])
+    gain = 1.0
+    for token in path:
+        state = plain_layer(drafter.network, inputs, positions)[-1]
+        gain *= float(target.head(state)[:96].softmax(-1)[token])
+        inputs = torch.cat([inputs, fused(t, target.embed(torch.tensor(token)), state, vector)[None]])
+        positions = [*positions, positions[-1] + 1]
+    return gain
+
+
+def check(model, inputs, drafter, tensors, **asked):
+    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
+
+    def gains(target, b, said, paths):
+        hidden, embeds = states_of(model, rows[b], said)
+        visual = torch.zeros(len(embeds), dtype=torch.bool)
+        marks = target._visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
+        visual[: marks.shape[1]] = marks[0]
+        return [plain_gain(drafter, tensors, target, hidden, embeds, visual, path) for path in paths]
+
+    return check_drafts(model, inputs, drafter, gains, **asked)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("batch", "images"), [(1, 1), (1, 2), (3, 1)])
+def test_trees_of_images(name, batch, images, tmp_path):
+    drafter, tensors = published(tmp_path, name)
+    check(shared_model(name), vision_inputs(name, batch, images), drafter, tensors, skip=(1, 4), new=8)
+
+
+@pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl"])
+def test_trees_without_an_image(name, tmp_path):
+    drafter, tensors = published(tmp_path, name)
+    check(shared_model(name), text_inputs(3), drafter, tensors, new=8)
+    check(shared_model(name), vision_inputs(name), drafter, tensors, new=4)
+
+
+def test_trees_while_sampling(tmp_path):
+    drafter, tensors = published(tmp_path, "llava_next")
+    params = SamplingParams(temperature=1.0)
+    check(shared_model("llava_next"), vision_inputs("llava_next", 2), drafter, tensors, params=params, new=8)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl"])
+def test_answers_are_those_of_generate_and_of_plain_sampling(name, batch, tmp_path):
+    model, inputs = shared_model(name), vision_inputs(name, batch)
+    drafter, _ = published(tmp_path, name)
+    options = dict(max_new_tokens=16, eos_token_id=None, pad_token_id=0)
+    ours = mmspec.generate(model, drafter=drafter, nodes=8, do_sample=False, **inputs, **options)
+    with torch.no_grad():
+        assert torch.equal(ours, model.generate(**inputs, do_sample=False, **options))
+    sampled = []
+    for one in (None, drafter):
+        torch.manual_seed(5)
+        sampled.append(mmspec.generate(model, drafter=one, nodes=8, do_sample=True, **inputs, **options))
+    assert torch.equal(*sampled)
+
+
+def test_a_saved_drafter_comes_back(tmp_path):
+    model = shared_model("llava_next")
+    drafter, tensors = published(tmp_path / "a", "llava_next")
+    target = mmspec.plugins.target_class(model.config)(model)
+    drafter.attach(target)
+    drafter.save(tmp_path / "b", target)
+    again = make_drafter(str(tmp_path / "b"))
+    assert isinstance(again, ViSpec)
+    assert again.network.config == drafter.network.config
+    check(model, vision_inputs("llava_next"), again, tensors, new=6)
+
+
+def test_every_missing_and_every_further_tensor_is_named(tmp_path):
+    config = CONFIGS["qwen2_5_vl"]
+    tensors = vispec_tensors(config)
+    for number, name in enumerate(sorted(tensors.keys() - {"embed_tokens.weight"})):
+        rest = {other: value for other, value in tensors.items() if other != name}
+        with pytest.raises(UserError, match=rf"expected exactly the tensors of an vispec drafter.*missing {name}"):
+            make_drafter(f"vispec:{write(tmp_path / str(number), config, rest)}")
+    more = write(tmp_path / "more", config, tensors | {"imadpt.o_proj.bias": torch.zeros(48)})
+    with pytest.raises(UserError, match=r"received unknown imadpt.o_proj.bias"):
+        make_drafter(str(more))
+    queries = write(tmp_path / "queries", config, tensors | {"imadpt.q": torch.zeros(3, 4, 12)})
+    with pytest.raises(UserError, match=r"imadpt.q must be \(2, 4, 12\) by config.json: got \(3, 4, 12\)"):
+        make_drafter(str(queries))
+
+
+def test_other_kinds_are_refused(tmp_path):
+    config = CONFIGS["llava_next"]
+    with pytest.raises(UserError, match="expected the tensors of a vispec drafter, received msd"):
+        make_drafter(f"vispec:{write(tmp_path / 'msd', LLAVA)}")
+    with pytest.raises(UserError, match=r"expected exactly the tensors of an eagle drafter, received unknown imadpt"):
+        make_drafter(f"eagle:{write(tmp_path / 'vispec', config, vispec_tensors(config))}")
