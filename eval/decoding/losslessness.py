@@ -31,6 +31,7 @@ from eval.decoding.tiny_models import (
     text_model,
     vision_inputs,
     vision_model,
+    vispec_network,
 )
 from mmspec import ops
 from mmspec.drafters.drafter import Drafter
@@ -41,6 +42,7 @@ from ssm.drafters.mamba import Mamba
 from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Eagle, Flash
 from vision.drafters.mtp import MTP
+from vision.drafters.vispec import ViSpec
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -51,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled-filtered": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4},
 }
 DRAFTERS = ("oracle", "ngram", "recycle", "small")
-DRAFTERS_WITH_WEIGHTS = ("msd", "eagle", "eagle3", "flash", "mtp", "mamba")
+DRAFTERS_WITH_WEIGHTS = ("msd", "eagle", "eagle3", "flash", "vispec", "mtp", "mamba")
 """Drafters with a network, here with random weights; used on all vision models and on llama and bamba."""
 MODELS = (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS)
 
@@ -164,6 +166,8 @@ def _make_drafter(model: Any, case: Case, references: list[list[int]]) -> Drafte
         return Eagle3(eagle3_network(model), torch.arange(0, 101, 2)[:40], top_k=4, depth=4, total_tokens=12)
     if case.drafter == "flash":
         return Flash(msd_network(model, latents=3, span=16, slots=3), top_k=4, depth=5, total_tokens=12)
+    if case.drafter == "vispec":
+        return ViSpec(vispec_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "mtp":
         return MTP(mtp_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "mamba":

@@ -26,6 +26,7 @@ from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from vision.drafters.layer import LayerShape
 from vision.drafters.mtp_network import MTPConfig, MTPNetwork
 from vision.drafters.network import MSDConfig, MSDNetwork
+from vision.drafters.vispec import ViSpecNetwork
 
 
 def text_model(name: str) -> PreTrainedModel:
@@ -103,6 +104,15 @@ def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:
     network = MTPNetwork(MTPConfig.like(decoder, rope=_rope(decoder)))
     for parameter in network.parameters():
         parameter.data.normal_(std=0.2)
+    return network
+
+
+def vispec_network(model: PreTrainedModel, seed: int = 0) -> ViSpecNetwork:
+    """A random ViSpec network for a model."""
+    torch.manual_seed(seed)
+    network = ViSpecNetwork(MSDConfig.like(model.config.get_text_config()))
+    for parameter in network.parameters():
+        parameter.data.normal_(std=0.15)
     return network
 
 

@@ -4,7 +4,7 @@ Layouts are recognised by ``config.json`` and tensor names:
 
 - ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
-- ``vispec``: ViSpec drafters (KangJialiang/ViSpec), EAGLE with an image adaptor;
+- ``vispec``: ViSpec drafters (arXiv 2509.15235), EAGLE with an image adaptor;
 - ``eagle3``: EAGLE-3 heads (arXiv 2503.01840), read by ``published_eagle3``;
 - those in ``REFUSED``, which are not supported.
 

@@ -1,4 +1,4 @@
-"""ViSpec drafter (KangJialiang/ViSpec): EAGLE with one token per image, and an image vector in its text states.
+"""ViSpec drafter (arXiv 2509.15235): EAGLE with one token per image, and an image vector in its text states.
 
 Two learned queries attend to the visual features of an image. The result of the first replaces its visual entries, at
 the last one's position; that of the second is combined with the hidden states of the text that follows, up to the next

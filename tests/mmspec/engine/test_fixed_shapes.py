@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from eval.decoding.tiny_models import eagle3_network, mamba_network, mtp_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import (
+    eagle3_network,
+    mamba_network,
+    mtp_network,
+    text_inputs,
+    vision_inputs,
+    vispec_network,
+)
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.rows import batch_bucket
 from mmspec.drafters.ngram import Ngram
@@ -23,6 +30,7 @@ from tests.tiny import random_tree, shared_model
 from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Flash
 from vision.drafters.mtp import MTP
+from vision.drafters.vispec import ViSpec
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +119,7 @@ DRAFTERS = {
     "eagle3": lambda model: Eagle3(
         eagle3_network(model, layers=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
     ),
+    "vispec": lambda model: ViSpec(vispec_network(model), top_k=3, depth=4, total_tokens=12),
     "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=4, total_tokens=12),
     "small": lambda model: Small(shared_model("llama"), top_k=3),
     "mamba": lambda model: Mamba(mamba_network(seed=1), top_k=3, depth=4, total_tokens=12),
@@ -172,7 +181,7 @@ def test_tokens_are_those_of_generate(kind, batch):
         assert got == ids[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["msd", "flash", "eagle3", "mtp", "small", "mamba"])
+@pytest.mark.parametrize("kind", ["msd", "flash", "vispec", "eagle3", "mtp", "small", "mamba"])
 def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     """The same trees, rows of different length, some steps without a draft; so the same number of steps, too."""
     model = shared_model("llava")

@@ -15,6 +15,7 @@ from eval.decoding.tiny_models import (
     mtp_network,
     text_inputs,
     vision_inputs,
+    vispec_network,
 )
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.ngram import Ngram
@@ -30,6 +31,7 @@ from tests.tiny import shared_model
 from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Flash
 from vision.drafters.mtp import MTP
+from vision.drafters.vispec import ViSpec
 
 SLOTS, CHUNK, REQUESTS = 4, 8, 10
 
@@ -42,6 +44,7 @@ DRAFTERS = {
     "mamba": lambda model: Mamba(mamba_network(), top_k=3, depth=3, total_tokens=9),
     "msd": lambda model: MSD(msd_network(model), top_k=3, depth=3, total_tokens=9),
     "eagle3": lambda model: Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9),
+    "vispec": lambda model: ViSpec(vispec_network(model), top_k=3, depth=3, total_tokens=9),
     "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=3, total_tokens=9),
     "flash": lambda model: Flash(msd_network(model, latents=2, slots=2), top_k=3, depth=4, total_tokens=9),
 }
@@ -55,6 +58,7 @@ CASES = [
     *[("llava", name) for name in ("plain", "union", "msd", "eagle3", "flash")],
     *[("qwen3_vl", name) for name in ("plain", "recycle", "msd", "eagle3")],
     ("qwen3_5", "mtp"),
+    ("llava", "vispec"),
 ]
 EACH = 200 // len(CASES) + 1  # schedules of each case
 PARAMS = [

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import eagle3_network, mamba_network, mtp_network, text_inputs, vision_inputs
+from eval.decoding.tiny_models import (
+    eagle3_network,
+    mamba_network,
+    mtp_network,
+    text_inputs,
+    vision_inputs,
+    vispec_network,
+)
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.ngram import Ngram
@@ -28,6 +35,7 @@ from tests.tiny import shared_model
 from vision.drafters.eagle3 import Eagle3
 from vision.drafters.msd import MSD, Flash
 from vision.drafters.mtp import MTP
+from vision.drafters.vispec import ViSpec
 
 
 @pytest.fixture
@@ -150,6 +158,7 @@ DRAFTERS = {
     "eagle3": lambda model: Eagle3(
         eagle3_network(model, layers=2, norm_output=True), torch.arange(40), top_k=3, depth=4, total_tokens=12
     ),
+    "vispec": lambda model: ViSpec(vispec_network(model), torch.arange(40), top_k=3, depth=4, total_tokens=12),
     "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=4, total_tokens=12),
     "small": lambda model: Small(copy.deepcopy(shared_model("llama")), top_k=3),
     "mamba": lambda model: Mamba(mamba_network(), torch.arange(60), top_k=3, depth=4, total_tokens=12),
