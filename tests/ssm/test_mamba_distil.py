@@ -61,7 +61,7 @@ def features(lengths: list[int], answers: list[list[int]], seed: int = 0) -> Fea
 
 
 def row(batch: Features, index: int, length: int) -> Features:
-    cut = {name: value[index : index + 1, :length] for name, value in vars(batch).items()}
+    cut = {name: value[index : index + 1, :length] for name, value in vars(batch).items() if value is not None}
     return replace(batch, **cut)
 
 
