@@ -56,11 +56,12 @@ def plain_norm(x, weight, eps):
 
 def plain_begin(network, inputs, positions=None):
     """The guess behind a sequence of inputs, and what the first slot carries, (hidden,) each."""
-    guess, middle = (part[-1] for part in plain_output(network, inputs, positions))
+    raw, middle = (part[-1] for part in plain_output(network, inputs, positions))
+    guess = plain_guess(network, raw)
     if network.config.slots == 1:
         return guess, None
     w = dict(network.cell.named_parameters())
-    return guess, plain_centred(network, w["first.weight"] @ torch.cat([guess, middle]) + w["first.bias"])
+    return guess, plain_centred(network, w["first.weight"] @ torch.cat([raw, middle]) + w["first.bias"])
 
 
 def plain_cell(network, embed, carried):
@@ -68,7 +69,29 @@ def plain_cell(network, embed, carried):
     w = dict(network.cell.named_parameters())
     read = w["into.weight"] @ torch.cat([embed, carried]) + w["into.bias"]
     carried = plain_centred(network, carried + w["out.weight"] @ (read * read.sigmoid()))
-    return w["guess.weight"] @ carried + w["guess.bias"], carried
+    if network.config.rank:
+        return None, carried
+    return plain_guess(network, w["guess.weight"] @ carried + w["guess.bias"]), carried
+
+
+def plain_guess(network, raw):
+    """A predicted state, normed if the network norms them."""
+    return plain_norm(raw, network.norm.weight, network.config.norm_eps) if network.config.norm_output else raw
+
+
+def plain_scores(network, head, state, carried):
+    """Draft-vocabulary logits behind a predicted state, or behind a carried one with an output layer of its own."""
+    if state is not None:
+        return head(state)
+    w = dict(network.cell.named_parameters())
+    return w["head.weight"] @ (w["narrow.weight"] @ carried) + w["head.bias"]
+
+
+def plain_states(network, hidden):
+    """What entries take, (length, hidden), of the target's states, see ``states_of``."""
+    last, w, eps = hidden[-1], dict(network.named_parameters()), network.config.norm_eps
+    found = [plain_norm(hidden[n], w[f"read_norms.{i}.weight"], eps) for i, n in enumerate(network.config.reads)]
+    return last + torch.cat(found, dim=-1) @ w["read.weight"].T if found else last
 
 
 def plain_centred(network, x):
@@ -89,6 +112,9 @@ def plain_entries(network, hidden, embeds, visual):
             inputs.append(fuse(j, embeds[j]))
             positions.append(j)
             j += 1
+            continue
+        if c.hide_visual:
+            j = end
             continue
         pieces = math.ceil((end - j) / c.span) if c.span else 1
         cuts = [j + (end - j) * piece // pieces for piece in range(pieces + 1)]
@@ -116,8 +142,9 @@ def plain_weights(network, hidden):
     return torch.stack([(query @ keys.T / math.sqrt(width)).softmax(-1) for query in network.latents.queries])
 
 
-def states_of(model, row, said):
-    """Hidden states and input embeddings of a row's prompt and what was said, by the plain model without a cache."""
+def states_of(model, row, said, read=lambda states: states[-1]):
+    """Hidden states and input embeddings of a row's prompt and what was said, by the plain model without a cache;
+    ``read`` combines those before the first and after each layer, (layers + 1, length, hidden)."""
     extended = dict(row)
     extended["input_ids"] = torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
     if "mm_token_type_ids" in row:
@@ -125,7 +152,8 @@ def states_of(model, row, said):
     seen = {}
     handle = model.get_decoder().register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True)
     with torch.no_grad():
-        hidden = model(**extended, use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+        states = model(**extended, use_cache=False, output_hidden_states=True).hidden_states
+        hidden = read(torch.stack([state[0] for state in states]))
     handle.remove()
     embeds = seen.get("inputs_embeds")
     return hidden, model.get_input_embeddings()(extended["input_ids"])[0] if embeds is None else embeds[0]
@@ -137,15 +165,18 @@ def plain_gain(drafter, target, hidden, embeds, visual, path):
     network = drafter.network
     inputs, positions = plain_entries(network, hidden[:-1], embeds[1:], visual[1:])
     (state, carried), block, gain = plain_begin(network, inputs, positions), [], 1.0
+    ids = list(range(len(target.head(hidden[0])))) if drafter.draft_ids is None else drafter.draft_ids.tolist()
     for token in path:
-        logits = target.head(state)
-        if drafter.draft_ids is not None:
-            allowed = torch.full_like(logits, -math.inf)
-            allowed[drafter.draft_ids] = logits[drafter.draft_ids]
-            logits = allowed
-        gain *= float(logits.softmax(-1)[token])
+        log_probs = plain_scores(network, lambda state: target.head(state)[ids], state, carried).log_softmax(-1)
+        if network.config.confidence:
+            w = dict(network.confidence.named_parameters())
+            asked = state if network.config.slots == 1 else carried
+            covered = (w["weight"] @ asked + w["bias"]).sigmoid()
+            best = log_probs.topk(min(drafter.top_k, len(ids))).values
+            log_probs = log_probs - best.logsumexp(-1) + covered.log()
+        gain *= float(log_probs[ids.index(token)].exp())
         embed = target.embed(torch.tensor(token))
-        block.append(network.fc(torch.cat([embed, state])))
+        block.append(None if state is None else network.fc(torch.cat([embed, state])))
         if len(block) < network.config.slots:
             state, carried = plain_cell(network, embed, carried)
             continue
@@ -160,7 +191,7 @@ def check(model, inputs, drafter, **asked):
     rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
 
     def gains(target, b, said, paths):
-        hidden, embeds = states_of(model, rows[b], said)
+        hidden, embeds = states_of(model, rows[b], said, lambda states: plain_states(drafter.network, states))
         visual = torch.zeros(len(embeds), dtype=torch.bool)
         marks = target._visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
         if marks is not None:

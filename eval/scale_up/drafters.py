@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from eval.scale_up.mamba import scale_up_mamba
-from eval.scale_up.models import shape_of
+from eval.scale_up.models import layer_in, shape_of
 from mmspec.drafters.drafter import Drafter
 from ssm.drafters.mamba import Mamba
 from vision.drafters.msd import MSD
@@ -22,6 +22,8 @@ MIN_DRAFT_SHARE = 0.25
 
 MAX_FULL_VOCABULARY = 65536
 """Largest vocabulary that is drafted from in full. Published drafters reduce larger ones."""
+
+_NEVER = -1e4  # logit
 
 
 def scale_up_drafter(drafter: Drafter, small: PreTrainedModel, big: PreTrainedModel) -> Drafter:
@@ -59,14 +61,19 @@ def scale_up_msd(drafter: MSD, small: PreTrainedModel, big: PreTrainedModel) -> 
         head_dim=now.head_dim,
         mlp=now.mlp * have.mlp // was.mlp,
         norm_eps=have.norm_eps * was.hidden / now.hidden,
+        reads=[layer_in(now, layer, was) for layer in have.reads],
     )
+    draft_ids = draft_vocabulary(drafter.draft_ids, was, now)
+    if have.rank:
+        tokens = now.vocab if draft_ids is None else len(draft_ids)
+        wanted = replace(wanted, rank=have.rank * now.hidden // was.hidden, head=tokens)
     weights = Weights(big.device, big.dtype, seed=1)
     with torch.device("meta"):
         network = MSDNetwork(wanted)
     tensors = dict(_msd_tensors(weights, dict(drafter.network.state_dict()), have, wanted))
     network.load_state_dict(tensors, assign=True)
     settings = {name: getattr(drafter, name) for name in ("top_k", "depth", "total_tokens")}
-    return type(drafter)(network, draft_vocabulary(drafter.draft_ids, was, now), **settings)
+    return type(drafter)(network, draft_ids, **settings)
 
 
 def draft_vocabulary(ids: Tensor | None, was: Shape, now: Shape) -> Tensor | None:
@@ -96,6 +103,11 @@ def _msd_tensors(
     heads = grow_heads(_attention_shape(have), _attention_shape(wanted))
     linear = {"fc": (stream, both), "visual_fc": (stream, both), "out": (stream, heads.output), "down": (stream, mlp)}
     linear |= {"gate_up": (concat_axes(mlp, mlp), stream), "cell.guess": (stream, stream)}
+    if have.reads:
+        linear["read"] = stream, concat_axes(*[stream] * len(have.reads))
+    if have.rank:
+        linear["cell.narrow"] = grow_axis(have.rank, wanted.rank, "rank"), stream
+    linear["confidence"] = grow_axis(1, 1, "confidence"), stream
     norm_scale = (have.hidden_size / wanted.hidden_size) ** 0.5
     for name, tensor in small.items():
         owner, _, leaf = name.rpartition(".")
@@ -114,16 +126,28 @@ def _msd_tensors(
             out, into = linear[owner]
             size = torch.Size([out.size])
             yield name, weights.matrix(tensor, out, into) if leaf == "weight" else weights.vector(tensor, size, out)
-        elif owner in ("input_norm", "post_norm"):
+        elif owner in ("input_norm", "post_norm", "norm") or owner.startswith("read_norms."):
             yield name, weights.norm(tensor, stream, norm_scale)
         elif owner == "latents":
             # The norm of their keys grows like the square root that scores are divided by.
             same = grow_axis(tensor.shape[0], tensor.shape[0], "latents")
             yield name, weights.matrix(tensor, same, stream)
+        elif owner == "cell.head":
+            yield name, _own_head(weights, tensor, leaf, have, wanted)
         elif not owner.startswith("cell."):
             raise AssertionError(f"unknown tensor {name}")
     if have.slots > 1:
         yield from _cell(weights, small, stream, both)
+
+
+def _own_head(weights: Weights, small: Tensor, leaf: str, have: MSDConfig, wanted: MSDConfig) -> Tensor:
+    """Weight or bias of the cell's output layer; added tokens have a bias that excludes them."""
+    tokens = grow_axis(have.head, wanted.head, "head")
+    if leaf == "weight":
+        return weights.matrix(small, tokens, grow_axis(have.rank, wanted.rank, "rank"))
+    bias = weights.vector(small, torch.Size([wanted.head]), tokens)
+    bias[have.head :] = _NEVER
+    return bias
 
 
 def _cell(weights: Weights, small: dict[str, Tensor], stream: Axis, both: Axis) -> Iterator[tuple[str, Tensor]]:

@@ -235,6 +235,12 @@ class FeatureMap:
         return weights.vector(small, size, known)
 
 
+def layer_in(big: Shape, layer: int, small: Shape) -> int:
+    """The layer of a scaled-up model that is the small one's ``layer``."""
+    matches = _match_layers(_attention_layers(small), _attention_layers(big))
+    return next(place for place, was in matches.items() if was == layer)
+
+
 def _attention_layers(shape: Shape) -> list[bool]:
     """Whether each layer has attention."""
     attending = range(shape.layers) if shape.mamba is None else shape.mamba.attending

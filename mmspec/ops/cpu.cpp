@@ -1,5 +1,5 @@
 // CPU kernels: products with quantised weights, tree attention, what a decoder layer does around them, the greatest
-// logits, and sampling.
+// logits, sampling, and a level of a draft tree.
 //
 // Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
 // the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
@@ -8,8 +8,9 @@
 //   int4      256 bytes of codes, 16 scales, 16 values of code 0 (float16): the layout of GGUF's Q4_1, transposed
 //   int8      512 bytes of codes plus 128, 16 scales (float16): Q8_0
 //   bfloat16  1024 bytes
-// Within a group, 4 input features (bfloat16: 2) of all 16 output features are neighbours, the operand of a dot product
-// instruction. Inputs of int4 and int8 are quantised to int8, per row and group.
+//   float32   2048 bytes
+// Within a group, 4 input features (bfloat16: 2, float32: 1) of all 16 output features are neighbours, the operand of a
+// dot product instruction. Inputs of int4 and int8 are quantised to int8, per row and group.
 
 #include <algorithm>
 #include <cmath>
@@ -152,7 +153,7 @@ inline floats exponential(floats x) {
   return as_floats(reinterpret_cast<ints>(p) + (power << 23));
 }
 
-enum Kind : int64_t { INT4, INT8, BFLOAT16 };
+enum Kind : int64_t { INT4, INT8, BFLOAT16, FLOAT32 };
 
 // The products of a group's codes, 4 input features of each lane in a vector, with its inputs, whose sum is ``total``.
 template <Kind kind>
@@ -263,6 +264,13 @@ struct Pass {
   Attention attention;
 };
 
+// A recurrent cell that drafts: its layers over a carried state, what it reads of each token, and its LayerNorm.
+struct Cell {
+  Linear into, out, guess, head;  // the head takes the guess, which is of the carried state
+  const float *table, *norm, *norm_bias;  // (tokens, into.out): the product with the token's embedding, and the bias
+  float epsilon;
+};
+
 }  // extern "C"
 
 namespace {
@@ -274,14 +282,14 @@ struct Rows {
   int64_t width, groups;
   std::vector<int8_t> codes;
   std::vector<Half> rounded;
-  std::vector<float> scale, total_scaled;
+  std::vector<float> exact, scale, total_scaled;
   std::vector<int32_t> total;
 
   // Makes room for CHUNK rows.
   void shape(int64_t features) {
     groups = groups_of(features), width = groups * GROUP;
     if (codes.size() < size_t(CHUNK * width)) {
-      codes.resize(CHUNK * width), rounded.resize(CHUNK * width);
+      codes.resize(CHUNK * width), rounded.resize(CHUNK * width), exact.resize(CHUNK * width);
       scale.resize(CHUNK * groups), total_scaled.resize(CHUNK * groups), total.resize(CHUNK * groups);
     }
   }
@@ -289,6 +297,10 @@ struct Rows {
   // Stores 32 features of a row.
   void set(Kind kind, int64_t row, int64_t group, const float* x) {
     int64_t first = row * width + group * GROUP, at = row * groups + group;
+    if (kind == FLOAT32) {
+      std::memcpy(exact.data() + first, x, GROUP * sizeof(float));
+      return;
+    }
     if (kind == BFLOAT16) {
       for (int i = 0; i < GROUP; i++) rounded[first + i] = half(x[i]);
       return;
@@ -309,7 +321,7 @@ struct Rows {
 };
 
 // A block's codes lie before its scales, so that no load crosses a cache line.
-constexpr int64_t code_bytes[] = {256, 512, 1024}, scale_bytes[] = {64, 32, 0};
+constexpr int64_t code_bytes[] = {256, 512, 1024, 2048}, scale_bytes[] = {64, 32, 0, 0};
 
 // Adds the products of one group of LANES output features and the same group of several rows, for which weights are
 // loaded once.
@@ -321,7 +333,17 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
     for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + AHEAD + i);
     __builtin_prefetch(scales + AHEAD);
   }
-  if constexpr (kind == BFLOAT16) {
+  if constexpr (kind == FLOAT32) {
+    const float* input = x.exact.data() + first * x.width + group * GROUP;
+    for (int i = 0; i < GROUP; i += 2) {
+      floats even = load<floats>(from + 64 * i), odd = load<floats>(from + 64 * i + 64);
+#pragma GCC unroll 8
+      for (int row = 0; row < tile; row++) {
+        sums[row] = fma(even, splat(input[row * x.width + i]), sums[row]);
+        sums[tile + row] = fma(odd, splat(input[row * x.width + i + 1]), sums[tile + row]);
+      }
+    }
+  } else if constexpr (kind == BFLOAT16) {
     const Half* input = x.rounded.data() + first * x.width + group * GROUP;
     for (int i = 0; i < 16; i += 2) {
       ints even = load<ints>(from + 64 * i), odd = load<ints>(from + 64 * i + 64);
@@ -400,6 +422,7 @@ void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, co
 void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
   if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, residual);
   if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, residual);
+  if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, residual);
   product_of<BFLOAT16>(layer, x, rows, out, residual);
 }
 
@@ -438,6 +461,12 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
   }
 }
 
+// silu(z)
+inline floats silu(floats z) {
+  floats one = splat(1), small = exponential(z < 0 ? z : -z);  // of -|z|, so that it cannot overflow
+  return z * (z < 0 ? small : one) / (one + small);
+}
+
 // silu(gate) * up as the inputs of a layer; ``in`` is a multiple of 32.
 void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows) {
 #pragma omp for schedule(static) collapse(2)
@@ -446,12 +475,24 @@ void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows
       const float* gate = gate_up + 2 * row * layer.in + group * GROUP;
       float gated[GROUP];
       for (int64_t i = 0; i < GROUP; i += LANES) {
-        floats z = load<floats>(gate + i), one = splat(1);
-        floats small = exponential(z < 0 ? z : -z);  // of -|z|, so that it cannot overflow
-        store(gated + i, z * (z < 0 ? small : one) / (one + small) * load<floats>(gate + layer.in + i));
+        store(gated + i, silu(load<floats>(gate + i)) * load<floats>(gate + layer.in + i));
       }
       x.set(Kind(layer.kind), row, group, gated);
     }
+}
+
+// LayerNorm of a row; ``features`` is a multiple of LANES.
+void centre(float* row, int64_t features, const float* weight, const float* bias, float epsilon) {
+  floats total{}, square{};
+  for (int64_t i = 0; i < features; i += LANES) total += load<floats>(row + i);
+  floats mean = splat(sum(total) / float(features));
+  for (int64_t i = 0; i < features; i += LANES) {
+    floats x = load<floats>(row + i) - mean;
+    square = fma(x, x, square);
+  }
+  floats factor = splat(1 / std::sqrt(sum(square) / float(features) + epsilon));
+  for (int64_t i = 0; i < features; i += LANES)
+    store(row + i, fma((load<floats>(row + i) - mean) * factor, load<floats>(weight + i), load<floats>(bias + i)));
 }
 
 // The scores of LANES slots.
@@ -769,6 +810,61 @@ void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float*
                        int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
   for (int64_t row = 0; row < rows; row++) tokens[row] = quantile_of(x + row * count, count, uniform[row]);
+}
+
+// A level of a draft tree: the cell takes the tokens of a beam and the states that they were drafted from, and returns
+// their children, the k best tokens with their log probabilities, (rows, k) each.
+// before: (batch, wide, hidden); rows = batch * beam; origin: (rows), each row's state among its batch row's;
+// carried: (rows, hidden), the new states; guesses: (rows, guess.out).
+void draft_level(const Cell* cell, const float* before, int64_t wide, const int64_t* origin, const int64_t* tokens,
+                 int64_t rows, int64_t beam, int64_t k, float* carried, float* guesses, float* best,
+                 int64_t* children, int threads) {
+  const Linear &into = cell->into, &out = cell->out, &guess = cell->guess, &head = cell->head;
+  int64_t width = out.out;
+  Rows &given = inputs, &gated = hidden;
+  std::vector<float>& between = gates;
+  int64_t widest = std::max(into.out, head.out);
+  if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
+  given.shape(std::max(width, head.in));
+  gated.shape(into.out);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first);
+    float *state = carried + first * width, *read = between.data();
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+      int64_t from = (first + row) / beam * wide + origin[first + row];
+      std::memcpy(state + row * width, before + from * width, width * sizeof(float));
+      std::memcpy(read + row * into.out, cell->table + tokens[first + row] * into.out, into.out * sizeof(float));
+    }
+#pragma omp single
+    given.shape(width);
+    take(into, given, state, count);
+    product(into, given, count, read, read);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++)
+      for (int64_t i = row * into.out; i < (row + 1) * into.out; i += LANES)
+        store(read + i, silu(load<floats>(read + i)));
+    take(out, gated, read, count);
+    product(out, gated, count, state, state);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++)
+      centre(state + row * width, width, cell->norm, cell->norm_bias, cell->epsilon);
+    take(guess, given, state, count);
+    product(guess, given, count, guesses + first * guess.out);
+#pragma omp single
+    given.shape(head.in);
+    take(head, given, guesses + first * guess.out, count);
+    product(head, given, count, read);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+      const float* logits = read + row * head.out;
+      float* top = best + (first + row) * k;
+      greatest_of(logits, head.out, k, top, children + (first + row) * k);
+      float total = top[0] + std::log(total_of(logits, head.out, top[0]));
+      for (int64_t i = 0; i < k; i++) top[i] -= total;
+    }
+  }
 }
 
 void decode(const Pass* pass, int threads) {

@@ -26,7 +26,7 @@ _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trappin
 _AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
 _LINK = ["-shared", "-fPIC"]
 _SECONDS = 120  # that a compiler may take
-_KINDS = {"int4": 0, "int8": 1, "bfloat16": 2}
+_KINDS = {"int4": 0, "int8": 1, "bfloat16": 2, "float32": 3}
 
 
 class _Linear(ctypes.Structure):
@@ -66,6 +66,14 @@ class _Pass(ctypes.Structure):
     ]
 
 
+class _Cell(ctypes.Structure):
+    _fields_ = [
+        *((name, _Linear) for name in ("into", "out", "guess", "head")),
+        *((name, ctypes.c_void_p) for name in ("table", "norm", "norm_bias")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
 def available() -> bool:
     """Whether the kernels run here: with AVX2, a C++ compiler, and ``auto`` as ``MMSPEC_KERNELS``."""
     return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(_library(), ctypes.CDLL)
@@ -87,7 +95,7 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     """A linear layer's weights for the kernels.
 
     Args:
-        kind: ``"int4"``, ``"int8"`` or ``"bfloat16"``.
+        kind: ``"int4"``, ``"int8"``, ``"bfloat16"`` or ``"float32"``.
         blocks: uint8, in the layout of ``cpu.cpp``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
@@ -214,6 +222,50 @@ def decode(
     return states
 
 
+def cell_weights(layers: Sequence[_Linear], table: Tensor, norm: Any) -> _Cell:
+    """The weights of a recurrent cell, for ``draft_level``; sizes of states and of what ``into`` returns are multiples
+    of 16.
+
+    Args:
+        layers: ``into``, ``out``, ``guess`` and ``head``, see ``draft_level``.
+        table: (tokens, into.outputs) float32, contiguous: what ``into`` adds for each token, its bias included.
+        norm: a ``torch.nn.LayerNorm`` with float32 weights.
+    """
+    pointers = table.data_ptr(), norm.weight.data_ptr(), norm.bias.data_ptr()
+    return _Cell(*layers, *pointers, norm.eps)
+
+
+def draft_level(
+    weights: _Cell, carried: Tensor, origin: Tensor, tokens: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A level of a draft tree: ``carried <- norm(carried + out(silu(table[token] + into(carried))))``, and the best
+    tokens by ``head(guess(carried))``.
+
+    Args:
+        weights: of ``cell_weights``.
+        carried: (batch, entries, hidden) float32, contiguous: the states of the level before.
+        origin: (batch, beam) int64, the entry that each token was drafted from.
+        tokens: (batch, beam) int64, rows of the table.
+        k: children per token, at most the head's outputs.
+
+    Returns:
+        New states (batch, beam, hidden), guesses (batch, beam, guess.outputs), children's tokens and log probabilities
+        (batch, beam, k) in descending order.
+    """
+    (batch, entries, hidden), beam = carried.shape, origin.shape[1]
+    state = carried.new_empty(batch, beam, hidden)
+    guesses = carried.new_empty(batch, beam, weights.guess.outputs)
+    best = carried.new_empty(batch, beam, k)
+    children = torch.empty(batch, beam, k, dtype=torch.int64)
+    origin, tokens = origin.contiguous(), tokens.contiguous()
+    _functions().draft_level(
+        *(weights, carried.data_ptr(), entries, origin.data_ptr(), tokens.data_ptr(), batch * beam, beam, k),
+        *(state.data_ptr(), guesses.data_ptr(), best.data_ptr(), children.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return state, guesses, children, best
+
+
 def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tensor]:
     """The greatest values along the last axis in descending order, equal ones by index, and their indices.
 
@@ -280,8 +332,10 @@ def _library() -> ctypes.CDLL | str:
     library.decode.argtypes = [given(_Pass), threads]
     library.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
     library.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
+    counts, outputs = [count] * 3, [pointer] * 4
+    library.draft_level.argtypes = [given(_Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
     functions = "linear", "attention_inputs", "layer_outputs", "decode", "greatest_of_rows", "quantiles_of_rows"
-    for name in functions:
+    for name in (*functions, "draft_level"):
         getattr(library, name).restype = None
     return library
 

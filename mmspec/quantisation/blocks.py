@@ -1,4 +1,5 @@
-"""Linear layers for the kernels of ``mmspec.ops.cpu``: int4, int8 or bfloat16 weights in blocks of 16 output features.
+"""Linear layers for the kernels of ``mmspec.ops.cpu``: int4, int8, bfloat16 or float32 weights in blocks of 16 output
+features.
 
 A row of a product has the same bits for any number of rows and threads. The inputs of int4 and int8 are quantised to
 int8, per row and group of 32 features.
@@ -10,7 +11,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.ops import cpu
@@ -28,6 +29,15 @@ class BlockLinear(PackedLinear):
 
     kind: ClassVar[str]
     _blocks: Tensor
+
+    @classmethod
+    def of(cls, layer: Any) -> BlockLinear | None:
+        """A linear layer for the kernels: itself, in float32 a copy; None for other layers."""
+        if isinstance(layer, BlockLinear):
+            return layer
+        if isinstance(layer, nn.Linear) and layer.weight.dtype == torch.float32:
+            return Float32Blocks(layer.weight, layer.bias)
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
@@ -90,6 +100,26 @@ class Bfloat16Blocks(BlockLinear):
 
     def _parts(self) -> list[Tensor]:
         return [_rows(self._blocks.view(torch.bfloat16).unflatten(1, (self._groups, 16, LANES, 2)))]
+
+
+class Float32Blocks(BlockLinear):
+    """float32 weights."""
+
+    kind = "float32"
+    takes = _bias_dtype = torch.float32
+
+    def _pack(self, weight: Tensor) -> None:
+        self._store(_whole_groups(weight.float()))
+
+    def _unpacked(self) -> Tensor:
+        (weight,) = self._parts()
+        return weight[: self.out_features, : self.in_features].contiguous()
+
+    def _laid_out(self, *parts: Tensor) -> Tensor:
+        return _interleaved(parts[0], 1).flatten(1).view(torch.uint8)
+
+    def _parts(self) -> list[Tensor]:
+        return [_rows(self._blocks.view(torch.float32).unflatten(1, (self._groups, 32, LANES, 1)))]
 
 
 class Int8Blocks(BlockLinear):
@@ -171,4 +201,6 @@ def _rows_of_grid(grid: Tensor, groups: int) -> Tensor:
     return grid.contiguous().view(torch.float16).unflatten(1, (groups, LANES)).transpose(1, 2).flatten(0, 1)
 
 
-BLOCKS: dict[str, type[BlockLinear]] = {cls.kind: cls for cls in (Bfloat16Blocks, Int8Blocks, Int4Blocks)}
+BLOCKS: dict[str, type[BlockLinear]] = {
+    cls.kind: cls for cls in (Float32Blocks, Bfloat16Blocks, Int8Blocks, Int4Blocks)
+}

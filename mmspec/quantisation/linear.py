@@ -31,13 +31,14 @@ class PackedLinear(nn.Module, ABC):
     """
 
     takes = torch.bfloat16  # the kernel's inputs and outputs; results are not rounded to less than they were given
+    _bias_dtype = torch.bfloat16
     _least_rows = 2  # fewer are padded, if the kernel is then faster or rounds in another way
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("bias", None if bias is None else bias.detach().bfloat16())
+        self.register_buffer("bias", None if bias is None else bias.detach().to(self._bias_dtype))
         self._pack(weight.detach().contiguous())
 
     @classmethod

@@ -8,8 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmspec.errors import UserError
@@ -38,7 +37,7 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
 
-    def narrow(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+    def narrow(self, token_ids: Tensor) -> NarrowHead:
         """The logits of some tokens only, as a function of hidden states.
 
         Args:
@@ -49,10 +48,14 @@ class Head:
         rows = slice(len(token_ids)) if first else token_ids
         layer = self._layer
         if isinstance(layer, PackedLinear):
-            return _NarrowHead(layer.rows(rows), self._before, self._scale)
+            return NarrowHead(layer.rows(rows), self._before, self._scale)
         weight = layer.weight.detach()[rows]
         bias = layer.bias.detach()[rows] if getattr(layer, "bias", None) is not None else None
-        return _NarrowHead(partial(F.linear, weight=weight, bias=bias), self._before, self._scale)
+        narrow = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
+        narrow.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            narrow.bias = nn.Parameter(bias, requires_grad=False)
+        return NarrowHead(narrow, self._before, self._scale)
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
         """Checks at the first call that the head returns the model's own logits; finds the module before the output
@@ -85,8 +88,12 @@ class Head:
         return fits and torch.allclose(found.float(), logits.float(), atol=tolerance, rtol=tolerance)
 
 
-class _NarrowHead:
-    """An output layer restricted to some tokens."""
+class NarrowHead:
+    """An output layer restricted to some tokens.
+
+    Attributes:
+        linear: the layer, if nothing comes before or after it; else None.
+    """
 
     def __init__(
         self,
@@ -95,11 +102,12 @@ class _NarrowHead:
         scale: Callable[[Tensor], Tensor],
     ) -> None:
         self._layer, self._before, self._scale = layer, before, scale
+        self.linear = layer if before is _unchanged and scale is _unchanged else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._scale(_by_rows(self._layer, self._before(hidden)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NarrowHead:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NarrowHead:
         return self  # copies of a drafter share weights
 
 

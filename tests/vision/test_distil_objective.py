@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from mmspec.distil.features import Features
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.drafting import network_for, plain_begin, plain_cell, plain_entries, plain_layer
+from tests.drafting import (
+    network_for,
+    plain_begin,
+    plain_cell,
+    plain_entries,
+    plain_layer,
+    plain_scores,
+    plain_states,
+)
 from tests.tiny import shared_model
 from vision.distil.objective import HiddenStateObjective
 
 
-def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0):
+def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0, layers=0):
     g = torch.Generator().manual_seed(seed)
     batch, length, width = len(lengths), max(lengths), target.config.hidden_size
     tokens = torch.randint(3, 90, (batch, length), generator=g)
@@ -24,10 +34,28 @@ def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0):
     for row, (begin, end) in enumerate(answers):
         answer[row, begin:end] = True
         keep[row, : lengths[row]] = True
-    return Features(tokens, torch.randn(batch, length, width, generator=g), embeds, visual, answer, keep)
+    hidden = torch.randn(batch, length, width, generator=g)
+    read = torch.randn(batch, length, layers * width, generator=g) if layers else None
+    return Features(tokens, hidden, embeds, visual, answer, keep, read)
 
 
-def plain_metrics(network, target, batch, passes, draft_ids=None, offset=0):
+def plain_loss(goal, scores, loss):
+    if loss == "kl":
+        return -(goal * scores).sum(-1)
+    accepted = sum(min(p, q) for p, q in zip(goal, scores.exp(), strict=True))
+    share = math.exp(-3 * accepted.item())
+    return share * -(goal * scores).sum(-1) + (1 - share) * (1 - accepted)
+
+
+def plain_coverage(network, goal, scores, guess, carried):
+    """Cross-entropy of the predicted with the true probability of the three best drafts together."""
+    asked = guess if network.config.slots == 1 else carried
+    logit = network.confidence(asked.detach())[0]
+    true = goal[scores.topk(3).indices].sum()
+    return -(true * F.logsigmoid(logit) + (1 - true) * F.logsigmoid(-logit))
+
+
+def plain_metrics(network, target, batch, passes, draft_ids=None, offset=0, loss="kl"):
     """By depth, mean losses over chains, each run separately from its true states, and their weights."""
     slots = network.config.slots
     sums = [[] for _ in range(passes * slots)]
@@ -35,7 +63,9 @@ def plain_metrics(network, target, batch, passes, draft_ids=None, offset=0):
     for row in range(batch.tokens.shape[0]):
         e, h, visual = batch.embeds[row], batch.hidden[row], batch.visual[row]
         said = batch.answer[row].nonzero().flatten().tolist()
-        true, at = plain_entries(network, h[:-1], e[1:], visual[1:])
+        read = () if batch.layers is None else batch.layers[row].split(h.shape[1], dim=-1)
+        taken = plain_states(network, torch.stack([*read, h]))
+        true, at = plain_entries(network, taken[:-1], e[1:], visual[1:])
         starts = [start for start in said[:-1] if start + 1 in said]
         for number, start in enumerate(starts):  # the chain's first entry consumes this token
             inputs, positions = true[: at.index(start - 1) + 1], at[: at.index(start - 1) + 1]
@@ -45,11 +75,17 @@ def plain_metrics(network, target, batch, passes, draft_ids=None, offset=0):
                 followed = depth < slots or number % slots == offset
                 if consumed not in said or consumed + 1 not in said or not followed:
                     break
-                goal, scores = head(h[consumed]).softmax(-1), head(guess).log_softmax(-1)
-                sums[depth].append((F.smooth_l1_loss(guess, h[consumed]), -(goal * scores).sum()))
-                if consumed + 1 == len(e):
+                goal = head(h[consumed]).softmax(-1)
+                scores = plain_scores(network, head, guess, carried).log_softmax(-1)
+                losses = {"token": plain_loss(goal, scores, loss)}
+                if guess is not None:
+                    losses["hidden"] = F.smooth_l1_loss(guess, h[consumed])
+                if network.config.confidence:
+                    losses["coverage"] = plain_coverage(network, goal, scores, guess, carried)
+                sums[depth].append(losses)
+                if consumed + 1 == len(e) or depth + 1 == passes * slots:
                     break
-                block.append(network.fc(torch.cat([e[consumed + 1], guess])))
+                block.append(None if guess is None else network.fc(torch.cat([e[consumed + 1], guess])))
                 if len(block) < slots:
                     guess, carried = plain_cell(network, e[consumed + 1], carried)
                     continue
@@ -58,25 +94,29 @@ def plain_metrics(network, target, batch, passes, draft_ids=None, offset=0):
                 (guess, carried), block = plain_begin(network, inputs, positions), []
     found = []
     for depth, rows in enumerate(filter(None, sums)):
-        means = (torch.stack(column).mean() for column in zip(*rows, strict=True))
-        found.append((*means, len(rows) / len(sums[0]) * (slots if depth >= slots else 1)))
+        means = {name: torch.stack([row[name] for row in rows]).mean() for name in rows[0]}
+        found.append((means, len(rows) / len(sums[0]) * (slots if depth >= slots else 1)))
     return found
 
 
-def check(network, target, batch, passes, draft_ids=None, seed=0):
+def check(network, target, batch, passes, draft_ids=None, seed=0, loss="kl"):
     """Compares losses and gradients."""
-    objective = HiddenStateObjective(passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0)
+    weights = {"hidden": 0.7, "token": 0.3, "coverage": 1.0}
+    objective = HiddenStateObjective(
+        passes, decay=0.5, slot_decay=0.9, hidden_weight=0.7, token_weight=0.3, noise=0.0, loss=loss, top_k=3
+    )
     losses = objective(network, target, batch, draft_ids, torch.Generator().manual_seed(seed))
     slots = network.config.slots
     offset = int(torch.randint(slots, (), generator=torch.Generator().manual_seed(seed)))
-    expected = plain_metrics(network, target, batch, passes, draft_ids, offset)
-    total = 0.0
-    for depth, (hidden, token, share) in enumerate(expected):
-        assert losses.metrics[f"hidden_{depth + 1}"] == pytest.approx(hidden.item(), rel=1e-4)
-        assert losses.metrics[f"token_{depth + 1}"] == pytest.approx(token.item(), rel=1e-4)
+    expected = plain_metrics(network, target, batch, passes, draft_ids, offset, loss)
+    total, named = 0.0, {f"right_{depth + 1}" for depth in range(len(expected))}
+    for depth, (means, share) in enumerate(expected):
+        for name, value in means.items():
+            assert losses.metrics[f"{name}_{depth + 1}"] == pytest.approx(value.item(), rel=1e-4)
+            named.add(f"{name}_{depth + 1}")
         weight = 0.5 ** (depth // slots) * 0.9 ** (depth % slots)
-        total = total + share * weight * (0.7 * hidden + 0.3 * token)
-    assert len(losses.metrics) == 3 * len(expected)
+        total = total + share * weight * sum(weights[name] * value for name, value in means.items())
+    assert losses.metrics.keys() == named
     torch.testing.assert_close(losses.total, total, rtol=1e-4, atol=1e-5)
     ours = torch.autograd.grad(losses.total, list(network.parameters()))
     theirs = torch.autograd.grad(total, list(network.parameters()))
@@ -119,6 +159,31 @@ def test_latents_equal_chains(slots, span):
     batch.answer[1, 16:21] = True
     check(network_for(model, latents=2, span=span, slots=slots), target, batch, 2)
     check(network_for(model, latents=3, slots=slots, decoupled=False), target, batch, 2, torch.arange(40))
+
+
+@pytest.mark.parametrize(
+    ("slots", "passes", "changes"),
+    [
+        (1, 3, {"reads": [0, 1]}),
+        (3, 2, {"reads": [0, 1], "latents": 1}),
+        (3, 1, {"reads": [0, 1], "rank": 4, "head": 7}),
+        (1, 3, {"norm_output": True}),
+        (3, 2, {"norm_output": True}),
+        (1, 2, {"confidence": True}),
+        (3, 2, {"confidence": True}),
+        (4, 1, {"rank": 3, "head": 7, "confidence": True, "norm_output": True}),
+        (3, 2, {"hide_visual": True}),
+    ],
+)
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_settings_equal_chains(slots, passes, changes, loss):
+    """Layers are read, predictions normed, later slots scored by a low-rank head, coverage predicted, images hidden."""
+    model = shared_model("llama")
+    target = TransformersTarget(model)
+    batch = random_batch(target, (13, 12), ((4, 12), (4, 9)), layers=len(changes.get("reads", ())))
+    ids = torch.tensor([2, 5, 7, 30, 44, 60, 61])
+    depths = check(network_for(model, slots=slots, **changes), target, batch, passes, ids, loss=loss)
+    assert depths > slots * (passes - 1)
 
 
 def test_glancing_replaces_wrong_predictions_by_true_states():

@@ -12,6 +12,7 @@ from eval.decoding.tiny_configs import VISION_CONFIGS
 from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.drafter import fork
+from mmspec.errors import UserError
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.target import Prompt
@@ -80,6 +81,54 @@ def test_both_ideas_apart_and_together(latents, span, slots):
     model = shared_model("llava")
     network = network_for(model, latents=latents, span=span, slots=slots)
     check(model, vision_inputs("llava", 3, images=2), Flash(network, top_k=3, depth=4), skip=(1, 3, 4), nodes=12, new=9)
+
+
+@pytest.mark.parametrize(
+    ("slots", "changes"),
+    [
+        (1, {"reads": [0, 1]}),
+        (2, {"reads": [1, 0], "latents": 3}),
+        (1, {"norm_output": True}),
+        (2, {"norm_output": True}),
+        (1, {"confidence": True}),
+        (2, {"confidence": True}),
+        (4, {"rank": 5, "head": 9}),
+        (4, {"rank": 5, "head": 9, "confidence": True, "norm_output": True, "reads": [1]}),
+        (2, {"hide_visual": True}),
+    ],
+)
+def test_settings_of_the_network(slots, changes):
+    """Three rows with padding of their own; trees of 4 levels."""
+    model = shared_model("llava")
+    network = network_for(model, slots=slots, **changes)
+    ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
+    check(model, vision_inputs("llava", 3, images=2), Flash(network, ids, top_k=3, depth=4), nodes=12, new=9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"hide_visual": True, "latents": 2}, "one of hide_visual and latents must be off: got both, 2 latents"),
+        ({"reads": [-1]}, r"reads must name layers, from 0 on: got \[-1\]"),
+        ({"rank": 2, "slots": 3}, "rank and head must both be 0 or neither: got 2 and 0"),
+        ({"rank": 2, "head": 9}, "rank must be 0 with one slot per pass: got 2"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes, rule):
+    with pytest.raises(UserError, match=f"^{rule}$"):
+        network_for(shared_model("llava"), **changes)
+
+
+def test_settings_that_do_not_fit_the_drafter_or_target():
+    model = shared_model("llava")
+    network = network_for(model, slots=3, rank=2, head=9)
+    with pytest.raises(UserError, match="depth must be at most the 3 slots of a pass, with rank: got 4"):
+        Flash(network, torch.arange(9), depth=4)
+    with pytest.raises(UserError, match="head must have a row per draft token, 8: got 9"):
+        Flash(network, torch.arange(8), depth=3)
+    target = plugins.target_class(model.config)(model)
+    with pytest.raises(UserError, match=r"reads must name layers of the target, below 2: got \[0, 2\]"):
+        Flash(network_for(model, reads=[0, 2])).attach(target)
 
 
 @pytest.mark.parametrize("slots", [2, 3])

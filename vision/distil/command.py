@@ -47,6 +47,13 @@ LOSSES = (
     ),
     click.option("--token-weight", type=Number(0), default=1.0, show_default=True, help="Weight of the token loss."),
     click.option("--noise", type=Number(0), default=0.1, show_default=True, help="Noise on the input hidden states."),
+    click.option(
+        "--loss",
+        type=click.Choice(["kl", "lk"]),
+        default="kl",
+        show_default=True,
+        help="Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881).",
+    ),
 )
 START = (
     click.option(
@@ -73,6 +80,23 @@ MSD = (
         default=None,
         help="Visual positions take the target's hidden states too, by their own projection.  [default: off]",
     ),
+    click.option(
+        "--hide-visual/--no-hide-visual", default=None, help="Visual positions are not read at all.  [default: off]"
+    ),
+    click.option(
+        "--reads",
+        metavar="N,N,...",
+        callback=lambda context, option, value: read_layers(value),
+        help="Also read the inputs of these layers of the target.  [default: none]",
+    ),
+    click.option(
+        "--norm-output/--no-norm-output", default=None, help="Norm of predicted hidden states.  [default: off]"
+    ),
+    click.option(
+        "--confidence/--no-confidence",
+        default=None,
+        help="Predict the target's probability of a node's children together.  [default: off]",
+    ),
 )
 FLASH = (
     click.option(
@@ -84,6 +108,11 @@ FLASH = (
         "--span",
         type=click.IntRange(1),
         help="Visual tokens per image; longer runs are split. By default that of the target's configuration, or 256.",
+    ),
+    click.option(
+        "--rank",
+        type=click.IntRange(0),
+        help="Rank of an output layer of their own for the slots after the first; 0: the target's head.  [default: 0]",
     ),
     click.option(
         "--slot-decay",

@@ -13,9 +13,8 @@ from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.targets.target import Target
 from vision.distil.eagle3_objective import Eagle3Objective
-from vision.distil.msd import load_shared_weights
+from vision.distil.msd import head_weight, load_shared_weights, rows
 from vision.drafters.eagle3 import Eagle3
 from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
 from vision.drafters.rope import rotary_of
@@ -41,7 +40,8 @@ def _setup(options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conve
     if start is not None:
         load_shared_weights(start, network, options["start"])
     else:
-        _copy_head(network, target, draft_ids)
+        with torch.no_grad():
+            network.lm_head.weight.copy_(head_weight(target, draft_ids))
     chosen = {field.name: options[field.name] for field in fields(Eagle3Objective)}
     layers = config.features(target.config.num_hidden_layers)
     tree = tree_settings(options)
@@ -53,22 +53,9 @@ def _network_config(
 ) -> Eagle3Config:
     given = {field.name: options[field.name] for field in fields(Eagle3Config) if options.get(field.name) is not None}
     given |= {"states": len(given["reads"])} if "reads" in given else {}
-    head = _rows(target) if draft_ids is None else len(draft_ids)
+    head = rows(target) if draft_ids is None else len(draft_ids)
     if start is not None:
         before = start.network.config
         return replace(before, **given, head=head if before.head else 0)
     new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}
     return Eagle3Config.like(target.config, **new, head=head)
-
-
-def _rows(target: Target) -> int:
-    """Tokens that the target's output layer has."""
-    return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
-
-
-@torch.no_grad()
-def _copy_head(network: Eagle3Network, target: Target, draft_ids: torch.Tensor | None) -> None:
-    """Initialises the output layer as the target's."""
-    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-    unit = torch.eye(network.config.hidden_size, device=target.device, dtype=target.dtype)
-    network.lm_head.weight.copy_((head(unit) - head(torch.zeros_like(unit[:1]))).t())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.distil.data import Conversation
@@ -18,6 +18,7 @@ from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.targets.target import Target
 from vision.distil.objective import HiddenStateObjective
 from vision.drafters.hidden_state import HiddenStateDrafter
 from vision.drafters.msd import MSD
@@ -45,14 +46,58 @@ def _setup(
     if options["start"] is not None:
         start = MSD.from_checkpoint(options["start"])
         start.attach(target)  # refuses drafters of other targets
-    network = MSDNetwork(_network_config(options, target, start)).to(target.device, torch.float32)
     draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
+    if draft_ids is None and start is not None:
+        draft_ids = start.draft_ids
+    tokens = rows(target) if draft_ids is None else len(draft_ids)
+    network = MSDNetwork(_network_config(options, target, start, tokens)).to(target.device, torch.float32)
+    config = network.config
+    if config.rank and options["passes"] > 1:
+        raise UserError(f"passes must be 1 with rank: got {options['passes']}")
+    if config.reads:
+        nn.init.zeros_(network.read.weight)  # as without, at first
     if start is not None:
         load_shared_weights(start, network, options["start"])
-        draft_ids = start.draft_ids if draft_ids is None else draft_ids
+    if config.rank and (start is None or start.network.config.rank != config.rank):
+        guess = start.network.cell.guess if start is not None and not start.network.config.rank else None
+        init_low_rank_head(network, head_weight(target, draft_ids), guess)
     chosen = {field.name: options[field.name] for field in fields(HiddenStateObjective) if field.name in options}
     fit = partial(fit_projection, network) if options["fit"] and start is None else None
-    return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree_settings(options), fit)
+    tree = tree_settings(options)
+    return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree, fit, layers=config.reads)
+
+
+@torch.no_grad()
+def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | None = None) -> None:
+    """Initialises the output layer of ``MSDConfig.rank`` as the best approximation of the target's head.
+
+    Args:
+        network: to initialise.
+        head: (draft tokens, hidden), weight of the target's head.
+        guess: predicts the head's inputs from carried states; None is the identity.
+    """
+    whole = head if guess is None else head @ guess.weight.to(head)
+    left, values, right = torch.linalg.svd(whole.float(), full_matrices=False)
+    kept = values[: network.config.rank].sqrt()
+    network.cell.head.weight.zero_()
+    network.cell.narrow.weight.zero_()
+    network.cell.head.weight[:, : len(kept)] = left[:, : len(kept)] * kept
+    network.cell.narrow.weight[: len(kept)] = kept[:, None] * right[: len(kept)]
+    network.cell.head.bias.copy_(torch.zeros(len(head)) if guess is None else head @ guess.bias.to(head))
+
+
+@torch.no_grad()
+def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
+    """Weight of the target's output layer for a draft vocabulary, (draft tokens, hidden) float32."""
+    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+    width = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
+    unit = torch.eye(width, device=target.device, dtype=target.dtype)
+    return (head(unit) - head(torch.zeros_like(unit[:1]))).t().float()
+
+
+def rows(target: Target) -> int:
+    """Tokens that the target's output layer has."""
+    return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
 
 
 @torch.no_grad()
@@ -85,9 +130,11 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
         branch.weight.zero_()
 
 
-def _network_config(options: Mapping[str, Any], target: Any, start: MSD | None) -> MSDConfig:
+def _network_config(options: Mapping[str, Any], target: Any, start: MSD | None, tokens: int) -> MSDConfig:
     given = {field.name: options[field.name] for field in fields(MSDConfig) if options.get(field.name) is not None}
     given |= _latents(options, target)
+    rank = given.get("rank", start.network.config.rank if start else 0)
+    given |= {"rank": rank, "head": tokens if rank else 0}
     return replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
 
 
@@ -108,4 +155,6 @@ def _latents(options: Mapping[str, Any], target: Any) -> dict[str, int]:
     # LLaVA's configurations state the number of tokens per image; in other families it varies.
     span = options["span"] or getattr(target.model.config, "image_seq_length", None) or _DEFAULT_SPAN
     latents = max(1, round(span / options["ratio"])) if options["latents"] is None else options["latents"]
+    if options["hide_visual"]:
+        latents = 0
     return {"latents": latents, "span": span if latents else 0}

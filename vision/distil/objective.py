@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from vision.distil.pass_cache import PassCache
 from vision.drafters.latents import packing, take
 from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.network import MSDNetwork
+
+_ETA = 3.0  # decay of the share of cross-entropy in the LK loss; the best value of arXiv 2602.23881
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class HiddenStateObjective:
         token_weight: of the cross-entropy with the target's next-token distribution. The papers of MSD and EAGLE weight
             the two 1 and 0.1.
         noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
+        loss: "kl", the cross-entropy above; "lk", ``w * kl + (1 - w) * (1 - a)`` with the expected acceptance
+            a = sum(min(p, q)) of a draft, w = exp(-3 a): the hybrid LK loss (arXiv 2602.23881).
+        top_k: children per node, whose total probability ``MSDConfig.confidence`` learns.
         glancing: share of wrong predictions that are replaced by the target's states before the next pass, at the start
             of the training; decays linearly to 0 (Falcon, arXiv 2412.12639, replaces tokens: here the tokens of a block
             are the true ones anyway).
@@ -55,6 +61,8 @@ class HiddenStateObjective:
     hidden_weight: float = 0.1
     token_weight: float = 1.0
     noise: float = 0.1
+    loss: Literal["kl", "lk"] = "kl"
+    top_k: int = 10
     glancing: float = 0.0
 
     def __call__(
@@ -77,9 +85,10 @@ class HiddenStateObjective:
             progress: of the training, from 0 to 1.
         """
         slots = network.config.slots
-        entries = _entries(network, batch, self._noisy(batch.hidden[:, :-1], generator))
+        read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
+        entries = _entries(network, batch, self._noisy(network.states(read[:, :-1]), generator))
         head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-        losses = _LossSum(self, entries, head, self.glancing * (1.0 - progress), generator)
+        losses = _LossSum(self, network, entries, head, self.glancing * (1.0 - progress), generator)
         if losses.count == 0:
             return LossOutput(losses.total, losses.metrics)
         rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
@@ -134,13 +143,24 @@ class HiddenStateObjective:
         share, states = slots if number else 1, []
         for slot in range(slots):
             position = (entry + slot).clamp(max=last)
+            own = slot > 0 and network.config.rank > 0
             if slot:
                 carried = network.cell(take(entries.embeds, position), carried)
-                state = network.cell.guess(carried)
+                state = state if own else network.guess(carried)
             weight = self.decay**number * self.slot_decay**slot * share
-            states.append(losses.add(state, position, valid, number * slots + slot + 1, weight))
+            states.append(losses.add(state, carried, own, position, valid, number * slots + slot + 1, weight))
             valid = valid & entries.wanted.gather(1, (entry + slot + 1).clamp(max=last))
         return torch.stack(states, dim=2), valid
+
+    def token_loss(self, goal: Tensor, scores: Tensor) -> Tensor:
+        """Loss of drafted distributions; ``goal`` are the target's probabilities, ``scores`` log probabilities of
+        drafts, (predictions, draft tokens) each."""
+        token = -(goal * scores).sum(-1)
+        if self.loss == "lk":
+            accepted = torch.minimum(goal, scores.exp()).sum(-1)
+            share = (-_ETA * accepted.detach()).exp()
+            token = share * token + (1.0 - share) * (1.0 - accepted)
+        return token.mean()
 
     def _noisy(self, hidden: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.noise == 0.0:
@@ -174,15 +194,17 @@ class _Entries:
 
 
 def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
-    """The entries of a batch, images compressed to latents; ``hidden``: (batch, entries, hidden)."""
+    """The entries of a batch, images compressed or hidden; ``hidden``: (batch, entries, hidden)."""
     answer = batch.answer[:, 1:]
     wanted = answer & F.pad(answer[:, 1:], (0, 1))
     embeds, truth, visual = batch.embeds[:, 1:], batch.hidden[:, 1:], batch.visual[:, 1:]
     images = network.images(visual)
-    if images is None:
+    kept = network.kept(visual, images)
+    if kept is None:
         return _Entries(embeds, hidden, truth, visual, wanted, slice(0, truth.shape[1]))
-    order, _ = packing(images.kept(visual), left=False)
-    embeds, hidden = network.with_latents(embeds, hidden, images)
+    order, _ = packing(kept, left=False)
+    if images is not None:
+        embeds, hidden = network.with_latents(embeds, hidden, images)
     visual, wanted = visual.gather(1, order), wanted.gather(1, order)
     return _Entries(take(embeds, order), take(hidden, order), take(truth, order), visual, wanted, order)
 
@@ -193,12 +215,14 @@ class _LossSum:
     def __init__(
         self,
         objective: HiddenStateObjective,
+        network: MSDNetwork,
         entries: _Entries,
         head: Callable[[Tensor], Tensor],
         glancing: float,
         generator: torch.Generator | None,
     ) -> None:
         self._objective, self._head, self._glancing, self._generator = objective, head, glancing, generator
+        self._network = network
         self._states = entries.truth
         truth = entries.truth[entries.wanted]
         self.count = len(truth)
@@ -208,11 +232,15 @@ class _LossSum:
         self.total = truth.new_zeros((), dtype=torch.float32)
         self.metrics: dict[str, float] = {}
 
-    def add(self, state: Tensor, entry: Tensor, valid: Tensor, depth: int, weight: float) -> Tensor:
+    def add(
+        self, state: Tensor, carried: Tensor, own: bool, entry: Tensor, valid: Tensor, depth: int, weight: float
+    ) -> Tensor:
         """Adds the losses of predicted states.
 
         Args:
-            state: (batch, chains, hidden), the predictions.
+            state: (batch, chains, hidden), the predictions; not predicted by slots with an output layer of their own.
+            carried: (batch, chains, any), the recurrent state between slots.
+            own: whether the slot has an output layer of its own.
             entry: (batch, chains) int64, the entries that they predict.
             valid: (batch, chains) bool, predictions with a loss.
             depth: suffix of the metrics' names.
@@ -221,21 +249,31 @@ class _LossSum:
         Returns:
             The states to continue with, (batch, chains, hidden): the predictions, some wrong ones replaced by glancing.
         """
-        predicted = state[valid]
+        predicted, inner = state[valid], carried[valid]
         if len(predicted) == 0:
             return state
+        objective, network = self._objective, self._network
         row = torch.arange(len(entry), device=entry.device)[:, None].expand_as(entry)[valid]
         truth, goal = self._states[row, entry[valid]], self._goal[self._index.gather(1, entry)[valid]]
-        scores = self._head(predicted).float().log_softmax(-1)
-        hidden = F.smooth_l1_loss(predicted.float(), truth.float())
-        token = -(goal * scores).sum(-1).mean()
+        logits = network.cell.scores(inner) if own else self._head(predicted)
+        scores = logits.float().log_softmax(-1)
+        token = objective.token_loss(goal, scores)
+        loss, metrics = objective.token_weight * token, {"token": token}
+        if not own:
+            metrics["hidden"] = F.smooth_l1_loss(predicted.float(), truth.float())
+            loss = loss + objective.hidden_weight * metrics["hidden"]
+        if network.config.confidence:
+            # The network's states learn nothing from it.
+            logit = network.coverage(predicted.detach(), inner.detach()).float()[:, 0]
+            covered = goal.gather(-1, scores.topk(min(objective.top_k, scores.shape[-1]), dim=-1).indices).sum(-1)
+            metrics["coverage"] = F.binary_cross_entropy_with_logits(logit, covered.clamp(0.0, 1.0))
+            loss = loss + metrics["coverage"]
         # Normalised by the entries of the first pass, so that the losses of several processes add up.
-        loss = self._objective.hidden_weight * hidden + self._objective.token_weight * token
         self.total = self.total + weight * len(predicted) / self.count * loss
         right = scores.argmax(-1) == goal.argmax(-1)
-        named = {"hidden": hidden, "token": token, "right": right.float().mean()}
-        self.metrics |= {f"{name}_{depth}": float(value.detach()) for name, value in named.items()}
-        if self._glancing == 0.0:
+        metrics["right"] = right.float().mean()
+        self.metrics |= {f"{name}_{depth}": float(value.detach()) for name, value in metrics.items()}
+        if self._glancing == 0.0 or own:
             return state
         drawn = torch.rand(len(predicted), generator=self._generator, device=state.device) < self._glancing
         replaced = torch.zeros_like(valid).masked_scatter(valid, drawn & ~right)

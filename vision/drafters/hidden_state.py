@@ -32,7 +32,7 @@ from mmspec.targets.target import Feature, Step, Target
 from vision.drafters import published
 from vision.drafters.latents import take
 from vision.drafters.layer import Rotary, Rotation
-from vision.drafters.levels import Levels
+from vision.drafters.levels import Levels, NativeCell, TokenLinear
 
 AHEAD = 1024
 """KV slots reserved after a prompt."""
@@ -58,7 +58,8 @@ class HiddenStateDrafter(CapturedDrafter):
     """
 
     fuse: Callable[[Tensor, Tensor], Tensor]
-    into: Callable[[Tensor, Tensor], Tensor]
+    into: TokenLinear
+    native: NativeCell | None = None
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
     features: Sequence[Feature] = ("last",)
@@ -234,7 +235,7 @@ class HiddenStateDrafter(CapturedDrafter):
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
         predicted, carried = self.network.begin(self._output.data[: len(token)])
-        first = self.children(predicted)
+        first = self.children(predicted, carried)
         levels = Levels(self, predicted, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
@@ -284,11 +285,15 @@ class HiddenStateDrafter(CapturedDrafter):
 
         return self.network(x, rotation, attend)
 
-    def children(self, predicted: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from predicted states,
-        (..., hidden)."""
+    def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from what the network's ``begin``
+        returned."""
         assert self._scores is not None, "attach comes first"
-        return ops.top_log_probs(self._scores(predicted), self.top_k)
+        return self.adjusted(*ops.top_log_probs(self._scores(predicted), self.top_k), predicted, carried)
+
+    def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """``children`` by their tokens and the network's log probabilities; for subclasses."""
+        return tokens, log_probs
 
     @property
     def target(self) -> Target:

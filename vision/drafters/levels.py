@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import copy
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec import ops
 from mmspec.drafters.growth import Reach
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
 from vision.drafters.latents import take
 from vision.drafters.layer import Rotation
+from vision.drafters.network import Cell, MSDNetwork
 
 if TYPE_CHECKING:
     from vision.drafters.hidden_state import HiddenStateDrafter
@@ -24,24 +28,31 @@ _MAX_RATIO = 4  # maximum draft vocabulary of a table, in hidden sizes; larger t
 
 class TokenLinear:
     """Linear layer over [embedding of a drafted token ; x]. For a small draft vocabulary, its product with the
-    embeddings is tabulated."""
+    embeddings is tabulated.
+
+    Attributes:
+        table: (draft tokens, out), that product and the bias; None for a large vocabulary.
+        over_x: the layer over x alone, if there is a table.
+    """
 
     def __init__(
         self, layer: nn.Linear | PackedLinear, embed: Callable[[Tensor], Tensor], draft_ids: Tensor | None
     ) -> None:
         self._layer, self._embed, self._draft_ids = layer, embed, draft_ids
-        self._table: Tensor | None = None
+        self.table: Tensor | None = None
+        self.over_x: nn.Linear | PackedLinear = layer
         width = layer.weight.shape[1] // 2
         if draft_ids is not None and len(draft_ids) <= _MAX_RATIO * width:
-            self._table = F.linear(embed(draft_ids), layer.weight[:, :width], layer.bias)
+            self.table = F.linear(embed(draft_ids), layer.weight[:, :width], layer.bias)
             weight = layer.weight[:, width:]
             # In the memory layout of the layer's weight.
             by_row = layer.weight.stride(1) == 1
             weight = weight.contiguous() if by_row else weight.t().contiguous().t()
             if isinstance(layer, PackedLinear):
-                self._product: Callable[[Tensor], Tensor] = type(layer)(weight)
+                self.over_x = type(layer)(weight)
             else:
-                self._product = partial(F.linear, weight=weight)
+                self.over_x = nn.Linear(width, len(weight), bias=False, device="meta")
+                self.over_x.weight = nn.Parameter(weight, requires_grad=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
         # Forked drafters share weights.
@@ -49,10 +60,58 @@ class TokenLinear:
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
         """(...) int64, draft-vocabulary indices, and (..., hidden) -> (..., out)."""
-        if self._table is not None:
-            return self._product(x) + F.embedding(tokens, self._table)
+        if self.table is not None:
+            return self.over_x(x) + F.embedding(tokens, self.table)
         tokens = tokens if self._draft_ids is None else self._draft_ids[tokens]
         return self._layer(torch.cat([self._embed(tokens), x], dim=-1))
+
+
+class NativeCell:
+    """A network's cell in the C++ kernels: one call per tree level.
+
+    Args:
+        cell: the cell.
+        into: its ``into``, with a table.
+        layers: ``into.over_x``, ``cell.out``, the layer that the head's inputs come from, and the head.
+    """
+
+    def __init__(self, cell: Cell, into: TokenLinear, layers: Sequence[BlockLinear]) -> None:
+        assert into.table is not None
+        self._layers, self._table, self._norm = (
+            layers,
+            into.table.float().contiguous(),
+            copy.deepcopy(cell.norm).float(),
+        )
+        self._weights = cpu.cell_weights([layer.native for layer in layers], self._table, self._norm)
+        self._dtype = cell.norm.weight.dtype
+
+    @classmethod
+    def of(cls, network: MSDNetwork, into: TokenLinear, head: Any) -> NativeCell | None:
+        """The native form of a network's cell, if the kernels are in use and take its layers.
+
+        Args:
+            into: of ``network.cell.into``.
+            head: gives the draft vocabulary's logits of predicted states.
+        """
+        cell, config = network.cell, network.config
+        if into.table is None or config.norm_output or config.hidden_size % LANES:
+            return None
+        if not cpu.in_use(torch.empty(0, device=into.table.device)):
+            return None
+        own = (cell.narrow, cell.head) if config.rank else (cell.guess, getattr(head, "linear", None))
+        layers = [layer for layer in map(BlockLinear.of, (into.over_x, cell.out, *own)) if layer is not None]
+        return cls(cell, into, layers) if len(layers) == 4 else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeCell:
+        return self  # as above
+
+    def __call__(self, carried: Tensor, origin: Tensor, beam: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Carried states, inputs of the head, (batch, beam, any), and the children's tokens and log probabilities,
+        (batch, beam, k); see ``mmspec.ops.cpu.draft_level``."""
+        k = min(k, self._layers[-1].out_features)
+        state, asked, tokens, log_probs = cpu.draft_level(self._weights, carried.float().contiguous(), origin, beam, k)
+        assert asked is not None
+        return state, asked.to(self._dtype), tokens, log_probs
 
 
 class Levels:
@@ -73,12 +132,19 @@ class Levels:
         drafter = self._drafter
         self._block.append((beam, self._predicted, origin))
         if len(self._block) < self._slots:
-            carried, cell = take(self._carried, origin), drafter.network.cell
-            self._carried = cell.carry(drafter.into(beam, carried), carried)
-            self._predicted = cell.guess(self._carried)
+            if drafter.native is not None:
+                found = drafter.native(self._carried, origin, beam, drafter.top_k)
+                self._carried, self._predicted, tokens, log_probs = found
+                return drafter.adjusted(tokens, log_probs, self._predicted, self._carried)
+            carried, network = take(self._carried, origin), drafter.network
+            self._carried = network.cell.carry(drafter.into(beam, carried), carried)
+            if network.config.rank:
+                tokens, log_probs = ops.top_log_probs(network.cell.scores(self._carried), drafter.top_k)
+                return drafter.adjusted(tokens, log_probs, self._predicted, self._carried)
+            self._predicted = network.guess(self._carried)
         else:
             self._predicted, self._carried = self._feed()
-        return drafter.children(self._predicted)
+        return drafter.children(self._predicted, self._carried)
 
     def _feed(self) -> tuple[Tensor, Tensor]:
         """Run the layer on the chains of tokens drafted since its last pass; predictions after their ends."""

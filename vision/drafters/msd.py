@@ -27,7 +27,7 @@ from vision.drafters import published
 from vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
 from vision.drafters.latents import Images, packing, take
 from vision.drafters.layer import Rotary, rotary_frequencies
-from vision.drafters.levels import TokenLinear
+from vision.drafters.levels import NativeCell, TokenLinear
 from vision.drafters.network import MSDConfig, MSDNetwork
 
 
@@ -62,9 +62,15 @@ class MSD(HiddenStateDrafter):
         total_tokens: int = 59,
         verifier: dict[str, Any] | None = None,
     ) -> None:
-        rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
+        config = network.config
+        if config.rank and depth > config.slots:
+            raise UserError(f"depth must be at most the {config.slots} slots of a pass, with rank: got {depth}")
+        if config.head and draft_ids is not None and len(draft_ids) != config.head:
+            raise UserError(f"head must have a row per draft token, {len(draft_ids)}: got {config.head}")
+        rotary = Rotary(rotary_frequencies(config.head_dim, config.rope_theta))
         tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
         super().__init__(network, rotary, 1, draft_ids, **tree, verifier=verifier)
+        self.features = ("last", *config.reads)
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -88,22 +94,34 @@ class MSD(HiddenStateDrafter):
         return cls(network, draft_ids, **tree, verifier=verifier)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)
+        if max(self.network.config.reads, default=0) >= layers > 0:
+            raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")
         if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
             self.draft_ids = torch.arange(self.published["vocab_size"], device=probe.device)
         self.fuse = TokenLinear(self.network.fc, target.embed, self.draft_ids)
         if self.slots > 1:
             self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
-        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        self.native = NativeCell.of(self.network, self.into, head) if self.slots > 1 else None
+        return head
 
     @property
     def slots(self) -> int:
         return self.network.config.slots
 
     def states(self, step: Step) -> Tensor:
-        return step.features["last"]
+        read = [step.features[name] for name in self.features]
+        return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return self.network.combine(self.target.embed(tokens), states, None)
+        return self.network.combine(self.target.embed(tokens), self.network.states(states), None)
+
+    def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.network.config.confidence:
+            return tokens, log_probs
+        together = self.network.coverage(predicted, carried.to(predicted.dtype))
+        return tokens, log_probs.log_softmax(-1) + F.logsigmoid(together.float())
 
     def prompt_states(self, embeds: Tensor, hidden: Tensor, images: Images | None) -> tuple[Tensor, Tensor]:
         """Embeddings and hidden states of a prompt's entries, (batch, entries, hidden) each, with its latents."""
@@ -111,7 +129,8 @@ class MSD(HiddenStateDrafter):
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        target, network, hidden = self.target, self.network, step.features["last"]
+        target, network = self.target, self.network
+        hidden = network.states(self.states(step))
         batch, length = prompt.input_ids.shape
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
         position = torch.full((batch,), length, device=hidden.device) if mask is None else mask.sum(1)
@@ -125,9 +144,9 @@ class MSD(HiddenStateDrafter):
         self.join(batch, kernels.fixed_shapes(hidden.device))
         images = None if visual is None else network.images(visual)
         embeds, hidden = self.prompt_states(embeds, hidden, images)
-        if images is not None:
+        kept = None if visual is None else network.kept(visual, images)
+        if kept is not None:
             assert visual is not None
-            kept = images.kept(visual)
             order, mask = packing(kept if mask is None else kept & mask, left=True)
             at = order if isinstance(at, slice) else at.gather(1, order)
             embeds, hidden = take(embeds, order), take(hidden, order)

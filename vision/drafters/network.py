@@ -7,7 +7,7 @@ are the target's and not part of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.fields import Within
+from mmspec.errors import UserError
 from vision.drafters.latents import Images, Latents, compress, find_images
-from vision.drafters.layer import Attend, DecoderLayer, LayerShape, Rotation
+from vision.drafters.layer import Attend, DecoderLayer, LayerShape, Norm, Rotation
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class MSDConfig(LayerShape):
         latents: latents per image (FLASH); 0 disables compression.
         span: maximum visual tokens per image: longer runs are split into several images; 0 never splits.
         slots: tokens drafted per pass of the layer (FLASH); 1 is MSD.
+        hide_visual: visual positions are not read at all (HiViS, arXiv 2509.23928).
+        reads: layers of the target whose inputs are normed, projected and added to its last hidden state (as EAGLE-3
+            reads several layers, arXiv 2503.01840).
+        norm_output: RMSNorm of predicted hidden states, before the head and before they are fed back (EAGLE-3.1).
+        rank: of an output layer of the cell's own for the slots after the first, in place of the target's head
+            (SlimSpec, arXiv 2605.10453); 0 uses the head. A tree is then at most ``slots`` levels deep.
+        head: rows of that output layer, the draft vocabulary.
+        confidence: an output that predicts the target's probability of a node's drafted children together (DSpark,
+            arXiv 2607.05147).
     """
 
     input_norm: bool = False
@@ -42,6 +52,23 @@ class MSDConfig(LayerShape):
     latents: Annotated[int, Within(0, 2**12)] = 0
     span: Annotated[int, Within(0, 2**20)] = 0
     slots: Annotated[int, Within(1, 64)] = 1
+    hide_visual: bool = False
+    reads: list[int] = field(default_factory=list)
+    norm_output: bool = False
+    rank: Annotated[int, Within(0, 2**16)] = 0
+    head: Annotated[int, Within(0, 2**24)] = 0
+    confidence: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hide_visual and self.latents:
+            raise UserError(f"one of hide_visual and latents must be off: got both, {self.latents} latents")
+        if self.reads and min(self.reads) < 0:
+            raise UserError(f"reads must name layers, from 0 on: got {self.reads}")
+        if bool(self.rank) != bool(self.head):
+            raise UserError(f"rank and head must both be 0 or neither: got {self.rank} and {self.head}")
+        if self.rank and self.slots == 1:
+            raise UserError(f"rank must be 0 with one slot per pass: got {self.rank}")
 
 
 class Cell(nn.Module):
@@ -54,7 +81,11 @@ class Cell(nn.Module):
         self.first = nn.Linear(2 * width, width)
         self.into = nn.Linear(2 * width, width)
         self.out = nn.Linear(width, width, bias=False)
-        self.guess = nn.Linear(width, width)
+        if config.rank:
+            self.narrow = nn.Linear(width, config.rank, bias=False)
+            self.head = nn.Linear(config.rank, config.head)
+        else:
+            self.guess = nn.Linear(width, width)
         # LayerNorm is one kernel; RMSNorm is several on a CPU, half of the cell's time.
         self.norm = nn.LayerNorm(width, config.norm_eps)
 
@@ -69,6 +100,10 @@ class Cell(nn.Module):
     def carry(self, read: Tensor, carried: Tensor) -> Tensor:
         """``forward`` with the output of ``into``."""
         return self.norm(carried + self.out(F.silu(read)))
+
+    def scores(self, carried: Tensor) -> Tensor:
+        """Logits of the draft vocabulary by the low-rank output layer: (..., hidden) -> (..., head)."""
+        return self.head(self.narrow(carried))
 
 
 class MSDNetwork(DecoderLayer):
@@ -87,6 +122,22 @@ class MSDNetwork(DecoderLayer):
             self.latents = Latents(config.latents, width)
         if config.slots > 1:
             self.cell = Cell(config)
+        if config.reads:
+            self.read_norms = nn.ModuleList(Norm(width, config.norm_eps) for _ in config.reads)
+            self.read = nn.Linear(len(config.reads) * width, width, bias=False)
+        if config.norm_output:
+            self.norm = Norm(width, config.norm_eps)
+        if config.confidence:
+            self.confidence = nn.Linear(width, 1)
+
+    def states(self, read: Tensor) -> Tensor:
+        """Hidden states that entries take, (..., hidden), from the target's last ones and those of
+        ``MSDConfig.reads``, concatenated."""
+        if not self.config.reads:
+            return read
+        last, *layers = read.split(self.config.hidden_size, dim=-1)
+        normed = [norm(layer) for norm, layer in zip(self.read_norms, layers, strict=True)]
+        return last + self.read(torch.cat(normed, dim=-1))
 
     def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None) -> Tensor:
         """Layer inputs, with decoupled text and visual positions (arXiv 2505.14260, section 3.2).
@@ -111,6 +162,12 @@ class MSDNetwork(DecoderLayer):
         config = self.config
         return find_images(visual, config.latents, config.span) if config.latents else None
 
+    def kept(self, visual: Tensor, images: Images | None) -> Tensor | None:
+        """Entries that remain, (batch, entries) bool; None if all do. ``images`` are those of ``visual``."""
+        if self.config.hide_visual:
+            return ~visual
+        return None if images is None else images.kept(visual)
+
     def with_latents(self, embeds: Tensor, hidden: Tensor, images: Images) -> tuple[Tensor, Tensor]:
         """``embeds`` and ``hidden``, see ``combine``, with latents at their spots; no entry is dropped yet."""
         weights = self.latents(hidden, images)
@@ -119,7 +176,20 @@ class MSDNetwork(DecoderLayer):
     def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Split the layer's output into predictions and the first slots' carried states (empty for one slot)."""
         width = self.config.hidden_size
-        return output[..., :width], self.cell.begin(output) if self.config.slots > 1 else output[..., width:]
+        predicted = self.normed(output[..., :width])
+        return predicted, self.cell.begin(output) if self.config.slots > 1 else output[..., width:]
+
+    def guess(self, carried: Tensor) -> Tensor:
+        """Prediction of a slot after the first from its carried state, (..., hidden) each."""
+        return self.normed(self.cell.guess(carried))
+
+    def normed(self, predicted: Tensor) -> Tensor:
+        """``predicted`` by ``norm_output``."""
+        return self.norm(predicted) if self.config.norm_output else predicted
+
+    def coverage(self, predicted: Tensor, carried: Tensor) -> Tensor:
+        """Logit of the target's probability of a node's children together, (..., 1); see ``begin``."""
+        return self.confidence(carried if self.config.slots > 1 else predicted)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Predict the next hidden states.

@@ -112,7 +112,17 @@ def test_an_embedded_drafter_drafts_the_same_trees(small, big, request_, name):
     assert len(was[1]) < 12  # few steps: drafts are accepted
 
 
-@pytest.mark.parametrize("settings", [{}, {"slots": 3}, {"slots": 2, "latents": 5, "visual_states": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"slots": 3},
+        {"slots": 2, "latents": 5, "visual_states": True},
+        {"reads": [1, 6], "norm_output": True, "confidence": True},
+        {"slots": 5, "rank": 20, "head": 300, "confidence": True, "hide_visual": True},
+    ],
+    ids=str,
+)
 def test_random_networks_draft_the_same_trees(small, big, request_, settings):
     network = msd_network(small.model, input_norm=True, qkv_bias=True, mlp=80, norm_eps=0.1, **settings)
     for name, parameter in network.named_parameters():
