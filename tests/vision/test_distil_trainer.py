@@ -120,6 +120,7 @@ def test_msd_learns_to_predict_its_target(model: str, train: Callable[..., str],
         ([], 2, 12, 6),
         (["--latents", "3", "--slots", "1", "--passes", "2"], 3, 1, 2),
         (["--ratio", "2", "--slots", "2", "--passes", "2", "--glancing", "0.4"], 8, 2, 4),
+        (["--rank", "12", "--loss", "lk", "--reads", "0,1", "--confidence", "--depth", "6"], 2, 12, 6),
     ],
 )
 def test_flash_learns_to_predict_its_target(
@@ -142,6 +143,28 @@ def test_flash_learns_to_predict_its_target(
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
+
+
+def test_settings_keep_the_drafter_that_training_starts_from(train: Callable[..., str], tmp_path: Path) -> None:
+    """Further layers add nothing at first, and a head of full rank is the target's."""
+    shape = ["--draft-vocabulary", "10", "--slots", "6", "--depth", "6"]
+    train(tmp_path / "first", "--steps", "30", "--rate", "1e-2", *shape, command=flash)
+    options = ["--steps", "1", "--rate", "1e-12", "--depth", "6", "--slots", "6", "--rank", "32", "--reads", "1,0"]
+    train(tmp_path / "more", *options, "--start", str(tmp_path / "first" / DRAFTER), command=flash)
+    before, after = (
+        next(row for row in rows(tmp_path / name)[::step] if row["event"] == "held-out")
+        for name, step in (("first", -1), ("more", 1))
+    )
+    config = json.loads((tmp_path / "more" / DRAFTER / "config.json").read_text())["network"]
+    assert (config["rank"], config["head"], config["reads"]) == (32, 10, [1, 0])
+    for depth in range(1, 7):
+        assert after[f"token_{depth}"] == pytest.approx(before[f"token_{depth}"], rel=1e-3)
+    assert after["mean_acceptance_length"] == before["mean_acceptance_length"]
+
+
+def test_a_low_rank_head_excludes_further_passes(train: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="passes must be 1 with rank: got 2"):
+        train(tmp_path, "--steps", "1", "--rank", "4", "--passes", "2", command=flash)
 
 
 EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]

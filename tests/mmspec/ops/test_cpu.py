@@ -44,7 +44,7 @@ def quantised(x: Tensor) -> Tensor:
 def exact_weight(layer: BlockLinear) -> Tensor:
     """The weight before it is rounded to bfloat16."""
     parts = [part.float() for part in layer._parts()]
-    if layer.kind == "bfloat16":
+    if layer.kind in ("float32", "bfloat16"):
         whole = parts[0]
     else:
         shifted = parts[0] - (128 if layer.kind == "int8" else 0)
@@ -59,7 +59,7 @@ def exact_weight(layer: BlockLinear) -> Tensor:
 def test_products_are_those_of_the_quantised_weight_and_inputs(kind, count):
     layer, _ = layer_of(kind, 50, 72, bias=True)
     x = torch.randn(count, 72)
-    inputs = x.bfloat16().float() if kind == "bfloat16" else quantised(x)
+    inputs = {"float32": x, "bfloat16": x.bfloat16().float()}.get(kind, quantised(x))
     expected = inputs @ exact_weight(layer).T + layer.bias.float()
     torch.testing.assert_close(layer(x), expected, atol=2e-5, rtol=1e-4)
 
@@ -84,6 +84,33 @@ def test_the_greatest_codes_do_not_saturate(kind):
     layer = BLOCKS[kind](torch.full((16, 1536), 127 / 256))
     x = torch.tensor([2.0, 0.0, -2.0])[:, None].expand(3, 1536)
     torch.testing.assert_close(layer(x), x[:, :16] * 1536 * 127 / 256)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "beam", "entries"), [(1, 1, 1), (2, 4, 4), (3, 50, 4)])
+def test_a_tree_level_is_that_of_torch(kind, batch, beam, entries):
+    """Inner width, tokens and rank differ from the states' width; 150 rows are more than are computed at a time."""
+    shapes = {"into": (48, 64), "out": (64, 48), "guess": (20, 64), "head": (90, 20)}
+    layers = {name: layer_of(kind, *shape, bias=name in ("guess", "head"))[0] for name, shape in shapes.items()}
+    table, norm = torch.randn(90, 48), torch.nn.LayerNorm(64, 1e-5)
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    carried = torch.randn(batch, entries, 64)
+    origin, tokens = torch.randint(entries, (batch, beam)), torch.randint(90, (batch, beam))
+    weights = cpu.cell_weights([layer.native for layer in layers.values()], table, norm)
+    product = lambda name, x: layers[name](x)  # noqa: E731
+    before = carried.gather(1, origin[..., None].expand(-1, -1, 64))
+    state = norm(before + product("out", F.silu(table[tokens] + product("into", before))))
+    guess = product("guess", state)
+    expected = product("head", guess).log_softmax(-1).topk(5)
+    for count in THREADS:
+        torch.set_num_threads(count)
+        found = cpu.draft_level(weights, carried, origin, tokens, 5)
+        tolerance = {"atol": 1e-4, "rtol": 1e-4} if kind == "float32" else {"atol": 0.1, "rtol": 0.05}
+        for mine, theirs in zip(found, (state, guess, expected.indices, expected.values), strict=True):
+            if mine.dtype == torch.int64 and kind == "bfloat16":
+                continue  # roundings of the states may exchange neighbours
+            torch.testing.assert_close(mine, theirs, **tolerance)
 
 
 def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
