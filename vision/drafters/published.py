@@ -325,7 +325,7 @@ def _check(
     unknown = sorted(tensors.keys() - shapes.keys() - _HARMLESS)
     if missing or unknown:
         found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of an {layout} drafter, received {'; '.join(found)}")
+        raise UserError(f"{source}: expected exactly the tensors of layout {layout}, received {'; '.join(found)}")
     for name in sorted(shapes.keys() & tensors.keys()):
         tensor = tensors[name]
         if tuple(tensor.shape) != shapes[name]:
