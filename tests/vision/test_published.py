@@ -158,7 +158,7 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
     for name in tensors:
         rest = {other: value for other, value in tensors.items() if other != name}
         assert published.recognise(write(tmp_path, LLAVA, rest)) == "msd"
-        with pytest.raises(UserError, match=rf"tensors of an msd drafter, received missing {name}$"):
+        with pytest.raises(UserError, match=rf"tensors of layout msd, received missing {name}$"):
             published.read_published(tmp_path)
 
 

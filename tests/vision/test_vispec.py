@@ -159,7 +159,7 @@ def test_every_missing_and_every_further_tensor_is_named(tmp_path):
     tensors = vispec_tensors(config)
     for number, name in enumerate(sorted(tensors.keys() - {"embed_tokens.weight"})):
         rest = {other: value for other, value in tensors.items() if other != name}
-        with pytest.raises(UserError, match=rf"expected exactly the tensors of an vispec drafter.*missing {name}"):
+        with pytest.raises(UserError, match=rf"expected exactly the tensors of layout vispec.*missing {name}"):
             make_drafter(f"vispec:{write(tmp_path / str(number), config, rest)}")
     more = write(tmp_path / "more", config, tensors | {"imadpt.o_proj.bias": torch.zeros(48)})
     with pytest.raises(UserError, match=r"received unknown imadpt.o_proj.bias"):
@@ -173,5 +173,5 @@ def test_other_kinds_are_refused(tmp_path):
     config = CONFIGS["llava_next"]
     with pytest.raises(UserError, match="expected the tensors of a vispec drafter, received msd"):
         make_drafter(f"vispec:{write(tmp_path / 'msd', LLAVA)}")
-    with pytest.raises(UserError, match=r"expected exactly the tensors of an eagle drafter, received unknown imadpt"):
+    with pytest.raises(UserError, match=r"expected exactly the tensors of layout eagle, received unknown imadpt"):
         make_drafter(f"eagle:{write(tmp_path / 'vispec', config, vispec_tensors(config))}")
