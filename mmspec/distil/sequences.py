@@ -116,6 +116,9 @@ class Encoder:
             shown, media["images"], media["videos"] = processor.place_media(conversation.messages, **self._video)
         else:
             shown = data.as_text(conversation.messages)
+        if processor.has_typed_tokens(shown):
+            self._reasons[conversation.id] = "special tokens in the text"
+            return None
         last = max(index for index, message in enumerate(shown) if message["role"] == "assistant")
         prompt = self.pipe.encode([{"prompt": shown[:last], **media}])
         processed = prompt.input_ids[0].tolist()

@@ -67,6 +67,10 @@ class Processor:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
 
+    def has_typed_tokens(self, prompt: Any) -> bool:
+        """Whether text or chat messages contain the names of special tokens, which are encoded as text."""
+        return self._user_text.mark(prompt) is not prompt
+
     def _token_ids(self, prompt: Any) -> list[int]:
         tokenizer = self.tokenizer
         template = getattr(tokenizer, "chat_template", None)

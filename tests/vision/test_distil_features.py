@@ -359,6 +359,17 @@ def test_features_can_be_used_in_autograd():
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_conversations_with_names_of_special_tokens_are_skipped(role):
+    """The pipeline encodes them as text, the chat template's own as tokens."""
+    content = {"user": "What is it?", "assistant": "A circle."}
+    content[role] = "The token </s> ends a text."
+    messages = tuple({"role": name, "content": [{"type": "text", "text": text}]} for name, text in content.items())
+    extractor = Extractor(tiny_llava())
+    assert extractor.rows([Conversation("1", messages, (None,))]) == [None]
+    assert extractor.skipped == {"special tokens in the text": 1}
+
+
 def test_long_conversations_lose_turns_then_text_but_no_image_tokens():
     pipe, conversation = tiny_llava(), CONVERSATIONS["later images"]
     full = Encoder(pipe)(conversation)
