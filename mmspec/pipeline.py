@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mmspec import plugins
-from mmspec.checks import shown
+from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.checks import shown, whole
 from mmspec.drafters.drafter import Drafter
 from mmspec.engine.engine import SLOTS, Engine
 from mmspec.engine.request import SLOT_COUNT, Call, parse
@@ -27,6 +28,7 @@ from mmspec.targets.processor import Detokenizer, Processor
 from mmspec.targets.target import Prompt, Target
 
 Message = Mapping[str, Any]
+_BYTES = whole(0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def load(
     dtype: Any = "auto",
     processor: Any = None,
     slots: int = SLOTS,
+    prefix_cache: int = 0,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -81,6 +84,8 @@ def load(
             below a billion parameters; otherwise it is the checkpoint's dtype.
         processor: the tokenizer or processor of a model that is given as an object.
         slots: requests that decode at the same time; each needs memory for its keys and values.
+        prefix_cache: memory in bytes for the states of prompts: one that begins like an earlier one, such as the next
+            turn of a conversation, then computes only its new tokens. 0 keeps none.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
@@ -95,7 +100,13 @@ def load(
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(given)}")
         home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
-        return Pipeline(adapter(model), adapter.processor_class(processor), make_drafter(drafter, home), slots=slots)
+        return Pipeline(
+            adapter(model),
+            adapter.processor_class(processor),
+            make_drafter(drafter, home),
+            slots=slots,
+            prefix_cache=prefix_cache,
+        )
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:
@@ -104,7 +115,8 @@ def load(
     folder = plugins.model_path(model)
     # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-    return Pipeline(*load_target(folder, device, dtype, **options), speculator, model, slots=slots)
+    target, processor = load_target(folder, device, dtype, **options)
+    return Pipeline(target, processor, speculator, model, slots=slots, prefix_cache=prefix_cache)
 
 
 class Pipeline:
@@ -119,6 +131,7 @@ class Pipeline:
         drafter: None for plain decoding.
         name: how the model was asked for; by default the name that its configuration gives.
         slots: requests that decode at the same time; further ones wait.
+        prefix_cache: see ``load``; for targets with that attribute.
 
     Attributes:
         model, processor: the plain transformers objects.
@@ -135,6 +148,7 @@ class Pipeline:
         name: str = "",
         *,
         slots: int = SLOTS,
+        prefix_cache: int = 0,
     ) -> None:
         # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
         self.target: Any = target
@@ -145,6 +159,10 @@ class Pipeline:
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.slots = SLOT_COUNT.check("slots", slots)
+        if _BYTES.check("prefix_cache", prefix_cache):
+            if not hasattr(self.target, "prefix_cache"):
+                raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
+            self.target.prefix_cache = PrefixCache(prefix_cache)
         self.engine = Engine(target, drafter, self._budget, slots=slots)
         self.engine.attach()
 

@@ -226,6 +226,12 @@ class StateCache(TreeCache):
             self._state.append(prompt._state.data[: prompt.rows])
         super().append(prompt, reserve)
 
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), self._conv.state.data, self._state.data]
+
+    def truncate(self, length: int) -> None:
+        raise UserError("recurrent states cannot be cut: only whole prefixes are used again")
+
     def select(self, rows: Sequence[int]) -> None:
         self._conv.state.select(rows)
         if self._recurrence is not None:

@@ -180,6 +180,15 @@ class TreeCache(Cache):
         self._used[buffer] += 1
         return buffer, self._used[buffer] - 1
 
+    def tensors(self) -> list[Tensor]:
+        """The buffers, for their memory."""
+        return self._buffers
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens of a single row from ``length`` on."""
+        self.lengths = [length]
+        self._changed()
+
     def reserve_nodes(self, nodes: int) -> None:
         """Reserve KV slots for the next pass; a captured pass cannot allocate."""
         self.allocate(self.rows, self.get_seq_length() + nodes)

@@ -275,7 +275,7 @@ class Engine:
     def _schedule(self, tokens: int) -> _PromptBatch | None:
         """Next prompts to prefill: compatible ones are stacked up to ``tokens`` tokens, padding included."""
         found: list[_PromptBatch] = []
-        longest, rows = 0, len(self.running)
+        longest, rows, caches = 0, len(self.running), getattr(self.target, "prefix_cache", None) is not None
         with self._changed:
             while self._waiting:
                 batch = self._waiting[0]
@@ -288,7 +288,8 @@ class Engine:
                     found.append(batch)
                 else:
                     compatible = (batch.nodes, batch.kind) == (self._nodes, self._kind)
-                    fits = not found or longest * (rows - len(self.running)) <= tokens
+                    # Prefixes are those of single prompts.
+                    fits = not found or (not caches and longest * (rows - len(self.running)) <= tokens)
                     if not (compatible and fits and rows <= self.slots):
                         break
                     found.append(batch)
@@ -314,6 +315,7 @@ class Engine:
         self._prefilled.append((batch.prompt, step, sequences))
         now = clock()
         for sequence, token in zip(sequences, first.tolist(), strict=True):
+            sequence.stats.num_cached_tokens = step.cached_tokens
             sequence.stats.num_generated_tokens = sequence.append([0], [token])
             sequence.stats.prefill_seconds = batch.seconds
             sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added

@@ -17,6 +17,7 @@ class Stats:
     ``1 <= mean_acceptance_length <= num_spec_tokens + 1``.
     """
 
+    num_cached_tokens: int = 0  # of the prompt, whose states were kept from an earlier one
     num_generated_tokens: int = 0
     num_spec_steps: int = 0
     num_draft_tokens: int = 0

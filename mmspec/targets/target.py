@@ -119,6 +119,7 @@ class Step:
         embeds: (batch, length, hidden), prefill only: the input embeddings of the language model.
         positions: (batch, length) or (axes, batch, length) int64, prefill only: the decoder's ``position_ids``; with
             several axes (Qwen-VL), the last three are time, height and width.
+        cached_tokens: of the prompt, whose states were kept from an earlier one.
     """
 
     logits: Tensor
@@ -126,6 +127,7 @@ class Step:
     visual: Tensor | None = None
     embeds: Tensor | None = None
     positions: Tensor | None = None
+    cached_tokens: int = 0
 
 
 class Target(Protocol):

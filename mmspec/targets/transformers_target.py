@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
@@ -44,6 +45,7 @@ class TransformersTarget:
         processor_class: the ``Processor`` of these models.
         decoder: runs the passes.
         cost: measured verify times; if known, trees are padded to the width with the fastest pass.
+        prefix_cache: keeps the states of prompts for later ones that begin alike; None computes every prompt.
 
     Raises:
         UserError: a part of the architecture cannot verify trees exactly.
@@ -59,6 +61,7 @@ class TransformersTarget:
         self._embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.cost: CostTable | None = None
+        self.prefix_cache: PrefixCache | None = None
         self.features: Sequence[Feature] = ("last",)
         self._cache: TreeCache | None = None
         # (rows,) position of the next token, and the last position within the context limit
@@ -132,35 +135,85 @@ class TransformersTarget:
         shortest = length if mask is None else int(mask.sum(1).min())
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
         reserve = length + min(longest, 4096) + 64
+        keeps = self.prefix_cache is not None and batch == 1 and mask is None
         # Rows that are copied to another cache need no slots for the answer.
-        cache = self.decoder.new_cache(length + 1 if self.in_place or self.rows else reserve, False)
-        positions = prompt.inputs.get("position_ids")
-        if positions is None:
-            positions = self._prompt_positions(ids, mask)
-        call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        given = self.decoder.chunk_inputs(call, cache) if chunk is not None and batch == 1 and length > chunk else None
-        if chunk is None or given is None:
+        cache = self.decoder.new_cache(length + 1 if self.in_place or self.rows or keeps else reserve, False)
+        found = self._resumed(prompt, cache) if keeps else None
+        first = 0
+        if found is not None:
+            call, prefix, first = found
+            given = self.decoder.chunk_inputs(call, cache)
+        else:
+            prefix, positions = None, prompt.inputs.get("position_ids")
+            if positions is None:
+                positions = self._prompt_positions(ids, mask)
+            call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            splits = chunk is not None and batch == 1 and length > chunk
+            given = self.decoder.chunk_inputs(call, cache) if splits else None
+        if first == length:
+            assert prefix is not None
+            logits, features = prefix.logits, prefix.features
+        elif given is None:
             logits, given, features = self.decoder.prefill(call, cache, self.features)
             cache.commit_prompt(length, mask, batch)
+            self._head.check(features["last"][:, -1:], logits)
         else:
-            passes: list[dict[Feature, Tensor]] = []
-            for start in range(0, length, chunk):
-                if start:
+            passes = [] if prefix is None else [{name: one[:, :first] for name, one in prefix.features.items()}]
+            for start in range(first, length, chunk or length):
+                if start > first:
                     yield None
-                part = slice(start, min(start + chunk, length))
+                part = slice(start, min(start + (chunk or length), length))
                 passes.append(self.decoder.prefill_chunk(given, part, cache, self.features))
-            features = {name: torch.cat([one[name] for one in passes], dim=1) for name in passes[0]}
-            logits = self.head(features["last"][:, -1:])
+            features = {name: torch.cat([one[name] for one in passes], dim=1) for name in self.features}
+            logits = self.head(passes[-1]["last"][:, -1:])
+            self._head.check(passes[-1]["last"][:, -1:], logits)
+        assert given is not None
         # Decoders without attention, or with ALiBi, have no position_ids.
-        known = given.get("position_ids") if self.decoder.takes_positions else positions
+        known = given.get("position_ids") if self.decoder.takes_positions else call["position_ids"]
+        embeds = given.get("inputs_embeds")
+        if prefix is not None and prefix.embeds is not None:
+            embeds = torch.cat([prefix.embeds[:, :first], self.embed(ids[:, first:])], dim=1)
         position = self._next_position(prompt, known)
         last = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
-        self._head.check(features["last"][:, -1:], logits)
-        self._join(cache, reserve)
+        self._join(cache, reserve, keeps)
         self._position.append(position)
         self._last_position.append(last)
         kept = {name: features[name] for name in self.features}
-        yield Step(logits, kept, self._visual(prompt), given.get("inputs_embeds"), known)
+        if keeps:
+            assert self.prefix_cache is not None
+            state = Prefix(ids[0].tolist(), self._prefix_key(prompt), cache, logits, kept, embeds, known)
+            self.prefix_cache.add(state, self._states_are_whole)
+        yield Step(logits, kept, self._visual(prompt), embeds, known, first)
+
+    def _resumed(self, prompt: Prompt, cache: TreeCache) -> tuple[dict[str, Any], Prefix, int] | None:
+        """The decoder's inputs for a prompt that begins like an earlier one, the earlier one and the number of tokens
+        in common, whose states are copied to ``cache``; None if there is none."""
+        assert self.prefix_cache is not None
+        ids, whole = prompt.input_ids, self._states_are_whole
+        visual = self._visual(prompt)
+        media = 0 if visual is None or not bool(visual.any()) else int(visual[0].nonzero()[-1]) + 1
+        found = self.prefix_cache.find(ids[0].tolist(), self._prefix_key(prompt), self.features, media, whole)
+        if found is None:
+            return None
+        prefix, common = found
+        length = ids.shape[1]
+        # The last token's logits are known for whole prefixes only.
+        common = common if common == len(prefix.tokens) else min(common, length - 1)
+        call: dict[str, Any] = {"input_ids": ids, "position_ids": _continued(prefix.positions, common, length)}
+        if self.decoder.chunk_inputs(call, cache) is None:
+            return None
+        cache.append(prefix.cache, length + 1)
+        if common < len(prefix.tokens):
+            cache.truncate(common)
+        return call, prefix, common
+
+    def _prefix_key(self, prompt: Prompt) -> Hashable:
+        return self.kind(prompt), media_key(prompt), self.device, self.dtype
+
+    @property
+    def _states_are_whole(self) -> bool:
+        """Whether states of fewer tokens cannot be cut from those of a prompt."""
+        return self.layers is not None
 
     def kind(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1])
@@ -239,11 +292,11 @@ class TransformersTarget:
             inputs[PASS] = TreePass(self.config, cache.bounds.first(batch), depth)
         return self.decoder.forward(inputs, cache, self.features)
 
-    def _join(self, prompts: TreeCache, reserve: int) -> None:
-        """Add the rows of a prefilled cache, with at most ``reserve`` slots."""
+    def _join(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
+        """Add the rows of a prefilled cache, with at most ``reserve`` slots; ``copy`` leaves that cache as it is."""
         if self._cache is None or self._cache.in_place != self.in_place or not (self.in_place or self.rows):
             self._position, self._last_position = RowTensor(self.in_place), RowTensor(self.in_place)
-            self._cache = self.decoder.new_cache(reserve, True) if self.in_place else prompts
+            self._cache = self.decoder.new_cache(reserve, self.in_place) if self.in_place or copy else prompts
         if self._cache is not prompts:
             self._cache.append(prompts, reserve)
 
@@ -306,6 +359,20 @@ class TransformersTarget:
 
     def _visual(self, prompt: Prompt) -> Tensor | None:
         return None
+
+
+def _continued(positions: Tensor | None, common: int, length: int) -> Tensor | None:
+    """Positions of a prompt of ``length`` tokens whose first ``common`` ones have known positions, the rest being text:
+    all axes advance from the greatest position; a fourth axis, in front, counts tokens (Qwen-VL)."""
+    if positions is None:
+        return None
+    known = positions[..., :common]
+    step = torch.arange(length - common, device=positions.device)
+    if known.ndim == 2:
+        return torch.cat([known, known[:, -1:] + 1 + step], dim=1)
+    new = (known[-3:].max() + 1 + step).expand(len(known), known.shape[1], -1).clone()
+    new[:-3] = known[:-3, :, -1:] + 1 + step
+    return torch.cat([known, new], dim=-1)
 
 
 def node_bucket(nodes: int) -> int:

@@ -1,0 +1,90 @@
+"""Time to the first token of follow-up questions, with and without cached prefixes: ``python -m eval.prefix_cache``.
+
+Conversations about held-out scenes: a caption, then questions, each with the whole conversation as its prompt. Two
+pipelines over the same weights answer them interleaved, one without cached prefixes. Times are those of a client, from
+the request to the first piece of a stream, image preprocessing included; tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import statistics
+from time import perf_counter as clock
+from typing import Any
+
+import click
+
+import mmspec
+from eval.harness.output import benchmark, make_table, wide_console
+from eval.harness.prompts import suite_conversations
+from mmspec.speculation.calibrate import describe
+
+_BYTES = 1 << 30
+
+
+def timed(pipe: mmspec.Pipeline, request: dict[str, Any], max_new_tokens: int) -> tuple[float, str, list[int], int]:
+    """Seconds to the first piece, text, tokens, and the number of cached tokens of the prompt."""
+    start, first = clock(), None
+    pieces = []
+    for piece in pipe.stream(**request, max_new_tokens=max_new_tokens):
+        first = clock() - start if first is None else first
+        pieces.append(piece)
+    stats = pieces[-1].stats
+    assert stats is not None
+    assert first is not None
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    return first, "".join(piece.text for piece in pieces), tokens, stats.num_cached_tokens
+
+
+@benchmark
+@click.option("--model", default="tiny-llava", show_default=True)
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--conversations", "count", type=click.IntRange(1), default=12, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(2), default=120, show_default=True)
+def main(model: str, dtype: str, count: int, max_new_tokens: int) -> dict[str, Any]:
+    """Measure times to first token by turn: a table, then one JSON line."""
+    plain = mmspec.load(model, dtype=dtype)
+    pipes = {"computed": plain, "cached": mmspec.load(model, dtype=dtype, prefix_cache=_BYTES)}
+    rows: dict[int, dict[str, list[Any]]] = {}
+    conversations = suite_conversations("turns", count + 1)
+    for number, conversation in enumerate(conversations):
+        answers: list[str] = []
+        for turn in range(len(conversation.questions)):
+            request = conversation.request(answers)
+            found = {name: timed(pipe, request, max_new_tokens) for name, pipe in pipes.items()}
+            answers.append(found["computed"][1])
+            if number == 0:
+                continue  # warm-up
+            row = rows.setdefault(turn, {name: [] for name in (*pipes, "tokens", "equal")})
+            for name, (seconds, *_) in found.items():
+                row[name].append(seconds)
+            row["tokens"].append(found["cached"][3])
+            row["equal"].append(found["cached"][2] == found["computed"][2])
+    first = rows[0]["cached"]
+    table = [
+        {
+            "turn": turn + 1,
+            "computed_seconds": statistics.median(row["computed"]),
+            "cached_seconds": statistics.median(row["cached"]),
+            "over_computed": statistics.median(a / b for a, b in zip(row["cached"], row["computed"], strict=True)),
+            "over_first_turn": statistics.median(a / b for a, b in zip(row["cached"], first, strict=True)),
+            "cached_tokens": statistics.median(row["tokens"]),
+            "equal": sum(row["equal"]),
+            "answers": len(row["equal"]),
+        }
+        for turn, row in rows.items()
+    ]
+    columns = [
+        ("turn", "{turn}"),
+        ("first token, computed", lambda row: f"{1e3 * row['computed_seconds']:.1f} ms"),
+        ("cached", lambda row: f"{1e3 * row['cached_seconds']:.1f} ms"),
+        ("over computed", "{over_computed:.2f}"),
+        ("over the first turn", "{over_first_turn:.2f}"),
+        ("cached tokens", "{cached_tokens:.0f}"),
+        ("equal", "{equal}/{answers}"),
+    ]
+    wide_console().print(make_table(columns, table, title=f"{count} conversations"))
+    return {"model": model, **describe(plain.target), "conversations": count, "turns": table}
+
+
+if __name__ == "__main__":
+    main()

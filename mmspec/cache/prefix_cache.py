@@ -1,0 +1,135 @@
+"""States of prompts, kept for later prompts that begin with the same tokens and media."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.targets.target import Feature, Prompt
+
+LEAST_TOKENS = 8
+"""Shorter prefixes are computed again."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt of one row and what a target computed for it.
+
+    Attributes:
+        tokens: of the prompt.
+        key: of what the states depend on besides the tokens.
+        cache: the target's cache after the prompt, of one row.
+        logits: (1, 1, vocab), at the last token.
+        features: (1, length, hidden) each, hidden states that drafters read.
+        embeds: (1, length, hidden), input embeddings; None where the decoder embeds the tokens itself.
+        positions: (1, length) or (axes, 1, length) int64, the decoder's ``position_ids``; None if it takes none.
+    """
+
+    tokens: list[int]
+    key: Hashable
+    cache: TreeCache
+    logits: Tensor
+    features: dict[Feature, Tensor]
+    embeds: Tensor | None
+    positions: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors."""
+        tensors = [self.logits, self.embeds, self.positions, *self.features.values(), *self.cache.tensors()]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class PrefixCache:
+    """The most recently used prefixes within a memory limit. Threads may share it.
+
+    Args:
+        limit: bytes; a prefix that exceeds it alone is not kept.
+
+    Attributes:
+        nbytes: memory in use.
+        queries, hits: tokens of prompts that were looked up, and those of them that were found.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = self.queries = self.hits = 0
+        self._entries: list[Prefix] = []  # the most recently used one is last
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(
+        self, tokens: Sequence[int], key: Hashable, features: Sequence[Feature], least: int, whole: bool
+    ) -> tuple[Prefix, int] | None:
+        """The prefix that has most tokens in common with a prompt, and their number.
+
+        Args:
+            key: of the prompt, equal to the prefix's.
+            features: that the prefix must have.
+            least: tokens that must be in common.
+            whole: prefixes cannot be cut: all their tokens must be in common.
+        """
+        with self._lock:
+            best, most = None, max(least, LEAST_TOKENS) - 1
+            for entry in self._entries:
+                if entry.key == key and entry.features.keys() >= set(features):
+                    common = _common(entry.tokens, tokens)
+                    if common > most and (common == len(entry.tokens) or not whole):
+                        best, most = entry, common
+            self.queries += len(tokens)
+            if best is None:
+                return None
+            self.hits += most
+            self._entries.remove(best)
+            self._entries.append(best)
+            return best, most
+
+    def add(self, prefix: Prefix, whole: bool) -> None:
+        """Keep a prefix, in place of those that it extends; not if they are needed whole."""
+        size = prefix.nbytes
+        if size > self.limit:
+            return
+        with self._lock:
+            self._entries = [one for one in self._entries if not _replaces(prefix, one, whole)]
+            sizes = [entry.nbytes for entry in self._entries]
+            while sum(sizes) + size > self.limit:
+                self._entries, sizes = self._entries[1:], sizes[1:]
+            self._entries.append(prefix)
+            self.nbytes = sum(sizes) + size
+
+    def clear(self) -> None:
+        """Drop all prefixes."""
+        with self._lock:
+            self._entries, self.nbytes = [], 0
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of equal elements that two sequences begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _replaces(new: Prefix, old: Prefix, whole: bool) -> bool:
+    """Whether a prefix makes an earlier one superfluous."""
+    extends = new.key == old.key and new.tokens[: len(old.tokens)] == old.tokens
+    return extends and new.features.keys() >= old.features.keys() and (new.tokens == old.tokens or not whole)
+
+
+def media_key(prompt: Prompt) -> str:
+    """A key of a prompt's inputs other than tokens: equal for equal contents."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(prompt.inputs.items()):
+        if isinstance(value, Tensor) and value.shape == prompt.input_ids.shape:
+            continue  # one value per token, which follows from the tokens
+        digest.update(f"{name} {getattr(value, 'shape', value)} {getattr(value, 'dtype', '')};".encode())
+        if isinstance(value, Tensor):
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

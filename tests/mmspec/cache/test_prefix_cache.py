@@ -1,0 +1,249 @@
+"""Prompts that begin like earlier ones compute only the rest, and are answered as if they computed everything."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import mmspec
+from eval.decoding.tiny_models import msd_network, text_inputs, vision_inputs
+from mmspec import SamplingParams, plugins
+from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.engine.engine import Engine
+from mmspec.engine.stopping import Stopper
+from mmspec.errors import UserError
+from mmspec.speculation.budget import Budget
+from mmspec.targets.target import Prompt
+from tests.decoding import decode
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from vision.drafters.msd import Flash
+
+BYTES = 1 << 24
+
+
+def prefix(tokens, key="", size=16, **changes):
+    cache = TreeCache(1, reserve=1)
+    states = torch.zeros(1, 1, len(tokens), size)
+    cache.update(states, states, 0)
+    cache.commit_prompt(len(tokens), None, 1)
+    values = {"logits": torch.zeros(1, 1, 4), "features": {"last": torch.zeros(1, len(tokens), size)}}
+    return Prefix(list(tokens), key, cache, **{**values, "embeds": None, "positions": None, **changes})
+
+
+# ---------------------------------------------------------------------- the cache
+
+
+def test_the_prefix_with_most_tokens_in_common_is_found():
+    cache = PrefixCache(BYTES)
+    for tokens in (range(20), range(10, 40), [*range(15), 99, *range(30)]):
+        cache.add(prefix(tokens), whole=False)
+    found, common = cache.find([*range(18), 7, 7], "", ["last"], 0, whole=False)
+    assert (found.tokens, common) == (list(range(20)), 18)
+    assert cache.find([*range(18), 7, 7], "", ["last"], 0, whole=True) is None
+    assert cache.find(range(25), "", ["last"], 0, whole=True)[1] == 20
+    assert cache.find(range(25), "", ["last"], 21, whole=False) is None  # an image ends later
+    assert cache.find(range(7), "", ["last"], 0, whole=False) is None  # too short to pay
+    assert cache.find(range(25), "another image", ["last"], 0, whole=False) is None
+    assert cache.find(range(25), "", ["last", 2], 0, whole=False) is None
+    assert (cache.queries, cache.hits) == (20 + 20 + 25 + 25 + 7 + 25 + 25, 18 + 20)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_prefix_replaces_what_can_be_cut_from_it(whole):
+    cache = PrefixCache(BYTES)
+    for tokens in (range(10), range(30), range(30), range(40, 60)):
+        cache.add(prefix(tokens), whole)
+    assert len(cache) == (3 if whole else 2)
+    cache.add(prefix(range(50), "another"), whole)
+    assert len(cache) == (4 if whole else 3)
+
+
+def test_the_least_recently_used_prefixes_leave_first():
+    size = prefix(range(20)).nbytes
+    cache = PrefixCache(3 * size)
+    for first in (0, 100, 200):
+        cache.add(prefix(range(first, first + 20)), whole=False)
+    assert cache.nbytes == 3 * size
+    assert cache.find(range(20), "", ["last"], 0, whole=False) is not None
+    cache.add(prefix(range(300, 320)), whole=False)
+    assert cache.find(range(100, 120), "", ["last"], 0, whole=False) is None
+    assert cache.find(range(20), "", ["last"], 0, whole=False) is not None
+    cache.add(prefix(range(400, 500)), whole=False)  # larger than the limit: nothing leaves for it
+    assert (len(cache), cache.nbytes) == (3, 3 * size)
+    cache.clear()
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_keys_tell_media_apart():
+    ids = torch.arange(12)[None]
+    image = torch.rand(1, 3, 8, 8)
+    prompts = [
+        Prompt(ids),
+        Prompt(ids, inputs={"pixel_values": image}),
+        Prompt(ids, inputs={"pixel_values": image + torch.tensor([1e-3, 0, 0]).view(3, 1, 1)}),
+        Prompt(ids, inputs={"pixel_values": image.bfloat16()}),
+        Prompt(ids, inputs={"pixel_values": image.view(3, 1, 8, 8)}),
+        Prompt(ids, inputs={"pixel_values_videos": image}),
+    ]
+    assert len({media_key(prompt) for prompt in prompts}) == len(prompts)
+    # What has a value per token follows from the tokens; a longer prompt has more of them.
+    typed = Prompt(ids, inputs={"pixel_values": image, "mm_token_type_ids": torch.zeros_like(ids)})
+    assert media_key(typed) == media_key(prompts[1])
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def answered(target, drafter, prompt, sampling=None, nodes=6, new=8):
+    """Tokens of a prompt's answer, and how many of the prompt's states were known."""
+    sampler = SamplingParams(seed=3, **(sampling or {})).sampler()
+    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), Budget(nodes, 3))
+    return row.token_ids, row.stats.num_cached_tokens
+
+
+def followed(prompt, answer, question=(5, 6, 7, 8)):
+    """The prompt of the next turn."""
+    ids = torch.cat([prompt.input_ids, torch.tensor([[*answer, *question]])], dim=1)
+    more = ids.shape[1] - prompt.input_ids.shape[1]
+    grown = {
+        name: torch.nn.functional.pad(value, (0, more)) if value.shape == prompt.input_ids.shape else value
+        for name, value in prompt.inputs.items()
+    }
+    return Prompt(ids, None, grown)
+
+
+def prompts_of(name, turns=3):
+    """A conversation's prompts, its answers as a pipeline without cached prefixes gives them."""
+    model = shared_model(name)
+    vision = hasattr(model.config, "vision_config")
+    prompt = prompt_of(vision_inputs(name, 1, 2) if vision else text_inputs(1, 20))
+    prompt.attention_mask = None
+    target, found = plugins.target_class(model.config)(model), []
+    for _ in range(turns):
+        answer, known = answered(target, None, prompt)
+        assert known == 0
+        found.append((prompt, answer))
+        prompt = followed(prompt, answer)
+    return model, found
+
+
+ATTENTION = ["llama", "gemma2", "mistral-window", "qwen2", "doge", "llava", "llava_next", "qwen2_vl", "qwen3_vl"]
+RECURRENT = ["bamba", "mamba2", "qwen3_next", "llava_bamba", "qwen3_5"]
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, *RECURRENT])
+def test_conversations_go_on_from_known_states(name):
+    model, turns = prompts_of(name)
+    target = plugins.target_class(model.config)(model)
+    target.prefix_cache = PrefixCache(BYTES)
+    before = 0
+    for prompt, expected in turns:
+        answer, known = answered(target, None, prompt)
+        assert (answer, known) == (expected, before)
+        before = prompt.input_ids.shape[1]
+    # The same prompt again needs no pass at all.
+    assert answered(target, None, turns[-1][0]) == (turns[-1][1], before)
+
+
+@pytest.mark.parametrize("name", ["llama", "bamba", "llava", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["ngram", "recycle", "flash"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafters_know_the_whole_prompt(name, kind, temperature):
+    model, turns = prompts_of(name)
+    make = {
+        "ngram": Ngram,
+        "recycle": Recycle,
+        "flash": lambda: Flash(msd_network(model, slots=2, latents=2), top_k=3, depth=4),
+    }[kind]
+    drafters, targets = (make(), make()), [plugins.target_class(model.config)(model) for _ in range(2)]
+    targets[1].prefix_cache = PrefixCache(BYTES)
+    for number, (prompt, _) in enumerate(turns):
+        sampling = {"temperature": temperature}
+        plain, mine = (answered(*pair, prompt, sampling) for pair in zip(targets, drafters, strict=True))
+        assert mine[0] == plain[0]
+        assert bool(mine[1]) == (number > 0)
+
+
+def test_attention_goes_on_from_a_part_of_a_prompt_and_recurrence_does_not():
+    for name, parts in (("llama", (0, 15, 15)), ("bamba", (0, 0, 20))):
+        model = shared_model(name)
+        plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+        target.prefix_cache = PrefixCache(BYTES)
+        ids = text_inputs(1, 30)["input_ids"]
+        other = torch.cat([ids[:, :15], 100 - ids[:, 15:]], dim=1)
+        for tokens, known in zip((ids[:, :20], other, ids), parts, strict=True):
+            prompt = Prompt(tokens)
+            expected, _ = answered(plain, None, prompt)
+            assert answered(target, None, prompt) == (expected, known if tokens is not ids or name == "bamba" else 20)
+
+
+def test_another_image_computes_everything(monkeypatch):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    target.prefix_cache = PrefixCache(BYTES)
+    first, second = (prompt_of(vision_inputs("llava", 1, 1)) for _ in range(2))
+    first.attention_mask = second.attention_mask = None
+    second.inputs = {"pixel_values": -first.inputs["pixel_values"]}
+    answer, _ = answered(target, None, first)
+    plain = plugins.target_class(model.config)(model)
+    assert answered(target, None, second) == (answered(plain, None, second)[0], 0)
+    # The tower does not see a known image again.
+    tower = model.base_model.vision_tower
+    monkeypatch.setattr(tower, "forward", lambda *args, **options: pytest.fail("the image is known"))
+    assert answered(target, None, followed(first, answer))[1] == first.input_ids.shape[1]
+
+
+def test_long_rest_in_chunks_beside_other_sequences():
+    """A follow-up joins while another sequence decodes, its new tokens in several chunks."""
+    model = shared_model("llama")
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target.prefix_cache = PrefixCache(BYTES)
+    prompts = [Prompt(text_inputs(1, 20, seed)["input_ids"]) for seed in range(3)]
+    prompts.append(followed(prompts[0], [], tuple(text_inputs(1, 40, 9)["input_ids"][0].tolist())))
+    expected = [answered(plain, None, prompt, new=30)[0] for prompt in prompts]
+    answered(target, None, prompts[0])
+    engine = Engine(target, None, lambda batch, nodes: Budget(0), slots=8, chunk=7)
+    sampler, stopper = SamplingParams().sampler(), Stopper(30, criteria=[])
+    rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [row.token_ids for row in rows] == expected
+    assert [row.stats.num_cached_tokens for row in rows] == [20, 0, 0, 20]
+
+
+def test_threads_share_prefixes():
+    model = shared_model("llama")
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    pipe = mmspec.Pipeline(target, slots=4, prefix_cache=BYTES)
+    first = text_inputs(1, 20)["input_ids"]
+    prompts = [Prompt(torch.cat([first, text_inputs(1, 6, seed)["input_ids"]], dim=1)) for seed in range(8)]
+    expected = [answered(plain, None, prompt)[0] for prompt in prompts]
+
+    def ask(prompt):
+        (row,) = pipe.engine.add(prompt, SamplingParams().sampler(), Stopper(8, criteria=[]))
+        pipe.engine.wait(lambda: row.done)
+        return row.token_ids, row.stats.num_cached_tokens
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, prompts * 3))
+    assert [tokens for tokens, _ in found] == expected * 3
+    assert sum(known > 0 for _, known in found) >= len(found) - 4
+
+
+def test_pipelines_check_the_option():
+    model = shared_model("llama")
+    target = plugins.target_class(model.config)(model)
+    with pytest.raises(UserError, match="prefix_cache must be a whole number >= 0: got -1"):
+        mmspec.Pipeline(target, prefix_cache=-1)
+    assert mmspec.Pipeline(target).target.prefix_cache is None
+
+    class Other:
+        """Keeps no states."""
+
+    with pytest.raises(UserError, match="prefix_cache needs a target that keeps states: Other does not"):
+        mmspec.Pipeline(Other(), prefix_cache=1)
