@@ -24,7 +24,7 @@ class Processor:
     Attributes:
         auto_class: the class of transformers that loads ``plain``.
         reads_media: whether requests may contain images and videos; if so there is a method ``place_media``, as of
-            ``vision.processor.VisionProcessor``.
+            ``vision.processor.VisionProcessor``, and a method ``media_decoder``.
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
@@ -42,11 +42,14 @@ class Processor:
     def tokenizer(self) -> Any:
         return getattr(self.plain, "tokenizer", self.plain)
 
-    def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+    def encode(
+        self, requests: Sequence[Mapping[str, Any]], *, chat_template: bool = True, **options: Any
+    ) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
 
         Args:
             requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
+            chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
             **options: of the media (none for text).
 
         Raises:
@@ -56,24 +59,33 @@ class Processor:
             raise UserError(f"unknown option for a text model: got {', '.join(options)}")
         if any(request.get("images") or request.get("videos") for request in requests):
             raise UserError("the model reads text only: images or videos were given")
-        rows = [self._token_ids(request["prompt"]) for request in requests]
+        rows = [self._token_ids(request["prompt"], chat_template) for request in requests]
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         return Prompt(ids, None if bool(mask.all()) else mask)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
+    def decode(self, token_ids: list[int], *, chat_template: bool = True) -> str:
+        """Text of an answer's tokens, without special tokens.
+
+        Args:
+            token_ids: the answer.
+            chat_template: whether the prompt was rendered by the chat template, whose blank before the answer, if it
+                puts one there, is left out.
+        """
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        if not chat_template:
+            return text
         return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
 
-    def _token_ids(self, prompt: Any) -> list[int]:
+    def _token_ids(self, prompt: Any, chat_template: bool) -> list[int]:
         tokenizer = self.tokenizer
-        template = getattr(tokenizer, "chat_template", None)
+        template = getattr(tokenizer, "chat_template", None) if chat_template else None
         if not prompt:
             raise UserError("the prompt must not be empty")
         if not isinstance(prompt, str) and not template:
-            raise UserError("chat messages need a chat template: the tokenizer has none")
+            why = "the tokenizer has none" if chat_template else "got chat_template=False"
+            raise UserError(f"chat messages need a chat template: {why}")
         text = self._user_text.mark(prompt)
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
