@@ -294,7 +294,7 @@ class _Answer:
     def __init__(self, pipe: Pipeline, call: Call) -> None:
         self.pipe = pipe
         params, extras = call.params, call.extras
-        rendering = {} if extras.chat_template else {"chat_template": False}
+        rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
         prompt = pipe.encode([call.request], **call.inputs, **rendering)
         length, limit = prompt.input_ids.shape[1], pipe.context_limit
         if limit is not None and length >= limit:
@@ -308,7 +308,9 @@ class _Answer:
             tokenizer=pipe.io.tokenizer,
         )
         sampler = params.sampler(extras.logits_processor)
-        (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes, trace=extras.trace, logprobs=extras.logprobs)
+        (self.sequence,) = pipe.engine.add(
+            prompt, sampler, stopper, extras.nodes, trace=extras.trace, logprobs=extras.logprobs
+        )
         self.ended = False
         self._detokenizer = Detokenizer(partial(pipe.io.decode, **rendering), params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece

@@ -61,7 +61,9 @@ class VisionProcessor(Processor):
         FRAMES.check("frames", frames)  # also where no video is read
         FPS.check("fps", fps)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
-        texts, images, videos = [], [], []
+        texts: list[str] = []
+        images: list[list[Any]] = []
+        videos: list[Video] = []
         for request in requests:
             pictures = [load_image(source) for source in _listed(request.get("images"))]
             clips = [_load_video(source, **options) for source in _listed(request.get("videos"))]

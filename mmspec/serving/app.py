@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.serving.disconnect import ClientGone, EventStream, unless_gone
+from mmspec.serving.disconnect import ClientGoneError, EventStream, unless_gone
 from mmspec.serving.errors import APIError
 from mmspec.serving.guard import Guard
 from mmspec.serving.limits import Limits
@@ -80,7 +80,7 @@ def create_app(
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.metrics, methods=["GET"])
-    for kind in (APIError, UserError, HTTPException, ClientGone, ClientDisconnect, Exception):
+    for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     app.add_middleware(Guard, hosts=hosts, origins=origins, api_key=api_key)
     if origins:
@@ -91,7 +91,7 @@ def create_app(
 
 async def _respond(_: Request, error: Exception) -> Response:
     """The response to a request that has failed."""
-    if isinstance(error, ClientGone | ClientDisconnect):
+    if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=_CLIENT_GONE)
     return _as_api_error(error).response()
 

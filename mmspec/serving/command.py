@@ -9,7 +9,6 @@ import click
 
 from mmspec.cli.options import drafter_option, model_options, trust_option
 from mmspec.errors import UserError
-from mmspec.extras import extra_of, missing
 from mmspec.serving.addresses import is_loopback
 from mmspec.serving.limits import Limits
 
@@ -80,13 +79,6 @@ def serve(
     required.
     """
     _check_key(api_key, no_auth, host)
-    try:
-        import fastapi
-        import prometheus_client
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        raise missing("the server", package.replace("_", "-"), extra_of(package) or "serve") from None
     from rich.console import Console
 
     from mmspec.cli.session import drafter_name, open_pipeline
@@ -122,6 +114,8 @@ def _check_key(api_key: str | None, no_auth: bool, host: str) -> None:
     if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key):
         raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks, and not empty")
     if api_key and no_auth:
-        raise UserError("--api-key and --no-auth (or MMSPEC_API_KEY) exclude each other: expected one of them, got both")
+        raise UserError(
+            "--api-key and --no-auth (or MMSPEC_API_KEY) exclude each other: expected one of them, got both"
+        )
     if not (api_key or no_auth or is_loopback(host)):
         raise UserError("a public address needs a key: expected --api-key KEY, MMSPEC_API_KEY or --no-auth, got none")

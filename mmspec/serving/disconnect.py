@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
@@ -23,13 +23,13 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         receive: of the request, whose body has been read.
 
     Raises:
-        ClientGone: the client has disconnected.
+        ClientGoneError: the client has disconnected.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGoneError
         return task.result()
     finally:
         task.cancel()
@@ -64,7 +64,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self.stream_response(send))
-        except (ClientGone, OSError):
+        except (ClientGoneError, OSError):
             pass
         finally:
             await self._events.aclose()

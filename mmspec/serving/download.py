@@ -66,7 +66,7 @@ def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
             except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, ValueError) as error:
                 raise UserError(f"cannot download from {_host(url)}: {type(error).__name__}") from None
             if status in _REDIRECTED and target:
-                url = urljoin(url, target)
+                url = target
             elif status == 200:
                 return content
             else:
@@ -78,13 +78,15 @@ def _get(pool: httpcore.ConnectionPool, url: str, largest: int, end: float) -> t
     """Status, target of a redirect, and content."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise UserError(f"URLs must be http or https: got {urlsplit(url).scheme or 'none'}")
-    headers = {"Host": urlsplit(url).netloc.rpartition("@")[2], "User-Agent": "mmspec", "Accept-Encoding": "identity"}
+    host = urlsplit(url).netloc.rpartition("@")[2]
+    headers = [("Host", host), ("User-Agent", "mmspec"), ("Accept-Encoding", "identity")]
     left = max(end - clock(), 0.01)
     timeout = dict.fromkeys(("connect", "read", "write", "pool"), left)
     with pool.stream("GET", url, headers=headers, extensions={"timeout": timeout}) as response:
         named = {name.lower(): value.decode("latin-1") for name, value in response.headers}
         if response.status != 200:
-            return response.status, named.get(b"location", ""), b""
+            target = named.get(b"location")
+            return response.status, urljoin(url, target) if target else "", b""
         return 200, "", _limited(response.iter_stream(), largest, end)
 
 

@@ -40,4 +40,3 @@ class APIError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.content(), self.status, self.headers)
-

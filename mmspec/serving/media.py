@@ -45,9 +45,7 @@ class MediaReader:
 
     def __init__(self, io: Processor, limits: Limits, *, allow_urls: bool = False) -> None:
         self._limits, self._allow_urls = limits, allow_urls
-        self._decoder: Any = None
-        if io.reads_media:
-            self._decoder = io.media_decoder(seconds=_SECONDS, memory=_MEMORY)
+        self._decoder = io.media_decoder(seconds=_SECONDS, memory=_MEMORY)
         # Downloads may take long: they must not occupy the threads that decode.
         self._threads = ThreadPoolExecutor(limits.max_running, thread_name_prefix="media")
 
@@ -73,7 +71,9 @@ class MediaReader:
                 raise APIError(400, f"the model reads text only: got {medium.kind}_url", medium.param)
             scheme = medium.url[:16].partition(":")[0].lower()
             if scheme != "data" and not (self._allow_urls and scheme in ("http", "https")):
-                expected = "a data URI or an http(s) URL" if self._allow_urls else "a data URI (URLs are not downloaded)"
+                expected = (
+                    "a data URI or an http(s) URL" if self._allow_urls else "a data URI (URLs are not downloaded)"
+                )
                 raise APIError(400, f"{medium.kind}_url must be {expected}: got {medium.url[:40]!r}", medium.param)
 
     async def read(self, media: Sequence[Medium]) -> dict[str, list[Any]]:

@@ -171,9 +171,7 @@ class _Request(_Fields):
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
         given = {name: getattr(self, name) for name in names}
         try:
-            return SamplingParams(
-                max_new_tokens=self.max_tokens or limits.max_tokens, **given, **self.constraint()
-            )
+            return SamplingParams(max_new_tokens=self.max_tokens or limits.max_tokens, **given, **self.constraint())
         except UserError as error:
             name = str(error).partition(" ")[0]
             raise APIError(400, str(error), name if name in names else None) from error
@@ -293,7 +291,7 @@ def _path(given: Any, location: Sequence[str | int], missing: bool) -> str:
     for place, key in enumerate(location):
         inside = key in given if isinstance(given, dict) else isinstance(given, list) and isinstance(key, int)
         if inside:
-            given = given[key]  # type: ignore[index]
+            given = given[key]
         elif not (missing and place == len(location) - 1):
             continue
         path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from mmspec.errors import UserError
 from mmspec.serving.limits import Limits
 
-GRACE = 5
+GRACE = 3
 """Seconds that running requests have to end after SIGTERM; then they are cancelled."""
 
 _SPARE_CONNECTIONS = 64  # for requests that are read, refused, or ask for figures

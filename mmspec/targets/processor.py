@@ -24,7 +24,7 @@ class Processor:
     Attributes:
         auto_class: the class of transformers that loads ``plain``.
         reads_media: whether requests may contain images and videos; if so there is a method ``place_media``, as of
-            ``vision.processor.VisionProcessor``, and a method ``media_decoder``.
+            ``vision.processor.VisionProcessor``.
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
@@ -42,9 +42,7 @@ class Processor:
     def tokenizer(self) -> Any:
         return getattr(self.plain, "tokenizer", self.plain)
 
-    def encode(
-        self, requests: Sequence[Mapping[str, Any]], *, chat_template: bool = True, **options: Any
-    ) -> Prompt:
+    def encode(self, requests: Sequence[Mapping[str, Any]], *, chat_template: bool = True, **options: Any) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
 
         Args:
@@ -64,6 +62,14 @@ class Processor:
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         return Prompt(ids, None if bool(mask.all()) else mask)
+
+    def media_decoder(self, **limits: Any) -> Any:
+        """Decoder of untrusted images and videos, as ``vision.decoding.Decoder``; None if the model reads text only.
+
+        Args:
+            **limits: of the decoder.
+        """
+        return None
 
     def decode(self, token_ids: list[int], *, chat_template: bool = True) -> str:
         """Text of an answer's tokens, without special tokens.

@@ -1,0 +1,121 @@
+"""The process of ``mmspec serve``: start, signals, restart, mistakes on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import psutil
+import pytest
+
+from mmspec.cli import main
+from mmspec.serving.server import GRACE, listen
+from tests.served import QUESTION, SCENE, data_uri, eventually, question
+
+COMMAND = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())", "serve"]
+
+
+@contextmanager
+def process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*COMMAND, "--device", "cpu", *options], stdout=subprocess.PIPE, text=True, env=environment
+    ) as running:
+        try:
+            assert running.stdout is not None
+            found = re.search(r"http://\S+/v1", running.stdout.readline())
+            assert found
+            assert eventually(lambda: answers(found[0]), 30)
+            yield running, found[0]
+        finally:
+            running.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def gone(workers: list[psutil.Process]) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in workers)
+
+
+def test_sigterm_ends_running_requests_and_exits_with_0() -> None:
+    with process("--port", "0", "--max-tokens", "2048") as (running, url):
+        body = question(QUESTION, data_uri(SCENE), max_tokens=1800, temperature=20.0, stream=True)
+        with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            workers = psutil.Process(running.pid).children(recursive=True)
+            assert workers  # that decode images
+            started = time.monotonic()
+            running.send_signal(signal.SIGTERM)
+            assert eventually(lambda: not answers(url), 2)
+            assert running.poll() is None
+            with suppress(httpx.RemoteProtocolError):  # cancelled after the grace period
+                list(lines)
+        assert running.wait(GRACE + 10) == 0
+        assert time.monotonic() - started < GRACE + 5
+        assert eventually(lambda: gone(workers))
+
+
+def test_sigkill_leaves_nothing_and_the_port_is_free_at_once() -> None:
+    with process("--port", "0", "--drafter", "none") as (running, url):
+        assert (
+            httpx.post(f"{url}/chat/completions", json=question(QUESTION, data_uri(SCENE)), timeout=60).status_code
+            == 200
+        )
+        workers = psutil.Process(running.pid).children(recursive=True)
+        assert workers
+        body = question(max_tokens=1000, temperature=20.0, stream=True)
+        with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=30) as response:
+            next(response.iter_lines())
+            running.kill()
+            running.wait()
+        assert eventually(lambda: gone(workers))
+    port = url.removesuffix("/v1").rpartition(":")[2]
+    with process("--port", port, "--drafter", "none", "--api-key", "secret") as (running, again):
+        assert again == url
+        assert httpx.get(f"{url}/models").status_code == 401
+        assert httpx.get(f"{url}/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        running.send_signal(signal.SIGINT)
+        assert running.wait(GRACE + 10) == 130
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "a public address needs a key"),
+        (["--host", "example.org"], "a public address needs a key"),
+        (["--api-key", ""], "--api-key (or MMSPEC_API_KEY) must be printable"),
+        (["--api-key", "a b"], "--api-key (or MMSPEC_API_KEY) must be printable"),
+        (["--api-key", "a", "--no-auth"], "exclude each other"),
+        (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
+        (["--max-running", "0"], "0 is not in the range x>=1"),
+        (["--frames", "513"], "513 is not in the range 1<=x<=512"),
+        (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *options]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+        assert capfd.readouterr().err == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
