@@ -18,7 +18,7 @@ from eval.harness.prompts import picture
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
-from tests.served import QUESTION, SCENE, Served, data_uri, eventually, question, served
+from tests.served import LONG, QUESTION, SCENE, Served, data_uri, eventually, question, served
 from vision.scenes.conversations import one_image
 from vision.scenes.scene import seeded
 
@@ -84,7 +84,7 @@ def open_stream(server: Served, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot(narrow: Served, slow: Slow, stream: bool) -> None:
     slow(0.05)
-    body = question(QUESTION, data_uri(SCENE), max_tokens=1000, temperature=5.0, stream=stream)
+    body = question(QUESTION, data_uri(SCENE), stream=stream, **LONG)
     connection = open_stream(narrow, body)
     if stream:
         assert b"200 OK" in connection.recv(1 << 16)
@@ -98,7 +98,7 @@ def test_a_client_that_goes_away_frees_its_slot(narrow: Served, slow: Slow, stre
 
 def test_all_choices_of_a_client_that_goes_away_end(server: Served, slow: Slow) -> None:
     slow(0.05)
-    connection = open_stream(server, question(n=4, max_tokens=1000, temperature=5.0, stream=True))
+    connection = open_stream(server, question(n=4, stream=True, **{**LONG, "seed": 4}))
     assert eventually(lambda: len(server.pipe.engine.running) == 4)
     connection.close()
     assert eventually(lambda: server.idle, 2)
@@ -107,7 +107,7 @@ def test_all_choices_of_a_client_that_goes_away_end(server: Served, slow: Slow) 
 def test_a_waiting_client_that_goes_away_leaves_the_queue(narrow: Served, slow: Slow) -> None:
     slow(0.05)
     slots = narrow.app.state.slots
-    running = open_stream(narrow, question(max_tokens=1000, temperature=5.0, stream=True))
+    running = open_stream(narrow, question(stream=True, **LONG))
     assert eventually(lambda: slots.running == 1)
     for stream in (True, False):
         waiting = open_stream(narrow, question(stream=stream))
@@ -124,7 +124,7 @@ def test_requests_beyond_the_queue_are_refused(narrow: Served, slow: Slow) -> No
     slow(0.02)
     slots = narrow.app.state.slots
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(text_of, narrow, question(max_tokens=30, temperature=5.0, seed=1))
+        first = threads.submit(text_of, narrow, question(**{**LONG, "max_tokens": 30}))
         assert eventually(lambda: slots.running == 1)
         second = threads.submit(text_of, narrow, question(max_tokens=4))
         assert eventually(lambda: slots.waiting == 1)
@@ -179,7 +179,7 @@ def test_soak(pipe: Pipeline) -> None:
         kind = number % 10
         body = question(QUESTION, *([image] if number % 2 else []), max_tokens=24, stream=number % 3 == 0)
         if kind == 3:
-            connection = open_stream(server, {**body, "stream": True, "max_tokens": 500, "temperature": 5.0})
+            connection = open_stream(server, {**body, "stream": True, **LONG})
             time.sleep(0.01 * (number % 7))
             connection.close()
         elif kind == 7:
@@ -197,12 +197,12 @@ def test_soak(pipe: Pipeline) -> None:
 
     answers: dict[int, set[str]] = {}
     with served(pipe, Limits(max_running=8, max_waiting=8)) as server:
-        for _ in range(5):
+        for _ in range(8):
             with ThreadPoolExecutor(12) as threads:
                 list(threads.map(request, range(100)))
             assert eventually(lambda: server.idle, 20)
             memory.append(process.memory_info().rss)
     assert set(statuses) <= {200, 429}
-    assert statuses.count(200) > 300
+    assert statuses.count(200) > 500
     assert all(len(found) == 1 for found in answers.values())
-    assert memory[-1] < memory[1] * 1.03, memory
+    assert max(memory[4:]) < 1.1 * memory[3], memory  # allocators fill their arenas in the first rounds

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -17,7 +17,7 @@ import pytest
 
 from mmspec.cli import main
 from mmspec.serving.server import GRACE, listen
-from tests.served import QUESTION, SCENE, data_uri, eventually, question
+from tests.served import LONG, QUESTION, SCENE, data_uri, eventually, question
 
 COMMAND = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())", "serve"]
 
@@ -52,7 +52,7 @@ def gone(workers: list[psutil.Process]) -> bool:
 
 def test_sigterm_ends_running_requests_and_exits_with_0() -> None:
     with process("--port", "0", "--max-tokens", "2048") as (running, url):
-        body = question(QUESTION, data_uri(SCENE), max_tokens=1800, temperature=20.0, stream=True)
+        body = question(QUESTION, data_uri(SCENE), stream=True, **LONG)
         with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=30) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
@@ -62,8 +62,10 @@ def test_sigterm_ends_running_requests_and_exits_with_0() -> None:
             running.send_signal(signal.SIGTERM)
             assert eventually(lambda: not answers(url), 2)
             assert running.poll() is None
-            with suppress(httpx.RemoteProtocolError):  # cancelled after the grace period
-                list(lines)
+            received: list[str] = []
+            with pytest.raises(httpx.RemoteProtocolError):  # cancelled after the grace period
+                received.extend(lines)
+            assert time.monotonic() - started > GRACE / 2
         assert running.wait(GRACE + 10) == 0
         assert time.monotonic() - started < GRACE + 5
         assert eventually(lambda: gone(workers))
@@ -77,7 +79,7 @@ def test_sigkill_leaves_nothing_and_the_port_is_free_at_once() -> None:
         )
         workers = psutil.Process(running.pid).children(recursive=True)
         assert workers
-        body = question(max_tokens=1000, temperature=20.0, stream=True)
+        body = question(stream=True, **LONG)
         with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=30) as response:
             next(response.iter_lines())
             running.kill()
