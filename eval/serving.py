@@ -1,9 +1,10 @@
 """Load test of the server: ``python -m eval.serving``.
 
 ``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
-without its image, are sent by 1, 4, 8 and 16 clients, each of which sends its next request when its last has been answered; one
-client is the same requests one after the other. Loads are interleaved for several rounds; a load's throughput is its
-median, and its other figures are over the requests of all rounds. Every answer must be that of plain decoding alone.
+without its image, are sent by 1, 4, 8 and 16 clients, each of which sends its next request when its last has been
+answered; one client is the same requests one after the other. Loads are interleaved for several rounds; a load's
+throughput is its median, and its other figures are over the requests of all rounds. Every answer must be that of plain
+decoding alone.
 
 Time to first token and inter-token latency are what a client sees, HTTP and the wait for a slot included. Inter-token
 latency is the time between chunks of text: a decode step may emit several tokens, so the time per token is smaller.
@@ -23,7 +24,7 @@ from eval.batching import mixed_requests
 from eval.harness.memory import peak_memory_of, reset_peak_memory_of
 from eval.harness.mmspec_server import RunningServer, StreamedRequest, chat_body, load, serving
 from eval.harness.options import SIZES
-from eval.harness.output import benchmark, make_table, milliseconds, wide_console
+from eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
 from mmspec.speculation.calibrate import describe
 
 _WARM_UP = 4  # requests
@@ -66,7 +67,7 @@ def main(
     rows = [_row(size, found, expected) for size, found in loads.items()]
     for row in rows:
         row["over_one"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-    columns = [
+    columns: list[Column] = [
         ("clients", "{clients}"),
         ("tokens/s", "{tokens_per_second:.0f}"),
         (f"over {clients[0]}", "{over_one:.2f}"),

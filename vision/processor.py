@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from mmspec.errors import UserError
-from mmspec.targets.processor import Processor
+from mmspec.targets.processor import Processor, render
 from mmspec.targets.target import Prompt
 from vision.decoding import Decoder
 from vision.images import load_image
@@ -138,7 +138,7 @@ class VisionProcessor(Processor):
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if getattr(self.plain, "chat_template", None):
-            return self.plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return render(self.plain, messages)
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
         token = {"image": self.plain.image_token, "video": getattr(self.plain, "video_token", "")}

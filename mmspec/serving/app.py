@@ -113,6 +113,8 @@ class Server:
         """``POST /v1/chat/completions``."""
         asked = await asyncio.to_thread(parse, ChatRequest, await self._body(request))
         self._check_model(asked.model)
+        texts = [part.text for message in asked.messages for part in message.content if isinstance(part, TextPart)]
+        self._check_characters(texts, "messages")
         messages, media = self._messages(asked.messages)
         params = asked.params(self._limits)
         self._runner.media.check(media)
@@ -123,6 +125,7 @@ class Server:
         """``POST /v1/completions``: the prompts as they are, without a chat template."""
         asked = await asyncio.to_thread(parse, CompletionRequest, await self._body(request))
         self._check_model(asked.model)
+        self._check_characters(asked.prompt, "prompt")
         keywords = {"logprobs": asked.alternatives, "chat_template": False}
         work = Work(asked.prompt, asked.params(self._limits), asked.n, (), keywords)
         if work.choices > self._limits.max_running:
@@ -155,6 +158,11 @@ class Server:
         if name != self._pipe.name:
             message = f"unknown model: expected {self._pipe.name!r}, got {name[:200]!r}"
             raise APIError(404, message, "model", "model_not_found")
+
+    def _check_characters(self, texts: Sequence[str], param: str) -> None:
+        most, found = self._limits.max_characters, sum(map(len, texts))
+        if found > most:
+            raise APIError(400, f"prompts must have at most {most} characters: got {found}", param)
 
     async def _body(self, request: Request) -> bytes:
         """The request's body.

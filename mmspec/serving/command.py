@@ -52,6 +52,7 @@ def _limit(name: str, metavar: str, text: str, least: int = 1, most: int | None 
 @_limit("max_running", "N", "Choices that decode at the same time.")
 @_limit("max_waiting", "N", "Choices that wait for one that has ended; further requests get status 429.", 0)
 @_limit("max_body", "MIB", "Size of a request's body and of a downloaded file.")
+@_limit("max_characters", "N", "Characters of a request's prompts.")
 @_limit("max_tokens", "N", "Generated tokens of a choice, and the default of requests.")
 @_limit("max_model_len", "N", "Tokens of prompt and output together; 0 is the model's limit.", 0)
 @_limit("max_images", "N", "Images of a request.", 0)

@@ -15,6 +15,7 @@ class Limits(Checked):
         max_running: choices that decode at the same time.
         max_waiting: choices that wait for one that has ended; further requests are refused with status 429.
         max_body: size of a request's body, in MiB, and of a downloaded file.
+        max_characters: characters of a request's prompts: tokenising megabytes takes minutes.
         max_tokens: generated tokens of a choice, and how many are generated at most if the request does not say.
         max_model_len: tokens of prompt and output together; 0 is the model's own limit.
         max_images, max_videos: images and videos of a request.
@@ -26,6 +27,7 @@ class Limits(Checked):
     max_running: int = option(8, whole(1))
     max_waiting: int = option(32, whole(0))
     max_body: int = option(32, whole(1))
+    max_characters: int = option(500_000, whole(1))
     max_tokens: int = option(2048, whole(1))
     max_model_len: int = option(0, whole(0))
     max_images: int = option(8, whole(0))

@@ -9,10 +9,22 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import AutoTokenizer
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.target import Prompt
 from mmspec.targets.user_text import UserText
+
+
+def render(plain: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
+
+    Raises:
+        UserError: the template refuses them, for example a system message; it is a program of the checkpoint's, and may
+            raise anything.
+    """
+    with explained("the model's chat template does not accept the messages", Exception):
+        text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return text
 
 
 class Processor:
@@ -95,7 +107,7 @@ class Processor:
         text = self._user_text.mark(prompt)
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = render(tokenizer, messages)
         if self._user_text.is_marked(text):
             ids = self._user_text.encode(text, add_special_tokens=not template)
         else:

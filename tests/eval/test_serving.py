@@ -43,6 +43,7 @@ def test_a_small_run() -> None:
     assert result["loads"][1]["first_token_seconds_90"] > result["loads"][0]["first_token_seconds"]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start() -> None:
     with pytest.raises(UserError, match="cannot load model 'nobody/nothing'"), run_server(model="nobody/nothing"):
         pass

@@ -307,6 +307,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         ({"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema goes with"),
         ({"response_format": {"type": "xml"}}, 400, "response_format.type", "'json_object'"),
         ({"seed": 1 << 64}, 400, "seed", "seed must be"),
+        ({"messages": [{"role": "user", "content": "x" * 500_001}]}, 400, "messages", "at most 500000 characters"),
         ({"messages": [{"role": "user", "content": "x " * 4000}]}, 400, None, "shorter than the model's context"),
     ],
 )
@@ -388,6 +389,15 @@ def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread: None) -
         response = server.post({**question(QUESTION, data_uri(SCENE)), "model": "tiny-hybrid"})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "the model reads text only: got image_url"
+
+
+def test_messages_that_a_chat_template_refuses(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    monkeypatch.setattr(server.pipe.processor, "chat_template", refusing)
+    response = server.post(question(messages=[{"role": "system", "content": "Be brief."}]))
+    assert response.status_code == 400
+    message = "the model's chat template does not accept the messages: no system role"
+    assert response.json()["error"]["message"] == message
 
 
 def test_the_context_is_limited(one_thread: None) -> None:
