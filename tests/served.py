@@ -22,7 +22,7 @@ from vision.embedded import samples
 
 SCENE, CLIP = samples() / "scene.png", samples() / "clip.mp4"
 QUESTION = "Describe the image."
-LONG = {"temperature": 5.0, "seed": 11, "max_tokens": 1000}
+LONG = {"temperature": 5.0, "seed": 11, "max_tokens": 2000}
 """Sampling of an answer of at least 800 tokens, with and without the scene."""
 
 TIMEOUT = 120  # seconds; reached only if something hangs

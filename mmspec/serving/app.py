@@ -64,7 +64,7 @@ def create_app(
     slots = Slots(limits.max_running, limits.max_waiting)
     metrics = Metrics(pipe.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    server = Server(Runner(pipe, media, slots, metrics), limits)
+    endpoints = Endpoints(Runner(pipe, media, slots, metrics), limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -74,12 +74,12 @@ def create_app(
         media.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    app.add_api_route("/v1/chat/completions", server.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", server.complete, methods=["POST"])
-    app.add_api_route("/v1/models", server.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
-    app.add_api_route("/health", server.health, methods=["GET"])
-    app.add_api_route("/metrics", server.metrics, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
+    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
+    app.add_api_route("/health", endpoints.health, methods=["GET"])
+    app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     app.add_middleware(Guard, hosts=hosts, origins=origins, api_key=api_key)
@@ -96,7 +96,7 @@ async def _respond(_: Request, error: Exception) -> Response:
     return _as_api_error(error).response()
 
 
-class Server:
+class Endpoints:
     """The endpoints.
 
     Args:

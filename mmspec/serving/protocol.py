@@ -22,6 +22,7 @@ from mmspec.serving.limits import Limits
 
 _IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata")  # change nothing in the answer
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
+_MOST_ITEMS = 1024  # messages, and parts of a message
 _LONGEST_MESSAGE = 300  # characters of pydantic's messages
 
 
@@ -77,7 +78,7 @@ class ChatMessage(_Fields):
 
     neutral = {"annotations": ([],), "tool_calls": ([],)}  # of answers that clients send back
     role: Literal["system", "developer", "user", "assistant"]
-    content: list[Part]
+    content: list[Part] = Field(max_length=_MOST_ITEMS)
 
     @field_validator("content", mode="before")
     @classmethod
@@ -204,7 +205,7 @@ class ChatRequest(_Request):
         "service_tier": ("auto", "default"),
         "store": (False,),
     }
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -240,7 +241,7 @@ class CompletionRequest(_Request):
 
     ignored = _IGNORED
     neutral = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
-    prompt: list[str] = Field(min_length=1)
+    prompt: list[str] = Field(min_length=1, max_length=_MOST_ITEMS)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
     @field_validator("prompt", mode="before")

@@ -272,6 +272,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     ("fields", "status", "param", "message"),
     [
         ({"messages": []}, 400, "messages", "at least 1 item"),
+        ({"messages": USER * 1025}, 400, "messages", "at most 1024 items"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'system', 'developer', 'user'"),
         ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "messages[0].content is required"),
         ({"messages": [{**USER[0], "name": "ann"}]}, 400, "messages[0].name", "is not supported"),
@@ -383,9 +384,9 @@ def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread: None) -
     pipe = mmspec.load("tiny-hybrid", drafter=None, device="cpu")
     with served(pipe) as server:
         parts = [{"type": "text", "text": "Work out:"}, {"type": "text", "text": "3 + 4"}]
-        body = {"model": "tiny-hybrid", "temperature": 0, "max_tokens": 8}
+        body = {"model": "tiny-hybrid", "temperature": 0, "max_tokens": 4}
         found = content(server.post({**body, "messages": [{"role": "user", "content": parts}]}))
-        assert found == pipe.generate("Work out:\n3 + 4", max_new_tokens=8).text
+        assert found == pipe.generate("Work out:\n3 + 4", max_new_tokens=4).text
         response = server.post({**question(QUESTION, data_uri(SCENE)), "model": "tiny-hybrid"})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "the model reads text only: got image_url"

@@ -63,7 +63,7 @@ def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]
 @contextmanager
 def long_stream(url: str) -> Iterator[Iterator[str]]:
     """Lines of an answer that has begun, and takes longer than the grace period."""
-    body = question(stream=True, n=4, **LONG)
+    body = question(stream=True, n=8, **LONG)
     with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=KEY, timeout=30) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
