@@ -18,6 +18,7 @@ from eval.harness.prompts import picture
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
+from mmspec.serving.media import MediaReader, Medium
 from tests.served import LONG, QUESTION, SCENE, Served, data_uri, eventually, question, served
 from vision.scenes.conversations import one_image
 from vision.scenes.scene import seeded
@@ -100,6 +101,22 @@ def test_all_choices_of_a_client_that_goes_away_end(server: Served, slow: Slow) 
     assert eventually(lambda: len(server.pipe.engine.running) == 4)
     connection.close()
     assert eventually(lambda: server.idle, 5)
+
+
+def test_a_client_that_goes_away_while_its_image_is_decoded(narrow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, finish = MediaReader._read, threading.Event()
+
+    def slowly(reader: MediaReader, medium: Medium) -> Any:
+        finish.wait(30)
+        return decode(reader, medium)
+
+    monkeypatch.setattr(MediaReader, "_read", slowly)
+    connection = open_stream(narrow, question(QUESTION, data_uri(SCENE)))
+    assert eventually(lambda: narrow.app.state.slots.running == 1)
+    connection.close()
+    assert eventually(lambda: narrow.idle)
+    assert text_of(narrow, question(max_tokens=2))
+    finish.set()
 
 
 def test_a_waiting_client_that_goes_away_leaves_the_queue(narrow: Served, slow: Slow) -> None:
