@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import click
 from mmspec.cli.options import device_options
 from mmspec.errors import UserError
 from mmspec.extras import missing
+from mmspec.serving.addresses import is_loopback
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 
@@ -66,7 +66,7 @@ def demo(
     with --share, only the models and drafters of --model and --drafter are available (by default the embedded models
     and registered drafters), and --auth or --no-auth is required.
     """
-    public = share or not _is_loopback(host)
+    public = share or not is_loopback(host)
     login = _login(auth, no_auth, public)
     try:
         import gradio  # noqa: F401
@@ -89,15 +89,6 @@ def demo(
             Event().wait()
     except OSError as error:
         raise UserError(f"cannot listen on {host}, port {port}: {error}") from error
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a host name may resolve to any address
-        return False
 
 
 def _login(auth: str | None, no_auth: bool, public: bool) -> tuple[str, str] | None:

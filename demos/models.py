@@ -13,8 +13,7 @@ from rich.console import Console
 
 from mmspec import plugins
 from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
-from mmspec.drafters.drafter import learns
-from mmspec.drafters.per_sequence import PerSequence
+from mmspec.drafters.per_sequence import per_sequence
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table
@@ -62,9 +61,7 @@ class LoadedModel:
 
     def open(self, name: str) -> Pipeline:
         """A new pipeline; see ``pipeline``."""
-        drafter = make_drafter(name, str(self.target.model.config.name_or_path))
-        if drafter is not None and learns(drafter):
-            drafter = PerSequence(drafter)
+        drafter = per_sequence(make_drafter(name, str(self.target.model.config.name_or_path)))
         return Pipeline(self.target.fork(), self.processor, drafter, self.name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
@@ -20,6 +21,7 @@ from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import UserError
 from mmspec.ops import kernels
+from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.speculation.calibrate import cost_table, stored_cost
 from mmspec.speculation.trace import JudgedTree
@@ -37,7 +39,7 @@ class Generation:
 
     ``token_ids`` are the generated tokens. ``text`` is their decoding up to a stop string, without the blank that some
     chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one per step, of a call
-    with ``trace=True``.
+    with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``.
     """
 
     text: str
@@ -45,18 +47,20 @@ class Generation:
     finish_reason: FinishReason
     stats: Stats
     trees: list[JudgedTree] = field(default_factory=list, repr=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``. ``trees`` are those of the answer
-    so far, of a call with ``trace=True``."""
+    so far, of a call with ``trace=True``. ``logprobs`` are those of ``token_ids``, of a call with ``logprobs=K``."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
     trees: list[JudgedTree] = field(default_factory=list, repr=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
 
 def load(
@@ -137,6 +141,7 @@ class Pipeline:
         model, processor: the plain transformers objects.
         target, drafter, name, slots: as above.
         io: the ``Processor``.
+        context_limit: maximum length of prompt plus output; the target's own, if not lowered.
         budget: adaptive budget of this drafter on this target; None before the first draft.
     """
 
@@ -155,6 +160,7 @@ class Pipeline:
         self.io = Processor() if processor is None else processor
         self.drafter = drafter
         self.budget: Budget | None = None
+        self.context_limit: int | None = target.context_limit
         self._searched = False  # for the target's stored cost
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -201,7 +207,8 @@ class Pipeline:
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
                 ``seed``, ...), ``nodes`` (tree size per step; None chooses the size that is expected to be fastest),
                 ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
-                (per video), ``trace`` (record the verified trees).
+                (per video), ``trace`` (record the verified trees), ``logprobs`` (record log probabilities of tokens and
+                of so many alternatives), ``chat_template`` (False takes a text prompt as it is).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.
@@ -305,8 +312,9 @@ class _Answer:
     def __init__(self, pipe: Pipeline, call: Call) -> None:
         self.pipe = pipe
         params, extras = call.params, call.extras
-        prompt = pipe.encode([call.request], **call.inputs)
-        length, limit = prompt.input_ids.shape[1], pipe.target.context_limit
+        rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
+        prompt = pipe.encode([call.request], **call.inputs, **rendering)
+        length, limit = prompt.input_ids.shape[1], pipe.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
         stopper = Stopper(
@@ -318,10 +326,13 @@ class _Answer:
             tokenizer=pipe.io.tokenizer,
         )
         sampler = params.sampler(extras.logits_processor)
-        (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes, trace=extras.trace)
+        (self.sequence,) = pipe.engine.add(
+            prompt, sampler, stopper, extras.nodes, trace=extras.trace, logprobs=extras.logprobs
+        )
         self.ended = False
-        self._detokenizer = Detokenizer(pipe.io.decode, params.stop_strings)
+        self._detokenizer = Detokenizer(partial(pipe.io.decode, **rendering), params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece
+        self._sent = 0  # tokens of earlier pieces
 
     def check(self) -> None:
         """Raises the sequence's error, if any."""
@@ -332,7 +343,8 @@ class _Answer:
         """The complete answer of an ended sequence."""
         one, ids = self.sequence, self.sequence.token_ids
         text = self._detokenizer.text(ids)
-        return Generation(text, ids, one.finish_reason or "length", one.stats, one.trees or [])
+        reason = one.finish_reason or "length"
+        return Generation(text, ids, reason, one.stats, one.trees or [], one.logprobs[: len(ids)])
 
     def next(self) -> Piece | None:
         """Wait for the next tokens; None before a character is whole."""
@@ -346,6 +358,8 @@ class _Answer:
         if text is None:
             return None
         stats = sequence.stats if reason else None
-        piece = Piece(text, self._pending, reason, stats, list(sequence.trees or ()))
+        logprobs = sequence.logprobs[self._sent : self._sent + len(self._pending)]
+        piece = Piece(text, self._pending, reason, stats, list(sequence.trees or ()), logprobs)
+        self._sent += len(self._pending)
         self._pending = []
         return piece

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from mmspec.errors import UserError
-from mmspec.targets.processor import Processor
+from mmspec.targets.processor import Processor, render
 from mmspec.targets.target import Prompt
+from vision.decoding import Decoder
 from vision.images import load_image
 from vision.video import FPS, FRAMES, Backend, Video, load_video
 
@@ -35,6 +36,7 @@ class VisionProcessor(Processor):
         self,
         requests: Sequence[Mapping[str, Any]],
         *,
+        chat_template: bool = True,
         frames: int | None = None,
         fps: float | None = None,
         video_backend: Backend = "pyav",
@@ -45,6 +47,7 @@ class VisionProcessor(Processor):
         Args:
             requests: ``{"prompt": text or chat messages, "images": one or several, "videos": one or several}`` each;
                 in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in order.
+            chat_template: False takes text prompts without media as they are.
             frames: frames per video; None takes 8, or what ``fps`` gives.
             fps: sample at this rate instead, ``frames`` being the most that are taken.
             video_backend: ``"pyav"`` or ``"decord"``.
@@ -58,13 +61,19 @@ class VisionProcessor(Processor):
         FRAMES.check("frames", frames)  # also where no video is read
         FPS.check("fps", fps)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
-        texts, images, videos = [], [], []
+        texts: list[str] = []
+        images: list[list[Any]] = []
+        videos: list[Video] = []
         for request in requests:
             pictures = [load_image(source) for source in _listed(request.get("images"))]
             clips = [_load_video(source, **options) for source in _listed(request.get("videos"))]
             messages = request["prompt"]
             if not messages:
                 raise UserError("the prompt must not be empty")
+            if not chat_template:
+                texts.append(self._user_text.mark(_plain_text(messages, pictures, clips)))
+                images.append([])
+                continue
             if isinstance(messages, str):
                 media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
                 messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]
@@ -73,6 +82,10 @@ class VisionProcessor(Processor):
             images.append(shown)
             videos += played
         return self._process(texts, images, videos)
+
+    def media_decoder(self, **limits: Any) -> Decoder:
+        """A pool of worker processes that decode untrusted images and videos; ``limits`` as for ``Decoder``."""
+        return Decoder(**limits)
 
     def place_media(
         self,
@@ -125,7 +138,7 @@ class VisionProcessor(Processor):
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if getattr(self.plain, "chat_template", None):
-            return self.plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return render(self.plain, messages)
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
         token = {"image": self.plain.image_token, "video": getattr(self.plain, "video_token", "")}
@@ -161,6 +174,13 @@ def _pad_token(tokenizer: Any) -> Iterator[None]:
     finally:
         if lent:
             tokenizer.pad_token = None
+
+
+def _plain_text(prompt: Any, pictures: Sequence[Any], clips: Sequence[Any]) -> str:
+    """The prompt of a request that no chat template renders."""
+    if isinstance(prompt, str) and not pictures and not clips:
+        return prompt
+    raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
 
 
 def _listed(sources: Any) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""Peak memory of a device or of this process."""
+"""Peak memory of a device, this process or another one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from pathlib import Path
 
 import torch
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
 
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new peak; on a CPU this needs Linux and write access to /proc."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):
-            _RESET.write_text("5")
+        reset_peak_memory_of("self")
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -27,8 +24,20 @@ def peak_memory(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return peak_memory_of("self")
+
+
+def reset_peak_memory_of(process: int | str) -> None:
+    """Start a new peak of a process's resident set, by its id; Linux only."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/clear_refs").write_text("5")
+
+
+def peak_memory_of(process: int | str) -> int | None:
+    """Peak resident set of a process in bytes; None without Linux's /proc."""
     try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        status = Path(f"/proc/{process}/status").read_text()
+        found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     except OSError:
         return None
     return 1024 * int(found.group(1)) if found else None

@@ -18,6 +18,7 @@ _HELP = {
     "train": "Train models and drafters.",
     "eval": "Measure quality, acceptance and speed.",
     "bench": "Time kernels and whole decoding loops.",
+    "serve": "Serve a model through OpenAI's API.",
     "demo": "Open the web demo.",
     "info": "Show devices, versions, models and drafters.",
     "export": "Write a drafter for vLLM or SGLang.",

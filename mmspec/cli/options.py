@@ -92,10 +92,12 @@ trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Pytho
 
 _DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none for plain decoding."
 
+drafter_option = click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP)
+
 generation_options = _stack(
     model_options,
     trust_option,
-    click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP),
+    drafter_option,
     click.option("--max-new-tokens", type=click.IntRange(1, 2**31), default=256, show_default=True),
     click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy."),
     click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True),

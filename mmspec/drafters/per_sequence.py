@@ -6,11 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import Drafter, features, fork
+from mmspec.drafters.drafter import Drafter, features, fork, learns
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree, build_tree
 from mmspec.speculation.verify import Verdict
 from mmspec.targets.target import Feature, Prompt, Step, Target
+
+
+def per_sequence(drafter: Drafter | None) -> Drafter | None:
+    """The drafter for requests of different clients: copied for each sequence if it learns."""
+    return PerSequence(drafter) if drafter is not None and learns(drafter) else drafter
 
 
 class PerSequence:

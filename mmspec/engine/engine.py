@@ -105,7 +105,14 @@ class Engine:
         lease.release()
 
     def add(
-        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None, *, trace: bool = False
+        self,
+        prompt: Prompt,
+        sampler: Sampler,
+        stopper: Stopper,
+        nodes: int | None = None,
+        *,
+        trace: bool = False,
+        logprobs: int | None = None,
     ) -> list[Sequence]:
         """Queue prompts for decoding; those of one call start together.
 
@@ -115,6 +122,7 @@ class Engine:
             nodes: drafted nodes per step; None chooses adaptively. Sequences with different values are not batched
                 together.
             trace: record the verified trees.
+            logprobs: record each token's log probability and those of so many alternatives; None records none.
 
         Raises:
             UserError: another engine holds this target or drafter and may never release it.
@@ -127,6 +135,7 @@ class Engine:
         ]
         for sequence in sequences:
             sequence.trees = [] if trace else None
+            sequence.top_logprobs = logprobs
         with self._changed:
             self._lease.acquire()
             self._waiting.append(_PromptBatch(prompt, sequences, nodes, self.target.kind(prompt)))
@@ -209,7 +218,8 @@ class Engine:
                 row.trees.append(judge(tree, number, verdict, step))
         began = clock()
         self.target.commit(verdict)
-        for row, drafts, (path, tokens) in zip(rows, tree.drafted, accepted, strict=True):
+        for number, (row, drafts, (path, tokens)) in enumerate(zip(rows, tree.drafted, accepted, strict=True)):
+            row.record_logprobs(step.logits[number], path, tokens)
             emitted = row.append(path, tokens)
             # Tokens after a stop are neither emitted nor counted as accepted.
             row.stats.record_step(drafts, tree.max_depth, min(len(path) - 1, emitted), emitted)
@@ -314,7 +324,8 @@ class Engine:
         self.running = [*self.running, *sequences]
         self._prefilled.append((batch.prompt, step, sequences))
         now = clock()
-        for sequence, token in zip(sequences, first.tolist(), strict=True):
+        for row, (sequence, token) in enumerate(zip(sequences, first.tolist(), strict=True)):
+            sequence.record_logprobs(step.logits[row], [0], [token])
             sequence.stats.num_cached_tokens = step.cached_tokens
             sequence.stats.num_generated_tokens = sequence.append([0], [token])
             sequence.stats.prefill_seconds = batch.seconds

@@ -9,10 +9,12 @@ from typing import Any
 
 from mmspec.checks import Checked, Rule, is_text, option, optional, shown, whole
 from mmspec.errors import UserError
+from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.processors import TreeProcessor
 from mmspec.sampling.sampler import SamplingParams
 
 _KEYS = ("prompt", "images", "videos", "params")
+_FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 _FUNCTIONS = Rule(
     "a list of callables", lambda value: isinstance(value, Sequence) and all(callable(one) for one in value)
 )
@@ -35,12 +37,17 @@ class Extras(Checked):
         logits_processor: as for transformers' ``generate``, or tree processors.
         stopping_criteria: as for transformers' ``generate``.
         trace: record the verified trees.
+        logprobs: record the log probability of every token and of so many alternatives, at most 20, before logits
+            processors and sampling parameters; None records none.
+        chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
     """
 
     nodes: int | None = option(None, NODES)
     logits_processor: Sequence[Any] = option((), _PROCESSORS)
     stopping_criteria: Sequence[Any] = option((), _FUNCTIONS)
-    trace: bool = option(False, Rule("True or False", lambda value: isinstance(value, bool)))
+    trace: bool = option(False, _FLAG)
+    logprobs: int | None = option(None, LOGPROBS)
+    chat_template: bool = option(True, _FLAG)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from time import perf_counter as clock
 
 import torch
+from torch import Tensor
 
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.sampling.logprobs import TokenLogprob, token_logprobs
 from mmspec.sampling.sampler import Sampled, Sampler
 from mmspec.speculation.trace import JudgedTree
 
@@ -21,6 +23,8 @@ class Sequence(Sampled):
         cancelled: whether the client has dropped the sequence.
         added: time of queueing, ``perf_counter`` seconds.
         trees: verified trees, one per step; None if not recorded.
+        logprobs: of all generated tokens, and possibly of some after a stop; empty if not recorded.
+        top_logprobs: alternatives per token in ``logprobs``; None does not record them.
     """
 
     def __init__(
@@ -33,11 +37,13 @@ class Sequence(Sampled):
     ) -> None:
         super().__init__(history, sampler, index, generator)
         self.stopper = stopper
-        self.stats = Stats()
+        self.stats = Stats(num_prompt_tokens=len(history))
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.added = clock()
         self.trees: list[JudgedTree] | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.top_logprobs: int | None = None
         self._read = len(history)
 
     @property
@@ -64,6 +70,16 @@ class Sequence(Sampled):
         new = self.history[self._read :]
         self._read += len(new)
         return new
+
+    def record_logprobs(self, logits: Tensor, path: list[int], tokens: list[int]) -> None:
+        """Record log probabilities before ``append``, so that tokens never lack theirs.
+
+        Args:
+            logits: (nodes, vocab), raw logits of the target.
+            path, tokens: as for ``append``.
+        """
+        if self.top_logprobs is not None:
+            self.logprobs += token_logprobs(logits[path], tokens, self.top_logprobs)
 
     def append(self, path: list[int], tokens: list[int]) -> int:
         """Append accepted tokens up to a stop or a failed logits processor, and return their number.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass
@@ -17,6 +19,7 @@ class Stats:
     ``1 <= mean_acceptance_length <= num_spec_tokens + 1``.
     """
 
+    num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, whose states were kept from an earlier one
     num_generated_tokens: int = 0
     num_spec_steps: int = 0
@@ -64,6 +67,22 @@ class Stats:
         """Decoding throughput, without prefill and first token."""
         seconds = self.wall_seconds - self.time_to_first_token
         return sum(self.accept_lengths) / seconds if seconds > 0 else 0.0
+
+    @classmethod
+    def combined(cls, parts: Iterable[Stats]) -> Stats:
+        """Counts of several sequences together; times, which sequences share, are left out."""
+        whole = cls()
+        for part in parts:
+            whole.num_prompt_tokens += part.num_prompt_tokens
+            whole.num_generated_tokens += part.num_generated_tokens
+            whole.num_spec_steps += part.num_spec_steps
+            whole.num_draft_tokens += part.num_draft_tokens
+            whole.num_accepted_draft_tokens += part.num_accepted_draft_tokens
+            whole.num_spec_tokens = max(whole.num_spec_tokens, part.num_spec_tokens)
+            counts = zip_longest(whole.acceptance_histogram, part.acceptance_histogram, fillvalue=0)
+            whole.acceptance_histogram = [a + b for a, b in counts]
+            whole.accept_lengths += part.accept_lengths
+        return whole
 
     def to_dict(self) -> dict[str, float | int | list[int]]:
         """All statistics, derived ones included, as JSON values."""

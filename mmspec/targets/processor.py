@@ -9,10 +9,22 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import AutoTokenizer
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.target import Prompt
 from mmspec.targets.user_text import UserText
+
+
+def render(plain: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
+
+    Raises:
+        UserError: the template refuses them, for example a system message; it is a program of the checkpoint's, and may
+            raise anything.
+    """
+    with explained("the model's chat template does not accept the messages", Exception):
+        text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return text
 
 
 class Processor:
@@ -42,11 +54,12 @@ class Processor:
     def tokenizer(self) -> Any:
         return getattr(self.plain, "tokenizer", self.plain)
 
-    def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+    def encode(self, requests: Sequence[Mapping[str, Any]], *, chat_template: bool = True, **options: Any) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
 
         Args:
             requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
+            chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
             **options: of the media (none for text).
 
         Raises:
@@ -56,32 +69,49 @@ class Processor:
             raise UserError(f"unknown option for a text model: got {', '.join(options)}")
         if any(request.get("images") or request.get("videos") for request in requests):
             raise UserError("the model reads text only: images or videos were given")
-        rows = [self._token_ids(request["prompt"]) for request in requests]
+        rows = [self._token_ids(request["prompt"], chat_template) for request in requests]
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         return Prompt(ids, None if bool(mask.all()) else mask)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
+    def media_decoder(self, **limits: Any) -> Any:
+        """Decoder of untrusted images and videos, as ``vision.decoding.Decoder``; None if the model reads text only.
+
+        Args:
+            **limits: of the decoder.
+        """
+        return None
+
+    def decode(self, token_ids: list[int], *, chat_template: bool = True) -> str:
+        """Text of an answer's tokens, without special tokens.
+
+        Args:
+            token_ids: the answer.
+            chat_template: whether the prompt was rendered by the chat template, whose blank before the answer, if it
+                puts one there, is left out.
+        """
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        if not chat_template:
+            return text
         return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
 
     def has_typed_tokens(self, prompt: Any) -> bool:
         """Whether text or chat messages contain the names of special tokens, which are encoded as text."""
         return self._user_text.mark(prompt) is not prompt
 
-    def _token_ids(self, prompt: Any) -> list[int]:
+    def _token_ids(self, prompt: Any, chat_template: bool) -> list[int]:
         tokenizer = self.tokenizer
-        template = getattr(tokenizer, "chat_template", None)
+        template = getattr(tokenizer, "chat_template", None) if chat_template else None
         if not prompt:
             raise UserError("the prompt must not be empty")
         if not isinstance(prompt, str) and not template:
-            raise UserError("chat messages need a chat template: the tokenizer has none")
+            why = "the tokenizer has none" if chat_template else "got chat_template=False"
+            raise UserError(f"chat messages need a chat template: {why}")
         text = self._user_text.mark(prompt)
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = render(tokenizer, messages)
         if self._user_text.is_marked(text):
             ids = self._user_text.encode(text, add_special_tokens=not template)
         else:

@@ -1,0 +1,42 @@
+"""Errors of the API, in the shape of OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+
+class APIError(Exception):
+    """An error response.
+
+    Args:
+        status: HTTP status.
+        message: one line: rule, expected, received.
+        param: path of the field in the request, as ``messages[0].content``.
+        code: OpenAI's code of the error, if it has one.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    def content(self) -> dict[str, Any]:
+        """The JSON object of the response."""
+        if self.status == 429:
+            kind = "rate_limit_error"
+        else:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.content(), self.status, self.headers)

@@ -1,0 +1,92 @@
+"""Prometheus metrics of a server, under vLLM's names.
+
+"Draft tokens" are nodes of the draft trees. A choice's drafts are counted when it has ended; those of cancelled choices
+are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from mmspec.engine.stats import Stats
+
+_PER_REQUEST = (
+    "mean_acceptance_length",
+    "draft_acceptance_rate",
+    "acceptance_histogram",
+    "num_spec_steps",
+    "num_accepted_draft_tokens",
+    "num_draft_tokens",
+    "num_spec_tokens",
+)
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_BETWEEN = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+
+
+class Metrics:
+    """Metrics of one server.
+
+    Args:
+        model: label of all metrics.
+        running, waiting: current numbers of choices.
+    """
+
+    def __init__(self, model: str, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model}
+
+        def counter(name: str, what: str, *more: str) -> Counter:
+            return Counter(f"vllm:{name}", what, ["model_name", *more], registry=self.registry)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            found = Histogram(f"vllm:{name}", what, ["model_name"], buckets=buckets, registry=self.registry)
+            return found.labels(**self._labels)
+
+        def gauge(name: str, what: str, value: Callable[[], float]) -> None:
+            Gauge(f"vllm:{name}", what, ["model_name"], registry=self.registry).labels(model).set_function(value)
+
+        self._counters = {
+            field: counter(name, what).labels(**self._labels)
+            for field, name, what in (
+                ("num_spec_steps", "spec_decode_num_drafts", "Verify steps."),
+                ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens: nodes of the trees."),
+                ("num_accepted_draft_tokens", "spec_decode_num_accepted_tokens", "Accepted draft tokens."),
+                ("num_prompt_tokens", "prompt_tokens", "Prompt tokens."),
+                ("num_generated_tokens", "generation_tokens", "Generated tokens."),
+            )
+        }
+        per_position = "Accepted draft tokens by their depth in the tree, from 0."
+        self._accepted = counter("spec_decode_num_accepted_tokens_per_pos", per_position, "position")
+        self._ended = counter("request_success", "Choices that have ended.", "finished_reason")
+        self._first = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _FIRST)
+        self._between = histogram("inter_token_latency_seconds", "Time between a choice's decode steps.", _BETWEEN)
+        gauge("num_requests_running", "Choices that decode.", running)
+        gauge("num_requests_waiting", "Choices that wait for a slot.", waiting)
+
+    def first_token(self, seconds: float) -> None:
+        """Record the time from a request's arrival to a choice's first token."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float) -> None:
+        """Record the time between two pieces of a choice, each the tokens of one or several steps."""
+        self._between.observe(seconds)
+
+    def ended(self, stats: Stats, reason: str) -> None:
+        """Record a choice that has ended."""
+        for field, counter in self._counters.items():
+            counter.inc(getattr(stats, field))
+        for position in range(len(stats.acceptance_histogram) - 1):
+            accepted = sum(stats.acceptance_histogram[position + 1 :])
+            self._accepted.labels(**self._labels, position=str(position)).inc(accepted)
+        self._ended.labels(**self._labels, finished_reason=reason).inc()
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def per_request(stats: Stats) -> dict[str, object]:
+    """``metrics`` of a response."""
+    return {"speculative_decoding": {name: getattr(stats, name) for name in _PER_REQUEST}}

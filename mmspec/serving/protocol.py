@@ -1,0 +1,299 @@
+"""Requests of OpenAI's API: fields, their limits, and those that are refused.
+
+A field that would change the answer and is not implemented is refused and named, unless it has its neutral value. null
+stands for a field's default everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields as fields_of
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from mmspec.checks import shown
+from mmspec.errors import UserError
+from mmspec.sampling.logprobs import MOST_LOGPROBS
+from mmspec.sampling.sampler import SamplingParams
+from mmspec.serving.errors import APIError
+from mmspec.serving.limits import Limits
+
+_IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata")  # change nothing in the answer
+_STOP_STRINGS, _STOP_LENGTH = 16, 512
+_MOST_ITEMS = 1024  # messages, and parts of a message
+_LONGEST_MESSAGE = 300  # characters of pydantic's messages
+
+
+class _Fields(BaseModel):
+    """Base of the request's objects.
+
+    Attributes:
+        neutral: values by field that ask for nothing; such fields are dropped.
+        ignored: fields that are dropped.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    ignored: ClassVar[Sequence[str]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in cls.ignored and value not in cls.neutral.get(name, ())
+        }
+
+
+class _URL(_Fields):
+    neutral = {"detail": ("auto",)}
+    url: str
+
+
+class TextPart(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(_Fields):
+    type: Literal["image_url"]
+    image_url: _URL
+
+
+class VideoPart(_Fields):
+    type: Literal["video_url"]
+    video_url: _URL
+
+
+Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+
+
+class ChatMessage(_Fields):
+    """One message; a text as content is one text part."""
+
+    neutral = {"annotations": ([],), "tool_calls": ([],)}  # of answers that clients send back
+    role: Literal["system", "developer", "user", "assistant"]
+    content: list[Part] = Field(max_length=_MOST_ITEMS)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_parts(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class StreamOptions(_Fields):
+    neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    include_usage: bool = False
+
+
+class JSONSchema(_Fields):
+    ignored = ("name", "description", "strict")  # output is constrained strictly in any case
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema")
+        return self
+
+    def constraint(self) -> dict[str, Any]:
+        """Keywords of ``SamplingParams``.
+
+        Raises:
+            APIError: this version cannot constrain the output.
+        """
+        if self.type == "text":
+            return {}
+        if "json_schema" not in {field.name for field in fields_of(SamplingParams)}:
+            raise APIError(400, f"response_format must be text: got {self.type}", "response_format")
+        return {"json_schema": self.json_schema.schema_ if self.json_schema else {"type": "object"}}
+
+
+class _Request(_Fields):
+    """Fields that both endpoints have."""
+
+    model: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] = []
+    n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _short(cls, stop: list[str]) -> list[str]:
+        if len(stop) > _STOP_STRINGS or any(len(text) > _STOP_LENGTH for text in stop):
+            raise ValueError(f"expected at most {_STOP_STRINGS} texts of at most {_STOP_LENGTH} characters")
+        return stop
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def alternatives(self) -> int | None:
+        """Alternatives per token whose log probabilities are asked for; None if no log probabilities are."""
+        raise NotImplementedError
+
+    def params(self, limits: Limits) -> SamplingParams:
+        """Sampling parameters of the first choice.
+
+        Raises:
+            APIError: a value is out of range.
+        """
+        if self.max_tokens is not None and self.max_tokens > limits.max_tokens:
+            message = f"max_tokens must be at most {limits.max_tokens}: got {self.max_tokens}"
+            raise APIError(400, message, "max_tokens")
+        if self.n > limits.max_running:
+            raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
+        if self.stream_options is not None and not self.stream:
+            raise APIError(400, "stream_options goes with stream: true", "stream_options")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+        given = {name: getattr(self, name) for name in names}
+        try:
+            return SamplingParams(max_new_tokens=self.max_tokens or limits.max_tokens, **given, **self.constraint())
+        except UserError as error:
+            name = str(error).partition(" ")[0]
+            raise APIError(400, str(error), name if name in names else None) from error
+
+    def constraint(self) -> dict[str, Any]:
+        """Keywords of ``SamplingParams`` that constrain the output."""
+        return {}
+
+
+_NEUTRAL: dict[str, Sequence[Any]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "top_k": (-1,),
+}
+
+
+class ChatRequest(_Request):
+    """``POST /v1/chat/completions``."""
+
+    ignored = _IGNORED
+    neutral = {
+        **_NEUTRAL,
+        "tools": ([],),
+        "functions": ([],),
+        "tool_choice": ("none", "auto"),
+        "function_call": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "modalities": (["text"],),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+    }
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_ITEMS)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_limit(cls, given: Any) -> Any:
+        """``max_tokens`` is the old name of ``max_completion_tokens``."""
+        if not isinstance(given, dict) or given.get("max_completion_tokens") is None:
+            return given
+        new, old = given["max_completion_tokens"], given.get("max_tokens")
+        if old is not None and old != new:
+            raise ValueError(f"max_tokens and max_completion_tokens are one limit: got {shown(old)} and {shown(new)}")
+        return {**given, "max_tokens": new}
+
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: true")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def constraint(self) -> dict[str, Any]:
+        return {} if self.response_format is None else self.response_format.constraint()
+
+
+class CompletionRequest(_Request):
+    """``POST /v1/completions``."""
+
+    ignored = _IGNORED
+    neutral = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+    prompt: list[str] = Field(min_length=1, max_length=_MOST_ITEMS)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_prompts(cls, prompt: Any) -> Any:
+        return [prompt] if isinstance(prompt, str) else prompt
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+R = TypeVar("R", bound=_Request)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Parse a request's body.
+
+    Raises:
+        APIError: it is no JSON, or a field is missing, unknown, of another type or out of range; the first such field
+            is named.
+    """
+    try:
+        given = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise APIError(400, f"the body must be JSON: {error}") from None
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = _path(given, first["loc"], first["type"] == "missing")
+        raise APIError(400, _message(first, param), param or None) from None
+
+
+def _message(error: Any, param: str) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"{param} is not supported: expected it to be left out, got {shown(error['input'])}"
+    if error["type"] == "missing":
+        return f"{param} is required"
+    text = error["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE]
+    received = "" if isinstance(error["input"], dict) else f", got {shown(error['input'])}"
+    return f"{param or 'the body'}: {text[:1].lower()}{text[1:]}{received}"
+
+
+def _path(given: Any, location: Sequence[str | int], missing: bool) -> str:
+    """A field's path, as ``messages[0].content``: pydantic's location without the names of union members."""
+    path = ""
+    for place, key in enumerate(location):
+        inside = key in given if isinstance(given, dict) else isinstance(given, list) and isinstance(key, int)
+        if inside:
+            given = given[key]
+        elif not (missing and place == len(location) - 1):
+            continue
+        path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
+    return path

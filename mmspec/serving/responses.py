@@ -1,0 +1,158 @@
+"""Response objects of OpenAI's API, whole and as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmspec.engine.stats import Stats
+from mmspec.pipeline import Piece
+from mmspec.sampling.logprobs import TokenLogprob
+from mmspec.serving.metrics import per_request
+
+_LEAST = -9999.0  # JSON has no infinity
+
+
+@dataclass
+class Answer:
+    """A choice that is complete, or grows."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stats: Stats | None = None
+    finish_reason: str | None = None
+
+    def append(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        self.stats, self.finish_reason = piece.stats, piece.finish_reason
+
+
+class Format:
+    """Builds the responses of one request.
+
+    Args:
+        model: name of the model.
+        decode: token id to text.
+        n: choices per prompt.
+        choices: choices of the request.
+        logprobs: whether log probabilities were asked for.
+    """
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, model: str, decode: Callable[[int], str], n: int, choices: int, *, logprobs: bool) -> None:
+        self._decode, self._n, self._logprobs = decode, n, logprobs
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.answers = [Answer() for _ in range(choices)]
+
+    def whole(self) -> dict[str, Any]:
+        """The response, once all choices are complete."""
+        choices = [
+            {
+                "index": index,
+                **self._content(answer.text),
+                "logprobs": self._logprobs_of(answer.logprobs, 0),
+                "finish_reason": answer.finish_reason,
+            }
+            for index, answer in enumerate(self.answers)
+        ]
+        return {**self._head, "object": self.whole_object, "choices": choices, **self._figures()}
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        """Chunks before the first piece."""
+        return ()
+
+    def chunk(self, index: int, piece: Piece, *, include_usage: bool) -> dict[str, Any]:
+        """The chunk of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
+        offset = len(self.answers[index].text)
+        self.answers[index].append(piece)
+        delta = {**self._delta(piece.text), "logprobs": self._logprobs_of(piece.logprobs, offset)}
+        choice = {"index": index, **delta, "finish_reason": piece.finish_reason}
+        chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        if include_usage:
+            return {**chunk, "usage": None}
+        ended = all(answer.finish_reason is not None for answer in self.answers)
+        return {**chunk, "metrics": self._figures()["metrics"]} if ended else chunk
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk with the figures after all others."""
+        return {**self._head, "object": self.chunk_object, "choices": [], **self._figures()}
+
+    def _figures(self) -> dict[str, Any]:
+        stats = [answer.stats or Stats() for answer in self.answers]
+        whole = Stats.combined(stats)
+        prompt = sum(one.num_prompt_tokens for one in stats[:: self._n])  # one prompt has n choices
+        generated = whole.num_generated_tokens
+        usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return {"usage": usage, "metrics": per_request(whole)}
+
+    def _content(self, text: str) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, text: str) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        """Log probabilities of a choice's tokens, of which the first is at character ``offset`` of the text."""
+        raise NotImplementedError
+
+
+class ChatFormat(Format):
+    """``chat.completion`` and ``chat.completion.chunk``."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        for index in range(len(self.answers)):
+            choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            yield {**self._head, "object": self.chunk_object, "choices": [choice]}
+
+    def _content(self, text: str) -> Mapping[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, text: str) -> Mapping[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        content = [
+            {
+                **self._token(one.token_id, one.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in one.top],
+            }
+            for one in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._decode(token)
+        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
+
+
+class TextFormat(Format):
+    """``text_completion``."""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def _content(self, text: str) -> Mapping[str, Any]:
+        return {"text": text}
+
+    _delta = _content
+
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        texts = [self._decode(one.token_id) for one in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
+            "top_logprobs": [{self._decode(token): max(value, _LEAST) for token, value in one.top} for one in tokens],
+            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+        }

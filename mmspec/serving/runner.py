@@ -1,0 +1,123 @@
+"""Runs the choices of requests on a pipeline, within the server's slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter as clock
+from typing import Any
+
+from mmspec.pipeline import Piece, Pipeline
+from mmspec.sampling.sampler import SamplingParams
+from mmspec.serving.media import MediaReader, Medium
+from mmspec.serving.metrics import Metrics
+from mmspec.serving.slots import Slots
+
+Pieces = AsyncIterator[tuple[int, Piece]]
+"""Pieces of a request's choices as they arrive, each with the number of its choice."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a request asks for.
+
+    Attributes:
+        prompts: texts, or chat messages; each is answered ``n`` times, its choices one after the other.
+        params: of the first choice of each prompt; the seed of the i-th is larger by i, as in vLLM.
+        n: choices per prompt.
+        media: images and videos, of a request with one prompt.
+        keywords: further ones of ``Pipeline.stream``.
+    """
+
+    prompts: Sequence[Any]
+    params: SamplingParams
+    n: int
+    media: Sequence[Medium]
+    keywords: Mapping[str, Any]
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+class Runner:
+    """Runs requests: a choice has a slot from the reading of the request's media until its last token.
+
+    Args:
+        pipe: answers; its ``slots`` are at least those of ``slots``.
+        media: reads images and videos.
+        slots, metrics: of the server.
+    """
+
+    def __init__(self, pipe: Pipeline, media: MediaReader, slots: Slots, metrics: Metrics) -> None:
+        self.pipe, self.media, self.slots, self.metrics = pipe, media, slots, metrics
+
+    @asynccontextmanager
+    async def start(self, work: Work) -> AsyncIterator[Pieces]:
+        """Wait for slots and start a request. Leaving the block cancels what has not ended, and frees its slots.
+
+        The choices do not wait for the reader of their pieces: a slow client occupies no slot.
+
+        Raises:
+            APIError: the queue is full, or an image or video cannot be read. The pieces' iterator raises what the
+                pipeline raises.
+        """
+        arrived = clock()
+        await self.slots.acquire(work.choices)
+        try:
+            media = await self.media.read(work.media)
+        except BaseException:
+            self.slots.release(work.choices)
+            raise
+        pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+        tasks = []
+        for index in range(work.choices):
+            task = asyncio.create_task(self._choice(work, index, media, pieces, arrived))
+            task.add_done_callback(lambda _: self.slots.release())  # also of a task that is cancelled before it starts
+            tasks.append(task)
+        try:
+            yield _iterate(pieces, len(tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choice(
+        self,
+        work: Work,
+        index: int,
+        media: Mapping[str, Any],
+        pieces: asyncio.Queue[tuple[int, Piece | Exception]],
+        arrived: float,
+    ) -> None:
+        prompt, number = divmod(index, work.n)
+        params = work.params
+        if params.seed is not None and number:
+            params = replace(params, seed=params.seed + number)
+        before = None
+        try:
+            stream = self.pipe.astream(work.prompts[prompt], **media, params=params, **work.keywords)
+            async with aclosing(stream):  # type: ignore[type-var]
+                async for piece in stream:
+                    now = clock()
+                    if before is None:
+                        self.metrics.first_token(now - arrived)
+                    else:
+                        self.metrics.next_tokens(now - before)
+                    before = now
+                    if piece.stats is not None:
+                        self.metrics.ended(piece.stats, str(piece.finish_reason))
+                    pieces.put_nowait((index, piece))
+        except Exception as error:
+            pieces.put_nowait((index, error))
+
+
+async def _iterate(pieces: asyncio.Queue[tuple[int, Piece | Exception]], choices: int) -> Pieces:
+    while choices:
+        index, piece = await pieces.get()
+        if isinstance(piece, Exception):
+            raise piece
+        choices -= piece.finish_reason is not None
+        yield index, piece

@@ -1,0 +1,38 @@
+"""A pipeline and servers for the tests of serving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import mmspec
+from mmspec.pipeline import Pipeline
+from tests.served import Served, served
+
+
+@pytest.fixture(scope="package")
+def pipe() -> Pipeline:
+    return mmspec.load("tiny-llava", device="cpu", dtype="float32", slots=8)
+
+
+@pytest.fixture(scope="package")
+def server(pipe: Pipeline) -> Iterator[Served]:
+    with served(pipe) as running:
+        yield running
+
+
+@pytest.fixture
+def slow(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes every step of the engine take longer."""
+    step = pipe.engine.step
+
+    def delay(seconds: float) -> None:
+        def slowly() -> None:
+            time.sleep(seconds)
+            step()
+
+        monkeypatch.setattr(pipe.engine, "step", slowly)
+
+    return delay

@@ -1,0 +1,223 @@
+"""What happens at the same time: several clients, dropped connections, the queue."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from eval.harness.prompts import picture
+from mmspec.engine.stats import Stats
+from mmspec.pipeline import Piece, Pipeline
+from mmspec.serving.limits import Limits
+from mmspec.serving.media import MediaReader, Medium
+from tests.served import LONG, QUESTION, SCENE, Served, data_uri, eventually, question, served
+from vision.scenes.conversations import one_image
+from vision.scenes.scene import seeded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Slow = Callable[[float], None]
+
+
+@pytest.fixture
+def narrow(pipe: Pipeline) -> Iterator[Served]:
+    """A server for one choice at a time, and one that waits."""
+    with served(pipe, Limits(max_running=1, max_waiting=1)) as running:
+        yield running
+
+
+def text_of(server: Served, body: dict[str, Any]) -> str:
+    """The answer to a request, of a stream its pieces together."""
+    response = server.post(body)
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        return response.json()["choices"][0]["message"]["content"]
+    lines = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+    return "".join(line["choices"][0]["delta"]["content"] for line in lines)
+
+
+def test_answers_together_are_those_alone(server: Served, tmp_path: Any) -> None:
+    bodies = []
+    for index in range(12):
+        example = one_image(seeded("heldout", index))
+        picture(example.scenes[0]).save(tmp_path / f"{index}.png")
+        images = [data_uri(tmp_path / f"{index}.png")] if index % 3 else []
+        prompt = QUESTION if index % 2 else example.turns[0][0]
+        seeds = {"temperature": 1.0, "seed": index} if index % 4 == 0 else {}
+        bodies.append(question(prompt, *images, max_tokens=24, stream=index % 2 == 0, **seeds))
+    alone = [text_of(server, body) for body in bodies]
+    together: list[set[int]] = []
+
+    def watch() -> None:
+        while not stop.wait(0.002):
+            together.append({len(server.pipe.engine.running)})
+
+    stop = threading.Event()
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        assert list(threads.map(lambda body: text_of(server, body), bodies)) == alone
+    stop.set()
+    watching.join()
+    assert max(max(found) for found in together) > 3
+    assert server.idle
+
+
+def open_stream(server: Served, body: dict[str, Any]) -> socket.socket:
+    """A raw connection whose request has been sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(narrow: Served, slow: Slow, stream: bool) -> None:
+    slow(0.05)
+    body = question(QUESTION, data_uri(SCENE), stream=stream, **LONG)
+    connection = open_stream(narrow, body)
+    if stream:
+        assert b"200 OK" in connection.recv(1 << 16)
+    assert eventually(lambda: len(narrow.pipe.engine.running) == 1)
+    connection.close()
+    assert eventually(lambda: narrow.idle, 5)  # the answer would take 40 s
+    assert text_of(narrow, question(max_tokens=4))
+
+
+def test_all_choices_of_a_client_that_goes_away_end(server: Served, slow: Slow) -> None:
+    slow(0.05)
+    connection = open_stream(server, question(n=4, stream=True, **{**LONG, "seed": 4}))
+    assert eventually(lambda: len(server.pipe.engine.running) == 4)
+    connection.close()
+    assert eventually(lambda: server.idle, 5)
+
+
+def test_a_client_that_goes_away_while_its_image_is_decoded(narrow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, finish = MediaReader._read, threading.Event()
+
+    def slowly(reader: MediaReader, medium: Medium) -> Any:
+        finish.wait(30)
+        return decode(reader, medium)
+
+    monkeypatch.setattr(MediaReader, "_read", slowly)
+    connection = open_stream(narrow, question(QUESTION, data_uri(SCENE)))
+    assert eventually(lambda: narrow.app.state.slots.running == 1)
+    connection.close()
+    assert eventually(lambda: narrow.idle)
+    assert text_of(narrow, question(max_tokens=2))
+    finish.set()
+
+
+def test_a_waiting_client_that_goes_away_leaves_the_queue(narrow: Served, slow: Slow) -> None:
+    slow(0.05)
+    slots = narrow.app.state.slots
+    running = open_stream(narrow, question(stream=True, **LONG))
+    assert eventually(lambda: slots.running == 1)
+    for stream in (True, False):
+        waiting = open_stream(narrow, question(stream=stream))
+        assert eventually(lambda: slots.waiting == 1)
+        assert narrow.post(question()).status_code == 429
+        waiting.close()
+        assert eventually(lambda: slots.waiting == 0)
+    assert slots.running == 1
+    running.close()
+    assert eventually(lambda: narrow.idle)
+
+
+def test_requests_beyond_the_queue_are_refused(narrow: Served, slow: Slow) -> None:
+    slow(0.02)
+    slots = narrow.app.state.slots
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(text_of, narrow, question(**{**LONG, "max_tokens": 30}))
+        assert eventually(lambda: slots.running == 1)
+        second = threads.submit(text_of, narrow, question(max_tokens=4))
+        assert eventually(lambda: slots.waiting == 1)
+        refused = narrow.post(question(stream=True))
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "at most 1 choices may wait, and 1 do" in refused.json()["error"]["message"]
+        # Requests that need no slot are answered.
+        assert httpx.get(f"{narrow.url}/health").status_code == 200
+        metrics = httpx.get(f"{narrow.url}/metrics").text
+        assert 'vllm:num_requests_running{model_name="tiny-llava"} 1.0' in metrics
+        assert 'vllm:num_requests_waiting{model_name="tiny-llava"} 1.0' in metrics
+        assert first.result()
+        assert second.result() == text_of(narrow, question(max_tokens=4))
+
+
+def test_a_client_that_does_not_read_occupies_no_slot(narrow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def long(prompt: Any, **keywords: Any) -> Any:
+        for number in range(32):
+            last = number == 31
+            yield Piece("x" * (1 << 20), [1], "length" if last else None, Stats() if last else None)
+
+    monkeypatch.setattr(narrow.pipe, "astream", long)
+    connection = open_stream(narrow, question(stream=True))
+    assert b"200 OK" in connection.recv(15)
+    assert eventually(lambda: narrow.idle)
+    received = b""
+    while not received.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+        received += connection.recv(1 << 20)
+    assert received.count(b"x") >= 32 << 20
+    connection.close()
+
+
+def test_a_client_that_goes_away_during_its_request(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for head in (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", b"POST /v1/ch"):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head)
+    assert text_of(server, question(max_tokens=2))
+    assert server.idle
+
+
+@pytest.mark.slow
+def test_soak(pipe: Pipeline) -> None:
+    """Hundreds of requests, a tenth of them cancelled and a tenth malformed: no leak, no status 500."""
+    image, process = data_uri(SCENE), psutil.Process()
+    statuses: list[int] = []
+    memory: list[int] = []
+
+    def request(number: int) -> None:
+        kind = number % 10
+        body = question(QUESTION, *([image] if number % 2 else []), max_tokens=24, stream=number % 3 == 0)
+        if kind == 3:
+            connection = open_stream(server, {**body, "stream": True, **LONG})
+            time.sleep(0.01 * (number % 7))
+            connection.close()
+        elif kind == 7:
+            broken = [b"{", b"[]", json.dumps({**body, "n": 0}).encode(), json.dumps(question("", "data:x")).encode()]
+            content = broken[number // 10 % len(broken)]
+            found = httpx.post(f"{server.url}/v1/chat/completions", content=content, timeout=60)
+            assert found.status_code == 400
+        else:
+            found = server.post(body)
+            statuses.append(found.status_code)
+            if found.status_code == 200 and not body["stream"]:
+                answers.setdefault(len(body["messages"][0]["content"]), set()).add(
+                    found.json()["choices"][0]["message"]["content"]
+                )
+
+    answers: dict[int, set[str]] = {}
+    with served(pipe, Limits(max_running=8, max_waiting=8)) as server:
+        for _ in range(8):
+            with ThreadPoolExecutor(12) as threads:
+                list(threads.map(request, range(100)))
+            assert eventually(lambda: server.idle, 20)
+            memory.append(process.memory_info().rss)
+    assert set(statuses) <= {200, 429}
+    assert statuses.count(200) > 500
+    assert all(len(found) == 1 for found in answers.values())
+    assert max(memory[4:]) < 1.1 * memory[3], memory  # allocators fill their arenas in the first rounds

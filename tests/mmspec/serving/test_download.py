@@ -1,0 +1,168 @@
+"""Downloads on behalf of clients: public addresses only, also after redirects, within limits."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.serving import download as module
+from mmspec.serving.addresses import is_loopback, is_public
+from mmspec.serving.download import download
+from tests.served import QUESTION, SCENE, data_uri, question, served
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "127.255.0.1",
+        "0.0.0.0",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "224.0.0.1",
+        "240.0.0.1",
+        "255.255.255.255",
+        "192.0.2.1",
+        "::",
+        "::1",
+        "fe80::1%eth0",
+        "fc00::1",
+        "ff02::1",
+        "2001:db8::1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "2002:7f00:1::",
+        "64:ff9b::7f00:1",
+    ],
+)
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_public_addresses(address: str) -> None:
+    assert is_public(address)
+
+
+def test_loopback_hosts() -> None:
+    assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "localhost.example.org", ""]))
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A site at 127.0.0.1, which counts as public here; 127.0.0.2 does not."""
+
+    class Site(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.strip("/")
+            if name.startswith("to="):
+                self.send_response(302)
+                self.send_header("Location", self.path.partition("=")[2])
+                self.end_headers()
+            elif name in ("scene.png", "large", "slow"):
+                content = SCENE.read_bytes() if name == "scene.png" else b"x" * 5000
+                self.send_response(200)
+                if name != "large":
+                    self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                for part in range(0, len(content), 500):
+                    if name == "slow":
+                        time.sleep(0.1)
+                    try:
+                        self.wfile.write(content[part : part + 500])
+                    except OSError:
+                        return
+            else:
+                self.send_error(404)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.1")
+    with ThreadingHTTPServer(("0.0.0.0", 0), Site) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_file_is_downloaded(site: str) -> None:
+    assert download(f"{site}/scene.png", 1 << 20) == SCENE.read_bytes()
+    assert download(f"{site}/to=/to={site}/scene.png", 1 << 20) == SCENE.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nothing", "received status 404"),
+        ("/large", "at most 3000 bytes"),
+        ("/slow", "must end within 0.3 s"),
+        ("/to=/to=/to=/to=/scene.png", "at most 3 redirects"),
+        ("/to=file:///etc/passwd", "must be http or https: got file"),
+        ("/to=http://[bad", "cannot download"),
+    ],
+)
+def test_files_that_are_refused(site: str, path: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        download(site + path, 3000, seconds=0.3)
+
+
+def test_redirects_to_other_addresses_are_refused(site: str) -> None:
+    port = site.rpartition(":")[2]
+    for url in (f"http://127.0.0.2:{port}/scene.png", f"{site}/to=http://127.0.0.2:{port}/scene.png"):
+        with pytest.raises(UserError, match=r"must lead to public addresses: '127\.0\.0\.2' does not"):
+            download(url, 1 << 20)
+
+
+def test_names_are_judged_by_all_their_addresses_and_resolved_once(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = int(site.rpartition(":")[2])
+    asked: list[str] = []
+    answers = {"good.example": [["127.0.0.1"], ["127.0.0.2"]], "mixed.example": [["127.0.0.1", "127.0.0.2"]]}
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *args: Any, **options: Any) -> Any:
+        if host not in answers:
+            return real(host, *args, **options)
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in answers[host].pop(0)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    # A second look-up of this name has another outcome.
+    assert download(f"http://good.example:{port}/scene.png", 1 << 20) == SCENE.read_bytes()
+    assert asked == ["good.example"]
+    with pytest.raises(UserError, match="public addresses"):
+        download(f"http://mixed.example:{port}/scene.png", 1 << 20)
+
+
+def test_hosts_that_cannot_be_reached(site: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(UserError, match=r"cannot download from '127\.0\.0\.1': ConnectError"):
+            download(f"http://127.0.0.1:{free.getsockname()[1]}/", 10)
+    with pytest.raises(UserError, match="cannot download from 'nothing"):
+        download("http://nothing.invalid/", 10)
+
+
+def test_requests_with_urls(site: str, pipe: Pipeline, one_thread: None) -> None:
+    with served(pipe, allow_urls=True) as server:
+        expected = server.post(question(QUESTION, data_uri(SCENE))).json()["choices"]
+        assert server.post(question(QUESTION, f"{site}/scene.png")).json()["choices"] == expected
+        for url in ("http://127.0.0.2/a.png", "http://localhost.invalid/a.png", "ftp://127.0.0.1/a.png"):
+            response = server.post(question(QUESTION, url))
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "messages[0].content[0].image_url.url"

@@ -1,0 +1,91 @@
+"""A server of ``mmspec serve`` in a thread of the test, and requests to it."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from mmspec.pipeline import Pipeline
+from mmspec.serving.app import create_app
+from mmspec.serving.limits import Limits
+from mmspec.serving.server import listen, uvicorn_server
+from vision.embedded import samples
+
+SCENE, CLIP = samples() / "scene.png", samples() / "clip.mp4"
+QUESTION = "Describe the image."
+LONG = {"temperature": 5.0, "seed": 11, "max_tokens": 2000}
+"""Sampling of an answer of at least 800 tokens, with and without the scene."""
+
+TIMEOUT = 120  # seconds; reached only if something hangs
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server.
+
+    Attributes:
+        url: its address, without a path.
+        app: the application.
+        pipe: what answers.
+    """
+
+    url: str
+    app: FastAPI
+    pipe: Pipeline
+
+    def post(self, body: dict[str, Any], path: str = "chat/completions", **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=TIMEOUT, **options)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no choice runs or waits, in the server and in the engine."""
+        slots, engine = self.app.state.slots, self.pipe.engine
+        return not (slots.running or slots.waiting or engine.running or engine._waiting or engine._prefilling)
+
+
+@contextmanager
+def served(pipe: Pipeline, limits: Limits | None = None, **options: Any) -> Iterator[Served]:
+    """Run a server on a free port."""
+    limits = limits or Limits()
+    app = create_app(pipe, limits, **options)
+    with listen("127.0.0.1", 0) as listening:
+        server = uvicorn_server(app, limits)
+        thread = Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            assert eventually(lambda: server.started)
+            yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", app, pipe)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether a condition holds within some seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def data_uri(path: Path, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def question(text: str = QUESTION, *images: str, **fields: Any) -> dict[str, Any]:
+    """A greedy chat request about images."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    content: Any = [*parts, {"type": "text", "text": text}] if images else text
+    messages = [{"role": "user", "content": content}]
+    return {"model": "tiny-llava", "messages": messages, "temperature": 0, "max_tokens": 16, **fields}
