@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
@@ -319,7 +320,8 @@ class _Answer:
         sampler = params.sampler(extras.logits_processor, constraint)
         (self.sequence,) = pipe.engine.add(prompt, sampler, stopper, extras.nodes, trace=extras.trace)
         self.ended = False
-        self._detokenizer = Detokenizer(pipe.io.decode, params.stop_strings)
+        decode = pipe.io.decode if constraint is None else partial(pipe.io.decode, verbatim=True)
+        self._detokenizer = Detokenizer(decode, params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece
 
     def check(self) -> None:

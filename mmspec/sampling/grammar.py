@@ -155,7 +155,9 @@ class Grammar:
     def advance(self, state: _State, token: int) -> None:
         if token in self._eos or state.matcher.try_consume_tokens([token]) != 1:
             error = self._failure(state)
-            raise error or UserError(f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens")
+            raise error or UserError(
+                f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens of output"
+            )
         state.tokens.append(token)
 
     def undo(self, state: _State, n: int) -> None:
@@ -184,11 +186,11 @@ class Grammar:
         """The matcher's error, which it would never leave: it is replaced."""
         if not state.matcher.is_error():
             return None
-        reason = state.matcher.get_error()
+        reason, after = _first_line(state.matcher.get_error()), f"after {len(state.tokens)} tokens of output"
         self._restore(state)
         if reason.startswith("NoExtension"):
-            reason = f"no token of the vocabulary goes on after {len(state.tokens)} tokens of output"
-        return _invalid(self._kind, reason)
+            return UserError(f"the {self._kind} allows no token of the model's vocabulary {after}")
+        return UserError(f"the {self._kind} is too complex {after}: {reason}")
 
     def _restore(self, state: _State) -> None:
         state.matcher = self._matcher.deep_copy()

@@ -401,14 +401,14 @@ class _Group:
         return scores
 
     def _mask(self, place: int | None, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
-        """Mask the scores of visited nodes, in place, with the allowed tokens of a tree processor or (None) grammar."""
+        """Mask the scores of visited nodes, in place, by a tree processor; None is the rows' grammars."""
         nodes: list[int] = []
         found: list[Tensor] = []
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             if place is None and row.constraint is None:
                 continue
             try:
-                matcher = row.constraint if place is None else row.own(place)
+                matcher: Any = row.constraint if place is None else row.own(place)
                 masks, failures = matcher.walk(row.history, children, scores.shape[-1])
             except Exception as error:
                 masks, failures = {}, {0: error}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mmspec.drafters.growth import Nodes, best_first
-from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.sampler import Sampled
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree, build_tree
@@ -16,8 +15,8 @@ _At = tuple[int | None, tuple[int, ...], tuple[int, ...]]  # drafted node, path 
 def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget) -> TokenTree:
     """Fit a step's trees to the grammars of their sequences, before the verify pass.
 
-    A forbidden draft is cut with its subtree; the probabilities of its siblings are renormalised. A forced token replaces
-    all drafts after its node, except itself. EOS tokens are cut: the target may emit one after any node.
+    A forbidden draft is cut with its subtree; the probabilities of its siblings are renormalised. A forced token
+    replaces all drafts after its node, except itself. EOS tokens are cut: the target may emit one after any node.
 
     Args:
         rows: the sequences.
@@ -29,11 +28,11 @@ def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget) -> Token
         return tree
     known = tree.log_probs is not None or tree.nodes == 1
     nodes = budget.nodes if known else tree.nodes - 1 + budget.max_depth
+    root: _At = (0, (), ())
     fitted: list[Nodes] = []
     for place, row in enumerate(rows):
-        drafts = _Drafts(row, tree, place)
-        depth = budget.max_depth if drafts.grammar else tree.max_depth
-        fitted.append(best_first((0, (), ()), drafts.below, depth, nodes, 0.0))
+        depth = budget.max_depth if row.constraint else tree.max_depth
+        fitted.append(best_first(root, _Drafts(row, tree, place).below, depth, nodes, 0.0))
     probs = [gains for _, _, gains in fitted] if known else None
     return build_tree(tree.tokens[:, 0], [(tokens, parents) for tokens, parents, _ in fitted], probs)
 
@@ -42,7 +41,6 @@ class _Drafts:
     """Drafts of one sequence and its grammar, as a tree for ``best_first``."""
 
     def __init__(self, row: Sampled, tree: TokenTree, place: int) -> None:
-        self.grammar: Grammar | None = row.sampler.constraint
         self._row, self._children = row, tree.children[place]
         self._gains = [1.0, *tree.path_probs[place]] if tree.log_probs is not None else [1.0] * tree.nodes
 
@@ -50,24 +48,23 @@ class _Drafts:
         """Children of a node: token, probability given the node, and node."""
         node, path, forced = at
         drafts = {} if node is None else self._children[node]
-        if self.grammar and self._row.constraint and not forced:
+        allowed: Iterable[int] = drafts
+        grammar, matcher = self._row.sampler.constraint, self._row.constraint
+        if grammar is not None and matcher is not None and not forced:
             try:
-                state = self._row.constraint.at(self._row.history, path)
-                forced = tuple(self.grammar.forced(state))
-                allowed = {token for token in drafts if not forced and self.grammar.allows(state, token)}
+                state = matcher.at(self._row.history, path)
+                forced = tuple(grammar.forced(state))
+                allowed = [token for token in drafts if not forced and grammar.allows(state, token)]
             except Exception:
-                return  # the same error ends the sequence, if verification reaches this node
-        else:
-            allowed = set(drafts)
+                return  # the sequence ends with the same error, if verification reaches this node
         if forced:
             yield forced[0], 1.0, (drafts.get(forced[0]), (*path, forced[0]), forced[1:])
             return
         shares = {token: self._share(node, child) for token, child in drafts.items()}
-        left = 1.0 - sum(share for token, share in shares.items() if token not in allowed)
-        for token in drafts:
-            if token in allowed and shares[token] > 0.0:
-                share = min(shares[token] / max(left, shares[token]), 1.0)
-                yield token, share, (drafts[token], (*path, token), ())
+        total = 1.0 - sum(share for token, share in shares.items() if token not in allowed)
+        for token in allowed:
+            if (share := shares[token]) > 0.0:
+                yield token, min(share / max(total, share), 1.0), (drafts[token], (*path, token), ())
 
     def _share(self, node: int | None, child: int) -> float:
         """The drafter's probability of a node given its parent."""

@@ -62,8 +62,14 @@ class Processor:
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
         return Prompt(ids, None if bool(mask.all()) else mask)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it."""
+    def decode(self, token_ids: list[int], *, verbatim: bool = False) -> str:
+        """Text of an answer's tokens, without special tokens and without the blank of the chat template before it.
+
+        ``verbatim`` keeps all white space.
+        """
+        if verbatim:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return str(text)
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
 
