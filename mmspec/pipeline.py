@@ -198,9 +198,9 @@ class Pipeline:
             images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
             videos: paths, bytes, file objects or ``vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
-                ``seed``, ``json_schema``, ...), ``nodes`` (tree size per step; None chooses the size that is expected to be fastest),
-                ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
-                (per video), ``trace`` (record the verified trees).
+                ``seed``, ``json_schema``, ...), ``nodes`` (tree size per step; None chooses the size that is expected
+                to be fastest), ``logits_processor`` and ``stopping_criteria`` (lists as for transformers'
+                ``generate``), ``frames`` (per video), ``trace`` (record the verified trees).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.

@@ -35,23 +35,15 @@ Result = TypeVar("Result")
 
 
 def _is_schema(value: Any) -> bool:
-    if isinstance(value, str):
-        value = json.loads(value)
-    elif isinstance(value, dict):
-        json.dumps(value, allow_nan=False)
-    return isinstance(value, dict | bool)
-
-
-def _holds(value: Any) -> bool:
     try:
-        return value is None or _is_schema(value)
+        return isinstance(json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False)), dict)
     except (ValueError, TypeError, RecursionError):
         return False
 
 
 JSON_SCHEMA = Rule(
     "None or a JSON schema, as a dict or as text",
-    _holds,
+    lambda value: value is None or _is_schema(value),
     lambda value: value if value is None or isinstance(value, str) else json.dumps(value),
 )
 TEXT = Rule("None or text", lambda value: value is None or (is_text(value) and bool(value)))
@@ -153,11 +145,8 @@ class Grammar:
         return _State(self._matcher.deep_copy())
 
     def advance(self, state: _State, token: int) -> None:
-        if token in self._eos or state.matcher.try_consume_tokens([token]) != 1:
-            error = self._failure(state)
-            raise error or UserError(
-                f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens of output"
-            )
+        if token in self._eos or self._tried(state, lambda matcher: matcher.try_consume_tokens([token])) != 1:
+            raise UserError(f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens of output")
         state.tokens.append(token)
 
     def undo(self, state: _State, n: int) -> None:
@@ -166,9 +155,7 @@ class Grammar:
             self._restore(state)
 
     def mask(self, state: _State) -> Tensor:
-        bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8)
-        if error := self._failure(state):
-            raise error
+        bits = np.frombuffer(self._tried(state, lambda matcher: matcher.compute_bitmask()), np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._width, bitorder="little")).view(torch.bool)
         allowed[self._eos] |= allowed[self._eos[0]].item()
         return allowed
@@ -182,20 +169,27 @@ class Grammar:
         """Whether the grammar can go on with a token: not with EOS tokens."""
         return token not in self._eos and state.matcher.validate_tokens([token]) == 1
 
-    def _failure(self, state: _State) -> UserError | None:
-        """The matcher's error, which it would never leave: it is replaced."""
-        if not state.matcher.is_error():
-            return None
-        reason, after = _first_line(state.matcher.get_error()), f"after {len(state.tokens)} tokens of output"
-        self._restore(state)
+    def _tried(self, state: _State, call: Callable[[Any], Result]) -> Result:
+        """Call a function of the matcher.
+
+        A matcher that has reached a limit never leaves this state, and gets there sooner after many drafts: the
+        function is called again with a new one, so that the outcome depends on the tokens alone.
+        """
+        reason = ""
+        for _ in range(2):
+            result = call(state.matcher)
+            if not state.matcher.is_error():
+                return result
+            reason = _first_line(state.matcher.get_error())
+            self._restore(state)
+        after = f"after {len(state.tokens)} tokens of output"
         if reason.startswith("NoExtension"):
-            return UserError(f"the {self._kind} allows no token of the model's vocabulary {after}")
-        return UserError(f"the {self._kind} is too complex {after}: {reason}")
+            raise UserError(f"the {self._kind} allows no token of the model's vocabulary {after}")
+        raise UserError(f"the {self._kind} is too complex {after}: {reason}")
 
     def _restore(self, state: _State) -> None:
         state.matcher = self._matcher.deep_copy()
-        consumed = state.matcher.try_consume_tokens(state.tokens)
-        assert consumed == len(state.tokens)
+        state.matcher.try_consume_tokens(state.tokens)
 
 
 def _library() -> Any:

@@ -7,7 +7,7 @@ bans are exact on trees.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -85,7 +85,7 @@ class SamplingParams(Checked):
     max_new_tokens: int = option(256, whole(1, 1 << 31))
     stop: str | Sequence[str] | None = option(None, _STOP)
     seed: int | None = option(None, optional(whole(-(1 << 63), (1 << 64) - 1)))  # what torch's generators take
-    json_schema: Any = option(None, JSON_SCHEMA)
+    json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA)
     regex: str | None = option(None, TEXT)
     grammar: str | None = option(None, TEXT)
 
