@@ -1,13 +1,14 @@
 """Structured output against free output: ``python -m eval.structured``.
 
-Each request asks for a JSON object of a generated schema (``eval.harness.schemas``). It is answered with the schema as a
-constraint and without, by the same drafter, forked for every answer and interleaved; and with the constraint plainly,
+Each request asks for a JSON object of a generated schema (``eval.harness.schemas``). It is answered with the schema as
+a constraint and without, by the same drafter, forked for every answer and interleaved; and with the constraint plainly,
 without drafts, whose tokens must be the same. Outputs that end within the token limit are parsed and validated by the
 package jsonschema; those that do not end are counted apart.
 
-Columns: share of valid outputs among those that ended; tokens per second of the decode phase, with and without the
-schema, and the median of their ratios; seconds in llguidance (compilation, masks, tokens consumed and rolled back) over
-seconds of the request.
+Columns: share of valid outputs among those that ended; tokens per second of all decode phases together, with and
+without the schema, and their ratio; the same ratio over the requests whose free output ended, as one that does not end
+often repeats itself, which is easy to draft; seconds in llguidance (compilation, masks, tokens consumed and rolled
+back) over seconds of the requests.
 """
 
 from __future__ import annotations
@@ -89,7 +90,6 @@ class Interleaved:
         if answer.token_ids != expected.token_ids:
             raise RuntimeError(f"speculative and plain decoding differ: {answer.text!r} and {expected.text!r}")
         ended = answer.finish_reason == "stop"
-        speeds = answer.stats.tokens_per_second, free.stats.tokens_per_second
         return {
             "kind": request.kind,
             "text": answer.text,
@@ -97,10 +97,9 @@ class Interleaved:
             "free_tokens": len(free.token_ids),
             "valid": is_valid(answer.text, request.schema) if ended else None,
             "free_valid": is_valid(free.text, request.schema) if free.finish_reason == "stop" else None,
-            "tokens_per_second": speeds[0],
-            "free_tokens_per_second": speeds[1],
+            "tokens_per_second": answer.stats.tokens_per_second,
+            "free_tokens_per_second": free.stats.tokens_per_second,
             "plain_tokens_per_second": expected.stats.tokens_per_second,
-            "ratio": speeds[0] / speeds[1] if all(speeds) else None,
             "acceptance_length": answer.stats.mean_acceptance_length,
             "free_acceptance_length": free.stats.mean_acceptance_length,
             "seconds": seconds,
@@ -175,26 +174,31 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _row(kind: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ended = [record["valid"] for record in records if record["valid"] is not None]
-    ratios = [record["ratio"] for record in records if record["ratio"] is not None]
+    free_ended = [record for record in records if record["free_valid"] is not None]
     return {
         "kind": kind,
         "last": kind == _ALL,
         "schemas": len(records),
         "ended": len(ended),
         "valid": sum(ended) / len(ended) if ended else None,
-        "free_valid": sum(bool(record["free_valid"]) for record in records) / len(records),
-        "tokens_per_second": _median(records, "tokens_per_second"),
-        "free_tokens_per_second": _median(records, "free_tokens_per_second"),
-        "plain_tokens_per_second": _median(records, "plain_tokens_per_second"),
-        "ratio": median(ratios) if ratios else None,
-        "acceptance_length": _median(records, "acceptance_length"),
-        "free_acceptance_length": _median(records, "free_acceptance_length"),
+        "free_ended": len(free_ended),
+        "free_valid": sum(record["free_valid"] for record in free_ended) / len(free_ended) if free_ended else None,
+        "tokens_per_second": _rate(records, ""),
+        "free_tokens_per_second": _rate(records, "free_"),
+        "plain_tokens_per_second": _rate(records, "plain_"),
+        "ratio": _rate(records, "") / _rate(records, "free_"),
+        "ratio_free_ended": _rate(free_ended, "") / _rate(free_ended, "free_") if free_ended else None,
+        "median_ratio": median(record["tokens_per_second"] / record["free_tokens_per_second"] for record in records),
+        "acceptance_length": median(record["acceptance_length"] for record in records),
+        "free_acceptance_length": median(record["free_acceptance_length"] for record in records),
         "mask_share": sum(r["mask_seconds"] for r in records) / sum(r["seconds"] for r in records),
     }
 
 
-def _median(records: Sequence[dict[str, Any]], name: str) -> float:
-    return median(record[name] for record in records)
+def _rate(records: Sequence[dict[str, Any]], method: str) -> float:
+    """Tokens per second of all decode phases together."""
+    tokens = "free_tokens" if method == "free_" else "tokens"
+    return sum(r[tokens] for r in records) / sum(r[tokens] / r[f"{method}tokens_per_second"] for r in records)
 
 
 _COLUMNS: list[Column] = [
@@ -202,10 +206,12 @@ _COLUMNS: list[Column] = [
     ("schemas", "{schemas}"),
     ("ended", "{ended}"),
     ("valid", "{valid:.1%}"),
-    ("valid, free", "{free_valid:.1%}"),
     ("tokens/s", "{tokens_per_second:.0f}"),
     ("free", "{free_tokens_per_second:.0f}"),
     ("ratio", "{ratio:.2f}x"),
+    ("free ended", "{free_ended}"),
+    ("valid", "{free_valid:.1%}"),
+    ("ratio", "{ratio_free_ended:.2f}x"),
     ("accepted", "{acceptance_length:.2f}"),
     ("free", "{free_acceptance_length:.2f}"),
     ("masks", "{mask_share:.1%}"),

@@ -200,7 +200,7 @@ class Engine:
         if drafter is not None and drafting:
             tree = drafter.propose(self._token, budget)
         if drafter is not None:
-            tree = budget.prune(constrain(rows, tree, budget))
+            tree = budget.prune(constrain(rows, tree, budget, drafter))
         drafted = mark(device)
         step = self.target.forward_tree(tree)
         verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
