@@ -109,11 +109,12 @@ class Grammars:
         """
         library = _library()
         source = _source(kind, text)
-        matcher = _on_large_stack(lambda: library.LLMatcher(self._tokenizer, source, log_level=0, limits=_limits()))
-        if matcher.is_error():
-            raise _invalid(kind, matcher.get_error())
-        grammar = Grammar(kind, matcher, self._eos, self._width)
-        grammar.mask(grammar.start([]))
+
+        def build() -> Any:
+            return _on_large_stack(lambda: library.LLMatcher(self._tokenizer, source, log_level=0, limits=_limits()))
+
+        grammar = Grammar(kind, build, self._eos, self._width)
+        grammar.check()
         return grammar
 
 
@@ -133,20 +134,31 @@ class Grammar:
 
     Args:
         kind: one of ``KINDS``, for messages.
-        matcher: llguidance's, in its initial state.
-        eos: EOS tokens; the matcher knows the first one.
+        build: returns a new matcher of llguidance. A copy would share its lexer, and so the limits on it.
+        eos: EOS tokens; matchers know the first one.
         width: size of the tokenizer's vocabulary.
     """
 
-    def __init__(self, kind: str, matcher: Any, eos: Sequence[int], width: int) -> None:
-        self._kind, self._matcher, self._eos, self._width = kind, matcher, list(eos), width
+    def __init__(self, kind: str, build: Callable[[], Any], eos: Sequence[int], width: int) -> None:
+        self._kind, self._build, self._eos, self._width = kind, build, list(eos), width
+        self._unused: Any = None  # of the check
+
+    def check(self) -> None:
+        """Raises ``UserError`` if the grammar is invalid, or allows no first token."""
+        state = _State(self._build())
+        if state.matcher.is_error():
+            raise _invalid(self._kind, state.matcher.get_error())
+        self.mask(state)
+        self._unused = state.matcher
 
     def start(self, history: list[int]) -> _State:
-        return _State(self._matcher.deep_copy())
+        matcher, self._unused = self._unused or self._build(), None
+        return _State(matcher)
 
     def advance(self, state: _State, token: int) -> None:
-        if token in self._eos or self._tried(state, lambda matcher: matcher.try_consume_tokens([token])) != 1:
-            raise UserError(f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens of output")
+        if token in self._eos:
+            raise self._forbidden(state, token)
+        self._tried(state, lambda matcher: matcher.try_consume_tokens([token]) or None, self._forbidden(state, token))
         state.tokens.append(token)
 
     def undo(self, state: _State, n: int) -> None:
@@ -155,7 +167,7 @@ class Grammar:
             self._restore(state)
 
     def mask(self, state: _State) -> Tensor:
-        bits = np.frombuffer(self._tried(state, lambda matcher: matcher.compute_bitmask()), np.uint8)
+        bits = np.frombuffer(self._tried(state, lambda matcher: matcher.compute_bitmask(), None), np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._width, bitorder="little")).view(torch.bool)
         allowed[self._eos] |= allowed[self._eos[0]].item()
         return allowed
@@ -169,27 +181,35 @@ class Grammar:
         """Whether the grammar can go on with a token: not with EOS tokens."""
         return token not in self._eos and state.matcher.validate_tokens([token]) == 1
 
-    def _tried(self, state: _State, call: Callable[[Any], Result]) -> Result:
-        """Call a function of the matcher.
+    def _tried(self, state: _State, call: Callable[[Any], Result | None], otherwise: UserError | None) -> Result:
+        """The result of a function of the matcher.
 
-        A matcher that has reached a limit never leaves this state, and gets there sooner after many drafts: the
-        function is called again with a new one, so that the outcome depends on the tokens alone.
+        A matcher that has reached a limit fails for ever, and gets there sooner after many drafts: the function is
+        called again with a new one, so that the outcome depends on the tokens alone.
+
+        Raises:
+            UserError: both calls failed; ``otherwise`` if the matcher states no reason.
         """
         reason = ""
         for _ in range(2):
             result = call(state.matcher)
-            if not state.matcher.is_error():
+            if result is not None and not state.matcher.is_error():
                 return result
-            reason = _first_line(state.matcher.get_error())
+            reason = state.matcher.get_error()
             self._restore(state)
         after = f"after {len(state.tokens)} tokens of output"
+        if not reason and otherwise is not None:
+            raise otherwise
         if reason.startswith("NoExtension"):
             raise UserError(f"the {self._kind} allows no token of the model's vocabulary {after}")
-        raise UserError(f"the {self._kind} is too complex {after}: {reason}")
+        raise UserError(f"the {self._kind} is too complex {after}: {_first_line(reason)}")
 
     def _restore(self, state: _State) -> None:
-        state.matcher = self._matcher.deep_copy()
+        state.matcher = self._build()
         state.matcher.try_consume_tokens(state.tokens)
+
+    def _forbidden(self, state: _State, token: int) -> UserError:
+        return UserError(f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens of output")
 
 
 def _library() -> Any:

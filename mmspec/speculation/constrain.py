@@ -47,11 +47,14 @@ class _Drafts:
 
     def __init__(self, row: Sampled, tree: TokenTree, place: int, drafter: Drafter | None) -> None:
         self._row, self._place, self._drafter = row, place, drafter
+        self._failed = False
         self._children = tree.children[place]
         self._gains = [1.0, *tree.path_probs[place]] if tree.log_probs is not None else [1.0] * tree.nodes
 
     def below(self, at: _At) -> Iterable[tuple[int, float, _At]]:
         """Children of a node: token, probability given the node, and node."""
+        if self._failed:
+            return ()
         node, path, forced = at
         drafts = {} if node is None else self._children[node]
         if self._row.constraint is None:
@@ -65,8 +68,9 @@ class _Drafts:
                         return self._among(drafts, allowed, node, path)
                     more = dict(continuations(self._drafter, self._place, path))
                     return _renormalised(more, self._allowed(path, more), lambda token: (None, (*path, token), ()))
-            except Exception:
-                return ()  # the sequence ends with the same error, if verification reaches this node
+            except Exception:  # ends the sequence, if verification reaches this node
+                self._failed = True
+                return ()
         return [(forced[0], 1.0, (drafts.get(forced[0]), (*path, forced[0]), forced[1:]))]
 
     def _among(

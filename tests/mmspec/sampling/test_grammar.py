@@ -234,7 +234,7 @@ def test_long_chains_of_rules_do_not_overflow_the_stack():
 @pytest.mark.parametrize(
     ("limit", "value", "kind", "text"),
     [
-        ("max_lexer_states", 40, "regex", "[ab]*a[ab]{8}b[ab]{0,9}"),
+        ("max_lexer_states", 22, "regex", "[ab]*a[ab]{8}b[ab]{0,9}"),
         ("step_lexer_fuel", 100, "regex", "[ab]*a[ab]{8}b[ab]{0,9}"),
         ("step_max_items", 5, "grammar", 'start: (/[a-c]{1,9}/ | /[b-e]{2,9}/ | s){2,900}\ns: "(" start start ")"'),
     ],
@@ -256,3 +256,26 @@ def test_a_limit_reached_within_an_output(limit, value, kind, text, monkeypatch)
     assert len(errors) == 1
     monkeypatch.undo()
     assert one.generate("a", **keywords).token_ids == full.token_ids
+
+
+def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
+    """A matcher that has walked many drafts, and so has built more states, ends where a new one does."""
+    monkeypatch.setitem(module._LIMITS, "max_lexer_states", 22)
+    kind, draw = ("regex", "[ab]*a[ab]{8}b[ab]{0,9}"), random.Random(0)
+    grammar = compiled(*kind)
+    used, failed = Matcher(grammar, []), 0
+    others = [Matcher(grammar, []) for _ in range(3)]
+    for other in others:
+        other.at([], ids_of("abbabaab"))
+    for _ in range(60):
+        path = [draw.choice(ids_of("ab")) for _ in range(draw.randint(0, 16))]
+        outcomes = []
+        for matcher in (used, Matcher(compiled(*kind), [])):
+            try:
+                outcomes.append(matcher.allowed([], path, VOCAB).tolist())
+            except UserError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        failed += isinstance(outcomes[0], str)
+    assert 0 < failed < 60
+    assert all(other.at([], ids_of("abbabaab")).tokens == ids_of("abbabaab") for other in others)
