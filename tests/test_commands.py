@@ -124,6 +124,7 @@ def test_missing_extras_are_one_line(tmp_path: Path) -> None:
             ("train tiny-llava", "this command", "accelerate", "train"),
             ("train tiny-hybrid", "this command", "accelerate", "train"),
             ("demo", "the demo", "gradio", "demo"),
+            ("generate --regex", "structured output", "llguidance", "structured"),
             ("caption FILE", "video backend decord", "decord", "decord"),
             ("caption FOLDER", "video backend decord", "decord", "decord"),
             ("caption FOLDER --engine ray", "engine ray", "ray", "ray"),

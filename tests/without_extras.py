@@ -9,7 +9,17 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-OPTIONAL = ("accelerate", "gradio", "datasets", "matplotlib", "pycocoevalcap", "tensorboard", "ray", "decord")
+OPTIONAL = (
+    "accelerate",
+    "gradio",
+    "datasets",
+    "matplotlib",
+    "pycocoevalcap",
+    "tensorboard",
+    "ray",
+    "decord",
+    "llguidance",
+)
 for name in OPTIONAL:
     sys.modules[name] = None  # type: ignore[assignment]
 # Processes that decode videos import decord anew.
@@ -38,6 +48,7 @@ if __name__ == "__main__":
         "train tiny-llava": say("train", "tiny-llava", *out),
         "train tiny-hybrid": say("train", "tiny-hybrid", *out),
         "demo": say("demo"),
+        "generate --regex": say("generate", "a", "--regex", "b"),
         "caption FILE": say("caption", clip, *decord),
         "caption FOLDER": say("caption", folder, *out, *decord),
         "caption FOLDER --engine ray": say("caption", folder, *out, "--engine", "ray"),
