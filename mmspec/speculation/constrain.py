@@ -53,44 +53,34 @@ class _Drafts:
 
     def below(self, at: _At) -> Iterable[tuple[int, float, _At]]:
         """Children of a node: token, probability given the node, and node."""
-        if self._failed:
-            return ()
         node, path, forced = at
         drafts = {} if node is None else self._children[node]
-        if self._row.constraint is None:
+        grammar, matcher = self._row.sampler.constraint, self._row.constraint
+        if grammar is None or matcher is None:
             return self._among(drafts, drafts, node, path)
-        if not forced:
-            try:
-                forced = self._forced(path)
-                if not forced:
-                    allowed = self._allowed(path, drafts)
-                    if node is not None and (allowed or not drafts):
-                        return self._among(drafts, allowed, node, path)
-                    more = dict(continuations(self._drafter, self._place, path))
-                    return _renormalised(more, self._allowed(path, more), lambda token: (None, (*path, token), ()))
-            except Exception:  # ends the sequence, if verification reaches this node
-                self._failed = True
-                return ()
-        return [(forced[0], 1.0, (drafts.get(forced[0]), (*path, forced[0]), forced[1:]))]
+        if self._failed:
+            return ()
+        try:
+            if not forced:
+                state = matcher.at(self._row.history, path)
+                forced = tuple(grammar.forced(state))
+            if forced:
+                return [(forced[0], 1.0, (drafts.get(forced[0]), (*path, forced[0]), forced[1:]))]
+            allowed = [token for token in drafts if grammar.allows(state, token)]
+            if node is not None and (allowed or not drafts):
+                return self._among(drafts, allowed, node, path)
+            more = dict(continuations(self._drafter, self._place, path))
+            allowed = [token for token in more if grammar.allows(state, token)]
+            return _renormalised(more, allowed, lambda token: (None, (*path, token), ()))
+        except Exception:  # ends the sequence, if verification reaches this node
+            self._failed = True
+            return ()
 
     def _among(
         self, drafts: Mapping[int, int], allowed: Iterable[int], node: int | None, path: tuple[int, ...]
     ) -> Iterable[tuple[int, float, _At]]:
         shares = {token: self._share(node, child) for token, child in drafts.items()}
         return _renormalised(shares, allowed, lambda token: (drafts[token], (*path, token), ()))
-
-    def _forced(self, path: tuple[int, ...]) -> tuple[int, ...]:
-        grammar, matcher = self._row.sampler.constraint, self._row.constraint
-        assert grammar is not None
-        assert matcher is not None
-        return tuple(grammar.forced(matcher.at(self._row.history, path)))
-
-    def _allowed(self, path: tuple[int, ...], tokens: Iterable[int]) -> list[int]:
-        grammar, matcher = self._row.sampler.constraint, self._row.constraint
-        assert grammar is not None
-        assert matcher is not None
-        state = matcher.at(self._row.history, path)
-        return [token for token in tokens if grammar.allows(state, token)]
 
     def _share(self, node: int | None, child: int) -> float:
         """The drafter's probability of a node given its parent."""

@@ -5,6 +5,7 @@ The reference (``tests/constrained.py``) shares no code with the package.
 
 import asyncio
 import gc
+import itertools
 import json
 import pickle
 import re
@@ -18,6 +19,7 @@ from transformers.generation import logits_process as hf
 import mmspec
 from eval.decoding.oracle import Oracle
 from mmspec import SamplingParams, UserError, plugins
+from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from tests.constrained import decode_plainly
 from tests.tiny import byte_model, byte_tokenizer
@@ -281,6 +283,17 @@ def test_forced_tokens_are_drafted_without_a_draft():
     assert free.stats.mean_acceptance_length < r.stats.mean_acceptance_length
     assert pipe.generate("#", regex=pattern, nodes=0).stats.num_draft_tokens == 0
     assert plain("bytes").generate("#", regex=pattern).stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize(("name", "drafter"), [("tiny-llava", "msd"), ("tiny-hybrid", "mamba"), ("bytes", "recycle")])
+def test_forced_tokens_in_steps_without_a_draft(name, drafter, monkeypatch):
+    """The drafter proposes at every third step only, and observes all trees."""
+    steps = itertools.count()
+    monkeypatch.setattr(Budget, "drafts", lambda budget: budget.remaining > 0 and next(steps) % 3 == 0)
+    pipe = pipeline(name, drafter)
+    for kind in CONSTRAINTS:
+        r = pipe.generate(**REQUESTS[name], **keywords(kind, True), nodes=8)
+        assert tuple(r.token_ids) == reference(name, kind, True)
 
 
 def test_a_pipeline_is_pickled_after_a_constrained_request():
