@@ -21,15 +21,16 @@ def source(kind: str, text: Any) -> str:
 
 
 @cache
-def _tokenizer(tokenizer: Any, eos: tuple[int, ...]) -> Any:
-    return hf.from_tokenizer(tokenizer, eos_token=list(eos))
+def _tokenizer(tokenizer: Any, eos: int) -> Any:
+    return hf.from_tokenizer(tokenizer, eos_token=eos)
 
 
 def allowed_tokens(tokenizer: Any, eos: Sequence[int], kind: str, text: Any, said: list[int]) -> list[int]:
     """Tokens allowed after ``said``."""
-    matcher = LLMatcher(_tokenizer(tokenizer, tuple(eos)), source(kind, text), log_level=0)
+    matcher = LLMatcher(_tokenizer(tokenizer, eos[0]), source(kind, text), log_level=0)
     assert matcher.consume_tokens(said), matcher.get_error()
-    return [token for token, bias in enumerate(matcher.compute_logit_bias()) if bias]
+    allowed = [token for token, bias in enumerate(matcher.compute_logit_bias()) if bias]
+    return [*allowed, *eos[1:]] if eos[0] in allowed else allowed
 
 
 def decode_plainly(

@@ -14,11 +14,13 @@ from functools import cache
 
 import jsonschema
 import pytest
+import torch
 from transformers.generation import logits_process as hf
 
 import mmspec
 from eval.decoding.oracle import Oracle
 from mmspec import SamplingParams, UserError, plugins
+from mmspec.compare import first_difference
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from tests.constrained import decode_plainly
@@ -44,7 +46,7 @@ REQUESTS = {
     "tiny-hybrid": {"prompt": "Work out: 37 + 48"},
     "bytes": {"prompt": "Say it: "},
 }
-NEW = 36
+NEW = 26
 SAMPLED = {"temperature": 1.1, "top_p": 0.9, "seed": 5}
 
 
@@ -283,6 +285,18 @@ def test_forced_tokens_are_drafted_without_a_draft():
     assert free.stats.mean_acceptance_length < r.stats.mean_acceptance_length
     assert pipe.generate("#", regex=pattern, nodes=0).stats.num_draft_tokens == 0
     assert plain("bytes").generate("#", regex=pattern).stats.num_draft_tokens == 0
+
+
+def test_the_margin_of_a_difference_is_of_allowed_tokens():
+    pipe, said = plain("bytes"), list(reference("bytes", "regex"))
+    prompt = pipe.encode([REQUESTS["bytes"]]).input_ids[0].tolist()
+    allowed = [ids[0] for ids in (byte_tokenizer()(letter).input_ids for letter in "yn")]
+    with torch.no_grad():
+        logits = pipe.model(torch.tensor([prompt])).logits[0, -1]
+    assert int(logits.argmax()) not in allowed
+    other = next(token for token in allowed if token != said[0])
+    found = first_difference(pipe, REQUESTS["bytes"], keywords("regex"), [other], said)
+    assert found.margin == pytest.approx(float(logits[said[0]] - logits[other]), abs=1e-4)
 
 
 @pytest.mark.parametrize(("name", "drafter"), [("tiny-llava", "msd"), ("tiny-hybrid", "mamba"), ("bytes", "recycle")])
