@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import mmspec
-from eval.harness.output import benchmark, make_table, wide_console
+from eval.harness.output import Column, benchmark, make_table, wide_console
 from eval.harness.prompts import suite_conversations
 from mmspec.speculation.calibrate import describe
 
@@ -73,7 +73,7 @@ def main(model: str, dtype: str, count: int, max_new_tokens: int) -> dict[str, A
         }
         for turn, row in rows.items()
     ]
-    columns = [
+    columns: list[Column] = [
         ("turn", "{turn}"),
         ("first token, computed", lambda row: f"{1e3 * row['computed_seconds']:.1f} ms"),
         ("cached", lambda row: f"{1e3 * row['cached_seconds']:.1f} ms"),

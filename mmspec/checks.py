@@ -94,5 +94,8 @@ def shown(value: Any) -> str:
     """A value in one line for messages: its repr, shortened, or its type if it is no plain value."""
     if not (value is None or isinstance(value, str | bytes | Real | list | tuple | dict)):
         return type(value).__name__
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return type(value).__name__
     return text if len(text) <= _LONGEST else f"{type(value).__name__} {text[:_LONGEST]}..."

@@ -12,6 +12,8 @@ import torch
 
 from mmspec.drafters.drafter import Drafter
 from mmspec.pipeline import Generation, Pipeline
+from mmspec.sampling.grammar import KINDS
+from mmspec.sampling.matcher import Matcher
 from mmspec.sampling.sampler import SamplingParams
 from mmspec.speculation.tree import TokenTree
 from mmspec.targets.target import Prompt, Target
@@ -40,8 +42,8 @@ class Difference:
         position: index of the first token that differs, counted from the first new one.
         speculative, plain: the tokens there; None for an output that had ended.
         margin: of greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
-            repetition penalty), from another pass over prompt and common tokens. Near zero in half precision it is a
-            tie, which rounding decides.
+            grammar's mask and the repetition penalty), from another pass over prompt and common tokens. Near zero in
+            half precision it is a tie, which rounding decides.
     """
 
     position: int
@@ -153,12 +155,12 @@ def first_difference(
     if at == shorter or keywords.get("temperature", 0.0) > 0:
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, ours, theirs, None)
-    scores = next_token_scores(
-        pipe.target,
-        pipe.encode([request]),
-        plain[:at],
-        SamplingParams(repetition_penalty=keywords.get("repetition_penalty", 1.0)),
-    )
+    names = ("repetition_penalty", *KINDS)
+    params = SamplingParams(**{name: keywords[name] for name in names if name in keywords})
+    scores = next_token_scores(pipe.target, pipe.encode([request]), plain[:at], params)
+    if (grammar := pipe.grammar(params)) is not None:
+        allowed = Matcher(grammar, []).allowed(plain[:at], (), len(scores))
+        scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
     two = scores[[speculative[at], plain[at]]]
     return Difference(at, speculative[at], plain[at], float(scores.max() - two.min()))
 

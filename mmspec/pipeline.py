@@ -21,7 +21,9 @@ from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import UserError
 from mmspec.ops import kernels
+from mmspec.sampling.grammar import Grammar, Grammars
 from mmspec.sampling.logprobs import TokenLogprob
+from mmspec.sampling.sampler import SamplingParams
 from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.speculation.calibrate import cost_table, stored_cost
 from mmspec.speculation.trace import JudgedTree
@@ -162,6 +164,7 @@ class Pipeline:
         self.budget: Budget | None = None
         self.context_limit: int | None = target.context_limit
         self._searched = False  # for the target's stored cost
+        self._grammars: Grammars | None = None  # built by the first constrained request
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.slots = SLOT_COUNT.check("slots", slots)
@@ -173,7 +176,7 @@ class Pipeline:
         self.engine.attach()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "engine"}
+        return {name: value for name, value in vars(self).items() if name not in ("engine", "_grammars")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles without the requests in progress."""
@@ -181,6 +184,7 @@ class Pipeline:
         for part in (self.target, self.drafter):
             if part is not None:
                 part.select([])
+        self._grammars = None
         self.engine = Engine(self.target, self.drafter, self._budget, slots=self.slots)
 
     @property
@@ -195,6 +199,18 @@ class Pipeline:
         """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
         return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
 
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that constrains outputs, compiled for the tokenizer; None without one.
+
+        Raises:
+            UserError: the tokenizer or its vocabulary does not serve.
+        """
+        if params.constraint is None:
+            return None
+        if self._grammars is None:
+            self._grammars = Grammars(self.io.tokenizer, self.target.eos_token_ids)
+        return self._grammars.compile(*params.constraint)
+
     def generate(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> Generation:
@@ -205,10 +221,11 @@ class Pipeline:
             images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
             videos: paths, bytes, file objects or ``vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
-                ``seed``, ...), ``nodes`` (tree size per step; None chooses the size that is expected to be fastest),
-                ``logits_processor`` and ``stopping_criteria`` (lists as for transformers' ``generate``), ``frames``
-                (per video), ``trace`` (record the verified trees), ``logprobs`` (record log probabilities of tokens and
-                of so many alternatives), ``chat_template`` (False takes a text prompt as it is).
+                ``seed``, ``json_schema``, ...), ``nodes`` (tree size per step; None chooses the size that is expected
+                to be fastest), ``logits_processor`` and ``stopping_criteria`` (lists as for transformers'
+                ``generate``), ``frames`` (per video), ``trace`` (record the verified trees), ``logprobs`` (record log
+                probabilities of tokens and of so many alternatives), ``chat_template`` (False takes a text prompt as it
+                is).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.
@@ -312,6 +329,7 @@ class _Answer:
     def __init__(self, pipe: Pipeline, call: Call) -> None:
         self.pipe = pipe
         params, extras = call.params, call.extras
+        constraint = pipe.grammar(params)
         rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
         prompt = pipe.encode([call.request], **call.inputs, **rendering)
         length, limit = prompt.input_ids.shape[1], pipe.context_limit
@@ -325,11 +343,13 @@ class _Answer:
             criteria=extras.stopping_criteria,
             tokenizer=pipe.io.tokenizer,
         )
-        sampler = params.sampler(extras.logits_processor)
+        sampler = params.sampler(extras.logits_processor, constraint)
         (self.sequence,) = pipe.engine.add(
             prompt, sampler, stopper, extras.nodes, trace=extras.trace, logprobs=extras.logprobs
         )
         self.ended = False
+        if constraint is not None:
+            rendering["verbatim"] = True
         self._detokenizer = Detokenizer(partial(pipe.io.decode, **rendering), params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece
         self._sent = 0  # tokens of earlier pieces

@@ -19,6 +19,7 @@ OPTIONAL = (
     "ray",
     "decord",
     "prometheus_client",
+    "llguidance",
 )
 for name in OPTIONAL:
     sys.modules[name] = None  # type: ignore[assignment]
@@ -49,6 +50,7 @@ if __name__ == "__main__":
         "train tiny-hybrid": say("train", "tiny-hybrid", *out),
         "demo": say("demo"),
         "serve": say("serve", "--port", "0"),
+        "generate --regex": say("generate", "a", "--regex", "b"),
         "caption FILE": say("caption", clip, *decord),
         "caption FOLDER": say("caption", folder, *out, *decord),
         "caption FOLDER --engine ray": say("caption", folder, *out, "--engine", "ray"),

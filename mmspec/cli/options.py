@@ -61,6 +61,20 @@ class Output(click.Path):
         return path
 
 
+class TextFile(click.Path):
+    """Path of a UTF-8 file, whose text is the option's value."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
+        try:
+            return path.read_text("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            self.fail(f"expected a file of UTF-8 text, received {path} ({error}).", param, ctx)
+
+
 OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
@@ -105,6 +119,9 @@ generation_options = _stack(
     click.option("--min-p", type=Number(0, 1), default=0.0, show_default=True),
     click.option("--repetition-penalty", type=Number(0, min_open=True), default=1.0, show_default=True),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable."),
+    click.option("--json-schema", type=TextFile(), metavar="FILE", help="Answer in JSON that satisfies this schema."),
+    click.option("--regex", metavar="PATTERN", help="Answer with a match of this regular expression."),
+    click.option("--grammar", type=TextFile(), metavar="FILE", help="Answer according to this Lark grammar."),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of sampling."),
     click.option(
         "--nodes",
@@ -116,4 +133,17 @@ generation_options = _stack(
 )
 
 LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code")
-GENERATING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "nodes")
+GENERATING = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "json_schema",
+    "regex",
+    "grammar",
+    "seed",
+    "nodes",
+)

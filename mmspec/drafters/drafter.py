@@ -19,7 +19,7 @@ class Drafter(Protocol):
 
     Rows are the decoding sequences, in the target's order. A drafter that does not learn from earlier outputs sets
     ``learns`` to False; one that uses the target's hidden states lists them in ``features``, e.g. ``("last",)`` or
-    ``(2, 16, 29)``; see ``Feature``.
+    ``(2, 16, 29)``; see ``Feature``. One that looks up tokens may have a method ``continuations``; see there.
     """
 
     def attach(self, target: Target) -> None:
@@ -63,6 +63,16 @@ class Drafter(Protocol):
 def features(drafter: Drafter | None) -> tuple[Feature, ...]:
     """Hidden states of the target that a drafter uses."""
     return tuple(getattr(drafter, "features", ()))
+
+
+def continuations(drafter: Drafter | None, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+    """Next tokens that a look-up drafter expects after the drafts ``path``, which another part of a tree has proposed.
+
+    Returns:
+        Distinct tokens and their probabilities; none by drafters without a method ``continuations(row, path)``.
+    """
+    look_up = getattr(drafter, "continuations", None)
+    return () if look_up is None else look_up(row, path)
 
 
 def fork(drafter: Drafter | None, target: Target) -> Any:

@@ -66,6 +66,10 @@ class Ngram:
         found = [text.continuations(budget, self.width) for text in self._texts]
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        """See ``mmspec.drafters.drafter.continuations``."""
+        return self._texts[row].after(path)
+
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """No-op: the engine extends the history, which ``propose`` indexes."""
 
@@ -83,16 +87,8 @@ class _Text:
 
     def continuations(self, budget: Budget, width: int | None) -> Nodes:
         """Most probable continuations, see ``best_first``."""
-        text = self.past + self.history if self.past else self.history
-        self._index(text)
-        starts: list[tuple[int, float]] = []
-        seen: set[int] = set()
-        for n in self.lengths:
-            found = [end for end in self.ends.get(tuple(text[-n:]), ()) if end < len(text) and end not in seen]
-            seen.update(found)
-            starts += [(end, _TRUST[min(n, len(_TRUST)) - 1]) for end in found[-_OCCURRENCES:]]
-            if len(starts) >= _OCCURRENCES:
-                break
+        text = self._indexed()
+        starts = self._occurrences(text, text[-self.lengths[0] :])
         if not starts:
             return [], [], []
         return best_first(
@@ -103,6 +99,30 @@ class _Text:
             budget.floor,
             width,
         )
+
+    def after(self, path: Sequence[int]) -> list[tuple[int, float]]:
+        """Next tokens after the row's tokens and ``path``, with their probabilities."""
+        text, longest = self._indexed(), self.lengths[0]
+        starts = self._occurrences(text, [*text[-longest:], *path][-longest:])
+        return [(token, p) for token, p, _ in _children(text, starts)] if starts else []
+
+    def _occurrences(self, text: list[int], tail: list[int]) -> Occurrences:
+        """Occurrences of the longest known suffixes of ``tail``."""
+        starts: list[tuple[int, float]] = []
+        seen: set[int] = set()
+        for n in self.lengths:
+            found = [end for end in self.ends.get(tuple(tail[-n:]), ()) if end < len(text) and end not in seen]
+            seen.update(found)
+            starts += [(end, _TRUST[min(n, len(_TRUST)) - 1]) for end in found[-_OCCURRENCES:]]
+            if len(starts) >= _OCCURRENCES:
+                break
+        return starts
+
+    def _indexed(self) -> list[int]:
+        """Tokens to look up in, all of them indexed."""
+        text = self.past + self.history if self.past else self.history
+        self._index(text)
+        return text
 
     def _index(self, text: list[int]) -> None:
         for end in range(self.indexed + 1, len(text) + 1):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import Drafter, features, fork, learns
+from mmspec.drafters.drafter import Drafter, continuations, features, fork, learns
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree, build_tree
 from mmspec.speculation.verify import Verdict
@@ -62,6 +62,10 @@ class PerSequence:
             for tree, nodes in zip(trees, drafted, strict=True)
         ]
         return build_tree(token, rows, probs)
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        """See ``mmspec.drafters.drafter.continuations``."""
+        return continuations(self._copies[row], 0, path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         for row, copy in enumerate(self._copies):

@@ -163,6 +163,13 @@ class Recycle:
         found = [best_first(last, self._successors, *limits) for last in self._last]
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        """See ``mmspec.drafters.drafter.continuations``; none from the device's table."""
+        if self._recycled is not None:
+            return ()
+        before, last = (*self._last[row], *path)[-2:]
+        return [(token, p) for token, p, _ in self._successors((before, last))]
+
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         if self._recycled is not None:
             self._recycled.observe(tree, verdict, step)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import Drafter, features, learns
+from mmspec.drafters.drafter import Drafter, continuations, features, learns
 from mmspec.errors import UserError
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree, merge
@@ -53,6 +53,15 @@ class Union:
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         return merge([drafter.propose(token, budget) for drafter in self.drafters])
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        """See ``mmspec.drafters.drafter.continuations``; the maximum of the drafters' probabilities."""
+        found: dict[int, float] = {}
+        for drafter in self.drafters:
+            for token, p in continuations(drafter, row, path):
+                found[token] = max(p, found.get(token, 0.0))
+        total = max(1.0, sum(found.values()))
+        return [(token, p / total) for token, p in found.items()]
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         for drafter in self.drafters:

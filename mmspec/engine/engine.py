@@ -23,6 +23,7 @@ from mmspec.engine.timing import mark, seconds
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import BatchSampler, Sampler
 from mmspec.speculation.budget import Budget
+from mmspec.speculation.constrain import constrain
 from mmspec.speculation.trace import judge
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import verify_greedy
@@ -206,7 +207,9 @@ class Engine:
         drafting = drafter is not None and budget.drafts()
         tree = TokenTree.root(self._token)
         if drafter is not None and drafting:
-            tree = budget.prune(drafter.propose(self._token, budget))
+            tree = drafter.propose(self._token, budget)
+        if drafter is not None:
+            tree = budget.prune(constrain(rows, tree, budget, drafter))
         drafted = mark(device)
         step = self.target.forward_tree(tree)
         verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
@@ -227,7 +230,7 @@ class Engine:
             drafter.observe(tree, verdict, step)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
-        proposing = seconds(prepared, drafted) if drafting else 0.0
+        proposing = seconds(prepared, drafted) if drafting or tree.nodes > 1 else 0.0
         budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began)
         wall = clock() - start
         for row in rows:

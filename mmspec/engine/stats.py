@@ -74,6 +74,7 @@ class Stats:
         whole = cls()
         for part in parts:
             whole.num_prompt_tokens += part.num_prompt_tokens
+            whole.num_cached_tokens += part.num_cached_tokens
             whole.num_generated_tokens += part.num_generated_tokens
             whole.num_spec_steps += part.num_spec_steps
             whole.num_draft_tokens += part.num_draft_tokens

@@ -25,7 +25,8 @@ class Matcher:
         self._name = type(processor).__name__
         self._state = processor.start(list(prompt))
         self._length = len(prompt)  # tokens in the state, without drafts
-        self._walked: list[tuple[Any, ...]] = []  # drafts in the state: (previous state,), or () if in place
+        self._drafts: list[int] = []  # in the state, after these tokens
+        self._before: list[tuple[Any, ...]] = []  # of each draft: (previous state,), or () if changed in place
         self._to_undo = 0  # pending undo of in-place tokens
         self._masks: dict[int, Tensor] = {}  # by node of the last tree
         self._children: list[dict[int, int]] = []
@@ -48,28 +49,36 @@ class Matcher:
         self._follow(history)
         masks: dict[int, Tensor] = {}
         failures: dict[int, Exception] = {}
-        waiting = [(0, -1, 0)]  # stack of (node, token, drafts before it)
+        waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]
         while waiting:
-            node, token, before = waiting.pop()
-            while len(self._walked) > before:
-                self._back()
+            node, path = waiting.pop()
             try:
-                if node:
-                    self._advance(token)
+                self._go(path)
                 masks[node] = self._mask(vocab)
             except Exception as error:
                 failures[node] = error
                 continue
             for token, child in reversed(children[node].items()):
                 if _allows(masks[node], token):
-                    waiting.append((child, token, len(self._walked)))
+                    waiting.append((child, (*path, token)))
                 else:
                     failures[child] = self._forbidden(token)
-        while self._walked:
-            self._back()
+        self._go(())
         self._settle()
         self._masks, self._children = masks, children
         return masks, failures
+
+    def at(self, history: Sequence[int], path: Sequence[int]) -> Any:
+        """State after the drafts ``path`` that follow ``history``; valid until the next call."""
+        self._follow(history)
+        self._go(path)
+        self._settle()
+        return self._state
+
+    def allowed(self, history: Sequence[int], path: Sequence[int], vocab: int) -> Tensor:
+        """(vocab,) bool on the CPU, allowed tokens after the drafts ``path`` that follow ``history``."""
+        self.at(history, path)
+        return self._mask(vocab)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Logits processor interface of plain decoding: ``input_ids`` (1, length) int64, ``scores`` (1, vocab)."""
@@ -79,27 +88,43 @@ class Matcher:
         return scores.masked_fill(~masks[0].to(scores.device), -torch.inf)
 
     def _follow(self, history: Sequence[int]) -> None:
-        """Advance the state by the tokens emitted since the last walk."""
+        """Advance the state by the tokens emitted since the last call."""
+        if len(history) == self._length:
+            return
         node: int | None = 0
         for token in history[self._length :]:
             if node in self._masks:
                 if not _allows(self._masks[node], token):
                     raise self._forbidden(token)
                 node = self._children[node].get(token)
+        self._go(history[self._length :])
+        self._drafts, self._before, self._length = [], [], len(history)
+        self._masks, self._children = {}, []
+
+    def _go(self, path: Sequence[int]) -> None:
+        """Move the state to other drafts: undo back to the common prefix, then advance."""
+        common = 0
+        for drafted, token in zip(self._drafts, path, strict=False):
+            if drafted != token:
+                break
+            common += 1
+        while len(self._drafts) > common:
+            self._back()
+        for token in path[common:]:
             self._advance(token)
-        self._walked.clear()
-        self._length = len(history)
 
     def _advance(self, token: int) -> None:
         self._settle()
         after = self._processor.advance(self._state, token)
-        self._walked.append(() if after is None else (self._state,))
+        self._drafts.append(token)
+        self._before.append(() if after is None else (self._state,))
         if after is not None:
             self._state = after
 
     def _back(self) -> None:
         """Undo the last draft: restore the previous state, or defer an in-place undo until the state is used."""
-        if before := self._walked.pop():
+        self._drafts.pop()
+        if before := self._before.pop():
             self._state, self._to_undo = before[0], 0
         else:
             self._to_undo += 1

@@ -7,7 +7,7 @@ bans are exact on trees.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ from mmspec.checks import Checked, Rule, is_text, number, option, optional, whol
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
+from mmspec.sampling.grammar import JSON_SCHEMA, KINDS, TEXT, Grammar, check_grammar
 from mmspec.sampling.histories import Histories
 from mmspec.sampling.matcher import Matcher
 from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
@@ -67,9 +68,13 @@ class SamplingParams(Checked):
         max_new_tokens: maximum number of generated tokens.
         stop: stop string or strings; the output is cut before them.
         seed: seed for sampling; None uses torch's global generator.
+        json_schema: the output is JSON that satisfies this schema, a dict or JSON text.
+        regex: the output matches this regular expression, from beginning to end.
+        grammar: the output follows this grammar, in llguidance's variant of Lark's syntax.
 
     Raises:
-        UserError: a value has the wrong type or is out of range.
+        UserError: a value has the wrong type or is out of range; several of ``json_schema``, ``regex`` and ``grammar``
+            are given, or llguidance cannot follow the one that is.
     """
 
     temperature: float = option(0.0, number(f"0 or >= {_MIN_TEMPERATURE}", lambda t: t == 0 or t >= _MIN_TEMPERATURE))
@@ -80,6 +85,23 @@ class SamplingParams(Checked):
     max_new_tokens: int = option(256, whole(1, 1 << 31))
     stop: str | Sequence[str] | None = option(None, _STOP)
     seed: int | None = option(None, optional(whole(-(1 << 63), (1 << 64) - 1)))  # what torch's generators take
+    json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA)
+    regex: str | None = option(None, TEXT)
+    grammar: str | None = option(None, TEXT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise UserError(f"only one of {', '.join(KINDS)} constrains an output: got {', '.join(given)}")
+        if self.constraint:
+            check_grammar(*self.constraint)
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """Kind and text of the grammar, if any."""
+        given = ((kind, getattr(self, kind)) for kind in KINDS)
+        return next(((kind, text) for kind, text in given if text is not None), None)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -89,14 +111,15 @@ class SamplingParams(Checked):
     def do_sample(self) -> bool:
         return self.temperature > 0
 
-    def sampler(self, custom: Sequence[Processor] = ()) -> Sampler:
-        """Sampler with these parameters; ``custom`` as for ``processors``."""
+    def sampler(self, custom: Sequence[Processor] = (), constraint: Grammar | None = None) -> Sampler:
+        """Sampler with these parameters; ``custom`` as for ``processors``, ``constraint`` as for ``Sampler``."""
         values = self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
         return Sampler(
             self.processors(custom),
             do_sample=self.do_sample,
             generator=None if self.seed is None else torch.Generator().manual_seed(self.seed),
             key=None if custom else values if self.do_sample else self.repetition_penalty,
+            constraint=constraint,
         )
 
     def processors(self, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
@@ -129,11 +152,13 @@ class Sampler:
         do_sample: sample from the processed distribution; False takes its argmax.
         generator: random generator; None is torch's global one.
         key: samplers with equal keys have equal processors and are batched; None disables this.
+        constraint: masks the raw logits, before all processors.
 
     Attributes:
         forms: tree implementation of each processor (see ``tree_form``).
         by_path: whether any processor runs path by path; all of them then do.
         warpers: the last of ``forms`` that ignore the history.
+        before_warpers: the other ones.
 
     Raises:
         UserError: a processor depends on more than a row's own tokens.
@@ -146,8 +171,10 @@ class Sampler:
         do_sample: bool = False,
         generator: torch.Generator | None = None,
         key: Hashable = None,
+        constraint: Grammar | None = None,
     ) -> None:
         self.processors = list(processors)
+        self.constraint = constraint
         self.forms = [tree_form(processor) for processor in processors]
         self.by_path = None in self.forms
         self.warpers: list[Warper] = []
@@ -155,6 +182,7 @@ class Sampler:
             if not isinstance(form, Warper):
                 break
             self.warpers.insert(0, form)
+        self.before_warpers = self.forms[: len(self.forms) - len(self.warpers)]
         for processor, form in zip(self.processors, self.forms, strict=True):
             if form is None and isinstance(processor, _UNSUPPORTED):
                 raise UserError(
@@ -200,6 +228,7 @@ class Sampled:
 
     Attributes:
         prompt_length: number of prompt tokens.
+        constraint: state of the sampler's grammar, if it has one.
         failures: exceptions of processors by node of the last tree; only those on the accepted path take effect.
         error: exception that ended the sequence.
     """
@@ -210,6 +239,7 @@ class Sampled:
         self.history, self.sampler, self.index = history, sampler, index
         self.generator = generator or sampler.generator
         self.prompt_length = len(history)
+        self.constraint = None if sampler.constraint is None else Matcher(sampler.constraint, history)
         self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
         self._uniforms = torch.empty(0)
@@ -287,7 +317,12 @@ class _Group:
         if self._sampler.by_path:
             return self._by_path(rows, tree, logits, numbers)
         try:
-            return self._pick(tree, self._process(rows, tree, logits), numbers)
+            # Masks at reached nodes suffice, unless processors come after them.
+            drawn = numbers is not None and tree.draft_probs is not None
+            later = _at_reached_nodes(tree, logits.device) and not drawn and not self._sampler.before_warpers
+            if not later and any(row.constraint for row in rows):
+                logits = self._mask(None, rows, tree, logits.to(torch.float32, copy=True))
+            return self._pick(tree, self._process(rows, tree, logits), numbers, rows if later else ())
         except Exception as error:
             for row in rows:
                 row.failures = {0: error}
@@ -303,27 +338,38 @@ class _Group:
         uniforms = torch.stack([row.uniforms(tree.max_depth + 1, device) for row in rows])
         return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
 
-    def _pick(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
-        """Choose tokens from scores, (batch, nodes, vocab), to which all processors but the warpers were applied."""
+    def _pick(
+        self, tree: TokenTree, scores: Tensor, numbers: Tensor | None, constrained: Sequence[Sampled] = ()
+    ) -> Tensor:
+        """Choose tokens.
+
+        Args:
+            scores: (batch, nodes, vocab), to which all processors but the warpers were applied.
+            constrained: the rows, if their grammars are still to be applied.
+        """
         if numbers is not None and tree.draft_probs is not None:
             return ops.choose_drawn(tree, self._warped(scores).softmax(-1), *numbers.unbind(1))
-        if tree.nodes == 1 or kernels.fixed_shapes(scores.device):
+        if not _at_reached_nodes(tree, scores.device):
             return self._tokens(scores, numbers)
-        return self._along_paths(tree, scores, numbers)
+        return self._along_paths(tree, scores, numbers, constrained)
 
-    def _along_paths(self, tree: TokenTree, scores: Tensor, numbers: Tensor | None) -> Tensor:
+    def _along_paths(
+        self, tree: TokenTree, scores: Tensor, numbers: Tensor | None, constrained: Sequence[Sampled]
+    ) -> Tensor:
         """Choose tokens at reached nodes only, level by level: on a CPU, every node takes time."""
         choices = [[0] * tree.nodes for _ in range(tree.batch)]
         scores, numbers = scores.flatten(0, 1), None if numbers is None else numbers.flatten()
-        reached = [(row, 0) for row in range(tree.batch)]
+        reached: list[tuple[int, int, tuple[int, ...]]] = [(row, 0, ()) for row in range(tree.batch)]
         while reached:
-            at = [row * tree.nodes + node for row, node in reached]
+            at = [row * tree.nodes + node for row, node, _ in reached]
             drawn = None if numbers is None else _rows(numbers, at)
-            found, below = self._tokens(_rows(scores, at), drawn).tolist(), []
-            for (row, node), token in zip(reached, found, strict=True):
+            level, below = _rows(scores, at), []
+            if any(row.constraint for row in constrained):
+                level = _allowed_only(constrained, reached, level)
+            for (row, node, path), token in zip(reached, self._tokens(level, drawn).tolist(), strict=True):
                 choices[row][node] = token
                 if (child := tree.children[row][node].get(token)) is not None:
-                    below.append((row, child))
+                    below.append((row, child, (*path, token)))
             reached = below
         return torch.tensor(choices)
 
@@ -341,7 +387,7 @@ class _Group:
 
     def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
         """Apply all processors but the warpers at all nodes."""
-        forms = self._sampler.forms[: len(self._sampler.forms) - len(self._sampler.warpers)]
+        forms = self._sampler.before_warpers
         if not forms:
             return logits
         scores = logits.to(torch.float32, copy=True)
@@ -354,13 +400,16 @@ class _Group:
                 scores = form(seen, scores)
         return scores
 
-    def _mask(self, place: int, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
-        """Mask the scores of visited nodes with a tree processor's allowed tokens."""
+    def _mask(self, place: int | None, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
+        """Mask the scores of visited nodes, in place, by a tree processor; None is the rows' grammars."""
         nodes: list[int] = []
         found: list[Tensor] = []
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
+            if place is None and row.constraint is None:
+                continue
             try:
-                masks, failures = row.own(place).walk(row.history, children, scores.shape[-1])
+                matcher: Any = row.constraint if place is None else row.own(place)
+                masks, failures = matcher.walk(row.history, children, scores.shape[-1])
             except Exception as error:
                 masks, failures = {}, {0: error}
             row.failures = failures | row.failures
@@ -376,13 +425,15 @@ class _Group:
     def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
         """Choose tokens along the accepted path only, as plain decoding does."""
         choices = [[0] * tree.nodes for _ in rows]
-        called = len(self._sampler.forms) - len(self._sampler.warpers)
+        called = len(self._sampler.before_warpers)
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             history, node = list(row.history), 0
             while True:
                 ids = torch.tensor([history], device=logits.device)
                 scores = logits[at_row, node][None].to(torch.float32, copy=True)
                 try:
+                    if row.constraint is not None:
+                        scores = row.constraint(ids, scores)
                     for place in range(called):
                         scores = row.own(place)(ids, scores)
                 except Exception as error:
@@ -399,6 +450,30 @@ class _Group:
                 history.append(token)
                 node = children[node][token]
         return on_device(choices, logits.device)
+
+
+def _at_reached_nodes(tree: TokenTree, device: torch.device) -> bool:
+    """Whether tokens are chosen at reached nodes only: after a host sync per level."""
+    return tree.nodes > 1 and not kernels.fixed_shapes(device)
+
+
+def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[int, ...]]], scores: Tensor) -> Tensor:
+    """Mask scores, (reached, vocab), with the rows' grammars.
+
+    Args:
+        rows: of the tree.
+        reached: row, node and path of each of the scores.
+    """
+    scores = scores.clone()
+    for one, (place, node, path) in zip(scores, reached, strict=True):
+        row = rows[place]
+        if row.constraint is None:
+            continue
+        try:
+            one.masked_fill_(~row.constraint.allowed(row.history, path, len(one)), -torch.inf)
+        except Exception as error:
+            row.failures[node] = error
+    return scores
 
 
 def _rows(x: Tensor, places: list[int]) -> Tensor:

@@ -49,6 +49,14 @@ def _limit(name: str, metavar: str, text: str, least: int = 1, most: int | None 
     help="Web pages that may call the server, such as http://localhost:3000; repeatable.",
 )
 @click.option("--allow-urls", is_flag=True, help="Download images and videos of requests from public addresses.")
+@click.option(
+    "--prefix-cache",
+    type=click.IntRange(0),
+    default=512,
+    show_default=True,
+    metavar="MIB",
+    help="Memory for the states of earlier prompts; 0 computes every prompt.",
+)
 @_limit("max_running", "N", "Choices that decode at the same time.")
 @_limit("max_waiting", "N", "Choices that wait for one that has ended; further requests get status 429.", 0)
 @_limit("max_body", "MIB", "Size of a request's body and of a downloaded file.")
@@ -72,6 +80,7 @@ def serve(
     no_auth: bool,
     origins: Sequence[str],
     allow_urls: bool,
+    prefix_cache: int,
     **limits: int,
 ) -> None:
     """Serve a model through OpenAI's API.
@@ -91,9 +100,8 @@ def serve(
 
     with listen(host, port) as listening:  # before the model is loaded, which takes longer
         loaded = open_pipeline(Console(stderr=True), model, drafter, device, dtype, trust_remote_code)
-        pipe = Pipeline(
-            loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, slots=limits["max_running"]
-        )
+        options = {"slots": limits["max_running"], "prefix_cache": prefix_cache << 20}
+        pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
         if pipe.drafter is not None:
             pipe.target.cost = cost_table(pipe.target)
         app = create_app(

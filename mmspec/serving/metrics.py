@@ -47,16 +47,18 @@ class Metrics:
         def gauge(name: str, what: str, value: Callable[[], float]) -> None:
             Gauge(f"vllm:{name}", what, ["model_name"], registry=self.registry).labels(model).set_function(value)
 
-        self._counters = {
-            field: counter(name, what).labels(**self._labels)
+        self._counters = [
+            (field, counter(name, what).labels(**self._labels))
             for field, name, what in (
                 ("num_spec_steps", "spec_decode_num_drafts", "Verify steps."),
                 ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens: nodes of the trees."),
                 ("num_accepted_draft_tokens", "spec_decode_num_accepted_tokens", "Accepted draft tokens."),
                 ("num_prompt_tokens", "prompt_tokens", "Prompt tokens."),
+                ("num_prompt_tokens", "prefix_cache_queries", "Prompt tokens that were looked up."),
+                ("num_cached_tokens", "prefix_cache_hits", "Prompt tokens whose states were cached."),
                 ("num_generated_tokens", "generation_tokens", "Generated tokens."),
             )
-        }
+        ]
         per_position = "Accepted draft tokens by their depth in the tree, from 0."
         self._accepted = counter("spec_decode_num_accepted_tokens_per_pos", per_position, "position")
         self._ended = counter("request_success", "Choices that have ended.", "finished_reason")
@@ -75,7 +77,7 @@ class Metrics:
 
     def ended(self, stats: Stats, reason: str) -> None:
         """Record a choice that has ended."""
-        for field, counter in self._counters.items():
+        for field, counter in self._counters:
             counter.inc(getattr(stats, field))
         for position in range(len(stats.acceptance_histogram) - 1):
             accepted = sum(stats.acceptance_histogram[position + 1 :])

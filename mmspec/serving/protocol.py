@@ -7,7 +7,6 @@ stands for a field's default everywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields as fields_of
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
@@ -114,8 +113,6 @@ class ResponseFormat(_Fields):
         """
         if self.type == "text":
             return {}
-        if "json_schema" not in {field.name for field in fields_of(SamplingParams)}:
-            raise APIError(400, f"response_format must be text: got {self.type}", "response_format")
         return {"json_schema": self.json_schema.schema_ if self.json_schema else {"type": "object"}}
 
 

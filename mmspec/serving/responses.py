@@ -87,9 +87,14 @@ class Format:
     def _figures(self) -> dict[str, Any]:
         stats = [answer.stats or Stats() for answer in self.answers]
         whole = Stats.combined(stats)
-        prompt = sum(one.num_prompt_tokens for one in stats[:: self._n])  # one prompt has n choices
-        generated = whole.num_generated_tokens
-        usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        asked = Stats.combined(stats[:: self._n])  # one prompt has n choices
+        prompt, generated = asked.num_prompt_tokens, whole.num_generated_tokens
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": asked.num_cached_tokens},
+        }
         return {"usage": usage, "metrics": per_request(whole)}
 
     def _content(self, text: str) -> Mapping[str, Any]:

@@ -83,14 +83,17 @@ class Processor:
         """
         return None
 
-    def decode(self, token_ids: list[int], *, chat_template: bool = True) -> str:
+    def decode(self, token_ids: list[int], *, chat_template: bool = True, verbatim: bool = False) -> str:
         """Text of an answer's tokens, without special tokens.
 
         Args:
             token_ids: the answer.
             chat_template: whether the prompt was rendered by the chat template, whose blank before the answer, if it
                 puts one there, is left out.
+            verbatim: keep all white space.
         """
+        if verbatim:
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         if not chat_template:
             return text

@@ -1,0 +1,48 @@
+"""The benchmark of structured output."""
+
+import pytest
+
+import mmspec
+from eval.harness.schemas import SchemaRequest
+from eval.structured import Interleaved, is_valid, summary
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}, "required": ["a"]}
+
+
+def test_validity():
+    assert is_valid('{"a": "2024-02-29"}', SCHEMA)
+    assert not is_valid('{"a": "2023-02-29"}', SCHEMA)
+    assert not is_valid('{"b": 1}', SCHEMA)
+    assert not is_valid('{"a": "2024-02-29"', SCHEMA)
+
+
+def test_a_request_is_answered_with_and_without_its_schema():
+    decoder = Interleaved(mmspec.load("tiny-hybrid", "ngram"))
+    schema = {"type": "array", "items": {"enum": [True, False]}, "minItems": 2, "maxItems": 3}
+    record = decoder(SchemaRequest("arrays", "Work out: 37 + 48", schema), {"max_new_tokens": 24})
+    assert record["valid"] is True
+    assert is_valid(record["text"], schema)
+    assert 0 < record["mask_seconds"] < record["seconds"]
+    (row, _) = summary([record])
+    assert row["valid"] == 1.0
+    assert row["tokens_per_second"] == pytest.approx(record["tokens_per_second"])
+
+
+def test_rates_are_of_all_tokens_over_all_seconds():
+    def record(kind, tokens, seconds, valid, free_valid):
+        speeds = {f"{name}tokens_per_second": tokens / seconds for name in ("", "plain_")}
+        same = {"acceptance_length": 2.0, "free_acceptance_length": 1.0, "seconds": 4.0, "mask_seconds": 1.0}
+        free = {"free_tokens": 10, "free_tokens_per_second": 10.0, "free_valid": free_valid}
+        return {"kind": kind, "tokens": tokens, "valid": valid, **speeds, **same, **free}
+
+    rows = summary(
+        [record("a", 10, 1.0, True, None), record("a", 50, 2.0, False, True), record("b", 9, 1.0, None, None)]
+    )
+    assert [row["kind"] for row in rows] == ["a", "b", "all"]
+    assert rows[0]["tokens_per_second"] == 20.0
+    assert rows[0]["ratio"] == 2.0
+    assert rows[0]["valid"] == 0.5
+    assert rows[0]["ratio_free_ended"] == 2.5
+    assert rows[1]["valid"] is None
+    assert rows[2]["ended"] == 2
+    assert rows[2]["mask_share"] == 0.25

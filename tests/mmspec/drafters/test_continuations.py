@@ -1,0 +1,81 @@
+"""What look-up drafters expect after drafts of another origin."""
+
+import torch
+
+from mmspec.drafters.drafter import continuations
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.per_sequence import PerSequence
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.drafters.union import Union
+from mmspec.speculation.budget import Budget
+from mmspec.targets.target import Prompt
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import shared_model
+
+TEXT = [5, 6, 7, 8, 5, 6, 9, 8, 5, 6, 7, 5]
+
+
+def begun(drafter, history):
+    """The drafter, with one sequence of this history."""
+    target = TransformersTarget(shared_model("llama"))
+    drafter.attach(target)
+    prompt = Prompt(torch.tensor([history[:-1]]))
+    step = target.prefill(prompt, 8)
+    drafter.begin(prompt, step, [list(history)])
+    return drafter
+
+
+def first_level(drafter, history):
+    """Children of the root of the drafter's tree: tokens and probabilities."""
+    budget = Budget(nodes=64, depth=1)
+    budget.floor = 0.0
+    tree = drafter.propose(torch.tensor([history[-1]]), budget)
+    if tree.nodes == 1:
+        return {}
+    return dict(zip(tree.tokens[0, 1:].tolist(), tree.path_probs[0], strict=True))
+
+
+def test_ngram_looks_up_drafts_like_emitted_tokens():
+    for path in ((), (6,), (6, 7), (6, 9), (6, 7, 8, 5), (99,), (99, 6)):
+        found = dict(begun(Ngram(), TEXT).continuations(0, path))
+        longer = [*TEXT, *path]
+        expected = first_level(begun(Ngram(), longer), longer)
+        # Occurrences in the draft itself are not indexed.
+        assert {token: p for token, p in found.items() if token in expected} == found
+        if not path:
+            assert found == expected
+    assert dict(begun(Ngram(), TEXT).continuations(0, (6,)))[7] > dict(begun(Ngram(), TEXT).continuations(0, (6,)))[9]
+
+
+def test_recycle_looks_up_the_last_two_tokens():
+    drafter = begun(Recycle(top_k=3), TEXT)
+    drafter._table = {(5, 6): {7: 0.6, 9: 0.3}, (-1, 5): {6: 1.0}, (6, 9): {8: 0.5}}
+    assert drafter.continuations(0, (6,)) == [(7, 0.6), (9, 0.3)]
+    assert drafter.continuations(0, (6, 9)) == [(8, 0.5)]
+    assert drafter.continuations(0, (6, 9, 5)) == [(6, 1.0)]
+    assert drafter.continuations(0, (1, 2)) == []
+    assert dict(drafter.continuations(0, ())) == first_level(drafter, TEXT)
+
+
+def test_ensembles():
+    union = begun(Union([Recycle(top_k=3), Ngram()]), TEXT)
+    union.drafters[0]._table = {(5, 6): {7: 0.1, 11: 0.3}}
+    ngram = dict(begun(Ngram(), TEXT).continuations(0, (6,)))
+    found = dict(union.continuations(0, (6,)))
+    total = max(1.0, ngram[7] + ngram[9] + 0.3)
+    assert found == {7: ngram[7] / total, 9: ngram[9] / total, 11: 0.3 / total}
+    alone = begun(PerSequence(Ngram()), TEXT)
+    assert dict(alone.continuations(0, (6,))) == ngram
+
+
+def test_others_expect_nothing():
+    assert continuations(None, 0, ()) == ()
+    assert continuations(Small(shared_model("llama")), 0, (5,)) == ()
+
+
+def test_inputs_are_left_alone():
+    history = list(TEXT)
+    drafter = begun(Ngram(), history)
+    drafter.continuations(0, (6, 7))
+    assert drafter._texts[0].history == TEXT

@@ -1,0 +1,281 @@
+"""Compiled grammars: masks against languages that are listed word by word, mistakes, and limits."""
+
+import itertools
+import json
+import random
+import re
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import mmspec
+from mmspec import SamplingParams, UserError, plugins
+from mmspec.drafters.recycle import Recycle
+from mmspec.sampling import grammar as module
+from mmspec.sampling.grammar import Grammars
+from mmspec.sampling.matcher import Matcher
+from tests.tiny import byte_model, byte_tokenizer
+
+EOS, VOCAB = 2, 259
+ONE, TWO = ("red", "reddish", "green"), ("", "s", "sh")
+LANGUAGES = {
+    "words": ("regex", "(red|reddish|green)(s|sh)?", {a + b for a, b in itertools.product(ONE, TWO)}),
+    "counts": ("regex", "a{1,3}b{0,2}", {"a" * n + "b" * m for n in (1, 2, 3) for m in (0, 1, 2)}),
+    "unicode": ("regex", "é|日(本)?|🙂a", {"é", "日", "日本", "🙂a"}),
+    "lark": ("grammar", 'start: "x" middle "y"\nmiddle: "1" | "(" middle ")" | "12"\n', None),
+    "json": (
+        "json_schema",
+        {"type": "object", "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
+        | {"additionalProperties": False},
+        {json.dumps({"a": a} | b) for a in (1, "x") for b in ({}, {"b": True}, {"b": False})},
+    ),
+}
+LANGUAGES["lark"] = (*LANGUAGES["lark"][:2], {f"x{'(' * n}{a}{')' * n}y" for n in range(13) for a in ("1", "12")})
+
+
+def ids_of(text):
+    return byte_tokenizer()(text)["input_ids"]
+
+
+def compiled(kind, text, tokenizer=None, eos=(EOS,)):
+    params = SamplingParams(**{kind: text})
+    return Grammars(tokenizer or byte_tokenizer(), eos).compile(*params.constraint)
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_masks_allow_what_the_language_contains(name):
+    kind, text, words = LANGUAGES[name]
+    spelt = [tuple(ids_of(word)) for word in words]
+    paths = sorted({word[:n] for word in spelt for n in range(len(word) + 1) if n < 12})
+    matcher = Matcher(compiled(kind, text), [7, 8])
+    random.Random(0).shuffle(paths)  # jumps between branches, back and forth
+    for path in paths:
+        allowed = matcher.allowed([7, 8], path, VOCAB).nonzero().flatten().tolist()
+        after = {word[len(path)] for word in spelt if word[: len(path)] == path and len(word) > len(path)}
+        assert set(allowed) == after | ({EOS} if path in spelt else set()), byte_tokenizer().decode(path)
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_forced_and_allowed_tokens(name):
+    kind, text, words = LANGUAGES[name]
+    grammar, spelt = compiled(kind, text), [tuple(ids_of(word)) for word in words]
+    matcher, forced = Matcher(grammar, []), 0
+    for word in spelt:
+        for n in range(min(len(word), 11)):
+            state = matcher.at([], word[:n])
+            after = {other[n] for other in spelt if other[:n] == word[:n] and len(other) > n}
+            tokens = grammar.forced(state)
+            forced += len(tokens)
+            if tokens:
+                assert after == {tokens[0]}
+                assert word[:n] not in spelt
+            assert {token for token in range(VOCAB) if grammar.allows(state, token)} == after
+        state = matcher.at([], word)
+        assert grammar.forced(state) == []
+        assert not grammar.allows(state, EOS)
+    assert forced > 5
+
+
+def test_the_matcher_follows_emitted_tokens_only():
+    """Drafts that were walked and rejected leave no trace."""
+    kind, text, _ = LANGUAGES["json"]
+    grammar, word = compiled(kind, text), ids_of('{"a": "x", "b": false}')
+    history, matcher = [5], Matcher(grammar, [5])
+    for token in word:
+        wrong = next((t for t in range(3, VOCAB) if t != token and matcher.allowed(history, (), VOCAB)[t]), None)
+        for path in ((token,), () if wrong is None else (wrong,), (token,)):
+            matcher.at(history, path)
+        history.append(token)
+        assert matcher.at(history, ()).tokens == history[1:]
+        fresh = Matcher(grammar, [5])
+        assert torch.equal(matcher.allowed(history, (), VOCAB), fresh.allowed(history, (), VOCAB))
+    assert matcher.allowed(history, (), VOCAB).nonzero().flatten().tolist() == [EOS]
+
+
+def test_an_eos_token_is_never_consumed():
+    """A mask after the end does not exist: an answer ends with its EOS token."""
+    matcher = Matcher(compiled("regex", "a?"), [])
+    with pytest.raises(UserError, match="forbids token 2 after 0 tokens of output"):
+        matcher.allowed([], (EOS,), VOCAB)
+    assert set(matcher.allowed([], (), VOCAB).nonzero().flatten().tolist()) == {EOS, *ids_of("a")}
+
+
+@pytest.mark.parametrize("name", ["tiny-llava", "tiny-hybrid"])
+def test_embedded_tokenizers_spell_every_character(name):
+    tokenizer = AutoTokenizer.from_pretrained(plugins.model_path(name))
+    text = "é日🙂\x7f\u0800" + "".join(map(chr, range(32, 127)))
+    grammar = compiled("regex", re.escape(text), tokenizer)
+    matcher, said = Matcher(grammar, []), []
+    while EOS not in said:
+        said.append(int(matcher.allowed(said, (), len(tokenizer)).nonzero()[-1]))
+    assert tokenizer.decode(said, skip_special_tokens=True) == text
+
+
+def test_layout():
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}, "minItems": 2}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    grammar = compiled("json_schema", schema)
+    assert byte_tokenizer().decode(grammar.forced(grammar.start([]))) == '{"a": [1, 1'
+    free = compiled("json_schema", schema | {"x-guidance": {"whitespace_flexible": True}})
+    assert byte_tokenizer().decode(free.forced(free.start([]))) == "{"
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"json_schema": {"type": "thing"}}, "json_schema must be a JSON schema .* follow: Invalid type: thing"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema must be .*: Pointer '/nowhere' does not exist"),
+        ({"json_schema": {"not": {"type": "string"}}}, r'json_schema must be .*: Unimplemented keys: \["not"\]'),
+        ({"json_schema": False}, "json_schema must be None or a JSON schema, as a dict or as text: got False"),
+        ({"json_schema": {"anyOf": []}}, "json_schema must be .*: anyOf"),
+        (
+            {"json_schema": '{"type":'},
+            "json_schema must be None or a JSON schema, as a dict or as text: got '{\"type\":'",
+        ),
+        ({"json_schema": {"enum": [{1, 2}]}}, "json_schema must be None or a JSON schema"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema must be None or a JSON schema"),
+        ({"json_schema": 3}, "json_schema must be None or a JSON schema, as a dict or as text: got 3"),
+        ({"regex": "("}, "regex must be a regular expression that llguidance can follow: unclosed group"),
+        ({"regex": "(?=a)b"}, "regex must be .*: look-around, .* is not supported"),
+        ({"regex": ""}, "regex must be None or text: got ''"),
+        ({"regex": 3}, "regex must be None or text: got 3"),
+        ({"regex": "\ud800"}, "regex must be None or text"),
+        ({"grammar": "start: foo"}, r'grammar must be a Lark grammar that .*: at 1\(8\): unknown name: "foo"'),
+        ({"grammar": "nothing"}, "grammar must be a Lark grammar"),
+        ({"regex": "a", "grammar": 'start: "a"'}, "only one of json_schema, regex, grammar .*: got regex, grammar"),
+    ],
+)
+def test_mistakes_are_one_line(keywords, message):
+    with pytest.raises(UserError, match=f"^{message}") as error:
+        SamplingParams(**keywords)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 320
+
+
+def test_a_grammar_that_no_output_satisfies():
+    with pytest.raises(UserError, match=r"^the regex allows no token of the model's vocabulary after 0 tokens of out"):
+        compiled("regex", r"[^\s\S]")
+
+
+def test_a_vocabulary_that_cannot_spell_the_grammar():
+    small = Tokenizer(models.BPE(vocab={"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}, merges=[]))
+    small.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=small, eos_token="</s>")
+    with pytest.raises(UserError, match=r"^the json_schema allows no token of the model's vocabulary after 0 tokens"):
+        compiled("json_schema", {"type": "object"}, tokenizer)
+    matcher = Matcher(compiled("regex", "a[bc]?d", tokenizer), [])
+    with pytest.raises(UserError, match=r"^the regex allows no token of the model's vocabulary after 2 tokens of outp"):
+        matcher.allowed([3, 4], (), 5)
+
+
+def test_tokenizers_that_do_not_serve():
+    with pytest.raises(
+        UserError, match=r"^structured output needs a tokenizer of the library tokenizers: got NoneType"
+    ):
+        Grammars(None, [EOS])
+    with pytest.raises(UserError, match=r"^structured output needs an end-of-sequence token: the model has none$"):
+        Grammars(byte_tokenizer(), [])
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    SamplingParams()
+    with pytest.raises(UserError, match=r"^structured output needs the package llguidance, .*\[structured\]' in"):
+        SamplingParams(regex="a")
+
+
+# ---------------------------------------------------------------------- limits
+
+
+def nested(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"regex": "a" * 200_000}, "regex must have at most 131072 bytes: got 200000"),
+        ({"grammar": 'start: "é"\n' * 20_000}, "grammar must have at most 131072 bytes: got"),
+        ({"regex": "(" * 50_000}, "regex must be a regular expression"),
+        ({"grammar": "start: " + "(" * 50_000}, "grammar must be a Lark grammar .*: .*nested"),
+        ({"json_schema": '{"items":' * 400 + "{}" + "}" * 400}, "json_schema must be .*recursion limit"),
+        ({"json_schema": nested(5000)}, "json_schema must be None or a JSON schema, as a dict or as text: got dict$"),
+        (
+            {
+                "json_schema": {
+                    "allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(8)]} for i in range(8)]
+                }
+            },
+            "",
+        ),
+    ],
+)
+def test_large_grammars_are_refused(keywords, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        SamplingParams(**keywords)
+
+
+def test_long_chains_of_rules_do_not_overflow_the_stack():
+    """On a stack of 8 MiB, 4,000 rules end the process."""
+    chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"\n'
+    grammar = compiled("grammar", chain)
+    assert grammar.forced(grammar.start([])) == ids_of("a")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "kind", "text"),
+    [
+        ("max_lexer_states", 22, "regex", "[ab]*a[ab]{8}b[ab]{0,9}"),
+        ("step_lexer_fuel", 100, "regex", "[ab]*a[ab]{8}b[ab]{0,9}"),
+        ("step_max_items", 5, "grammar", 'start: (/[a-c]{1,9}/ | /[b-e]{2,9}/ | s){2,900}\ns: "(" start start ")"'),
+    ],
+)
+def test_a_limit_reached_within_an_output(limit, value, kind, text, monkeypatch):
+    """It ends the request with one line, at the same token whatever is drafted; the next request is served."""
+    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
+    keywords = {kind: text, "temperature": 1.0, "seed": 1, "max_new_tokens": 40}
+    full = pipe.generate("a", **keywords)
+    monkeypatch.setitem(module._LIMITS, limit, value)
+    errors = set()
+    for drafter in (None, Recycle()):
+        one = mmspec.Pipeline(pipe.target, pipe.io, drafter)
+        with pytest.raises(
+            UserError, match=rf"^the {kind} is too complex after [1-9]\d* tokens of output: \w+"
+        ) as error:
+            one.generate("a", **keywords)
+        errors.add(str(error.value))
+    assert len(errors) == 1
+    monkeypatch.undo()
+    assert one.generate("a", **keywords).token_ids == full.token_ids
+
+
+def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
+    """A matcher that has walked many drafts, and so has built more states, ends where a new one does."""
+    monkeypatch.setitem(module._LIMITS, "max_lexer_states", 22)
+    kind, draw = ("regex", "[ab]*a[ab]{8}b[ab]{0,9}"), random.Random(0)
+    grammar = compiled(*kind)
+    used, failed = Matcher(grammar, []), 0
+    others = [Matcher(grammar, []) for _ in range(3)]
+    for other in others:
+        other.at([], ids_of("abbabaab"))
+    for _ in range(60):
+        path = [draw.choice(ids_of("ab")) for _ in range(draw.randint(0, 16))]
+        outcomes = []
+        for matcher in (used, Matcher(compiled(*kind), [])):
+            try:
+                outcomes.append(matcher.allowed([], path, VOCAB).tolist())
+            except UserError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        failed += isinstance(outcomes[0], str)
+    assert 0 < failed < 60
+    assert all(other.at([], ids_of("abbabaab")).tokens == ids_of("abbabaab") for other in others)

@@ -1,0 +1,334 @@
+"""Structured output end to end: every kind of target and drafter says what masked plain decoding says.
+
+The reference (``tests/constrained.py``) shares no code with the package.
+"""
+
+import asyncio
+import gc
+import itertools
+import json
+import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import jsonschema
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+import mmspec
+from eval.decoding.oracle import Oracle
+from mmspec import SamplingParams, UserError, plugins
+from mmspec.compare import first_difference
+from mmspec.speculation.budget import Budget
+from mmspec.targets.loading import make_drafter
+from tests.constrained import decode_plainly
+from tests.tiny import byte_model, byte_tokenizer
+from vision.embedded import samples
+
+IMAGE = samples() / "scene.png"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 20},
+        "words": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+    },
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+PATTERN = r"(yes|no), (the|a) [a-z]{2,6}( and [a-z]{2,6})?\."
+LARK = 'start: item ("; " item){1,3}\nitem: NAME "=" NUMBER\nNAME: /[a-c]{1,3}/\nNUMBER: /[0-9]{1,2}/\n'
+CONSTRAINTS = {"json_schema": SCHEMA, "regex": PATTERN, "grammar": LARK}
+REQUESTS = {
+    "tiny-llava": {"prompt": "Describe the image.", "images": [IMAGE]},
+    "tiny-hybrid": {"prompt": "Work out: 37 + 48"},
+    "bytes": {"prompt": "Say it: "},
+}
+NEW = 26
+SAMPLED = {"temperature": 1.1, "top_p": 0.9, "seed": 5}
+
+
+@cache
+def plain(name):
+    """A pipeline that decodes plainly."""
+    return mmspec.load(byte_model(), None, processor=byte_tokenizer()) if name == "bytes" else mmspec.load(name, None)
+
+
+def pipeline(name, drafter):
+    made = drafter if not isinstance(drafter, str) else make_drafter(drafter, home(name))
+    return mmspec.Pipeline(plain(name).target, plain(name).io, made)
+
+
+def home(name):
+    return "" if name == "bytes" else plugins.model_path(name)
+
+
+@cache
+def reference(name, kind, sampled=False, penalty=1.0):
+    """New tokens by the reference."""
+    pipe, processors = plain(name), []
+    prompt = pipe.encode([REQUESTS[name]])
+    if penalty != 1.0:
+        processors.append(hf.RepetitionPenaltyLogitsProcessor(penalty))
+    if sampled:
+        processors += [hf.TemperatureLogitsWarper(SAMPLED["temperature"]), hf.TopPLogitsWarper(SAMPLED["top_p"])]
+    constraint = kind and (kind, CONSTRAINTS[kind])
+    seed = SAMPLED["seed"] if sampled else None
+    inputs = {"input_ids": prompt.input_ids, **prompt.inputs}
+    tokens = decode_plainly(pipe.model, inputs, pipe.io.tokenizer, constraint, NEW, processors=processors, seed=seed)
+    return tuple(tokens)
+
+
+def keywords(kind, sampled=False, penalty=1.0):
+    constraint = {kind: CONSTRAINTS[kind]} if kind else {}
+    return {"max_new_tokens": NEW, "repetition_penalty": penalty, **constraint, **(SAMPLED if sampled else {})}
+
+
+def oracle(references, name, seed=0, spoil=0.3):
+    """Drafts around the references and beyond their ends, with decoys that may be forbidden or the end."""
+    beyond = [2, *byte_tokenizer()("}, 1").input_ids]
+    return Oracle([[*tokens, *beyond] for tokens in references], vocab=259, seed=seed, spoil=spoil)
+
+
+CASES = [
+    *(("tiny-llava", drafter) for drafter in ("msd", "flash", "ngram", "recycle", "flash+ngram")),
+    *(("tiny-hybrid", drafter) for drafter in ("flash", "ngram", "recycle")),
+    *(("bytes", drafter) for drafter in ("ngram", "recycle")),
+]
+
+
+@pytest.mark.parametrize(("name", "drafter"), CASES)
+def test_tokens_are_those_of_masked_plain_decoding(name, drafter):
+    pipe = pipeline(name, drafter)
+    for kind in CONSTRAINTS:
+        for sampled in (False, True):
+            r = pipe.generate(**REQUESTS[name], **keywords(kind, sampled), nodes=8)
+            assert tuple(r.token_ids) == reference(name, kind, sampled), (kind, sampled)
+            assert r.stats.num_draft_tokens > 0
+            assert r.finish_reason == ("stop" if r.token_ids[-1] == 2 else "length")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_random_trees_around_the_output(name):
+    """Trees with forbidden branches, rejected branches that the grammar allows, and drafts after the end."""
+    accepted = []
+    for seed in range(2):
+        for kind in CONSTRAINTS:
+            for sampled in (False, True):
+                expected = reference(name, kind, sampled)
+                pipe = pipeline(name, oracle([expected], name, seed))
+                r = pipe.generate(**REQUESTS[name], **keywords(kind, sampled), nodes=12)
+                assert tuple(r.token_ids) == expected, (kind, sampled)
+                accepted.append(r.stats.mean_acceptance_length)
+    assert max(accepted) > 2
+
+
+@pytest.mark.parametrize("name", ["tiny-llava", "bytes"])
+def test_masks_come_before_penalties_and_other_processors(name, at_nodes):
+    for penalty, sampled in ((1.3, False), (1.3, True), (0.8, False)):
+        expected = reference(name, "json_schema", sampled, penalty)
+        pipe = pipeline(name, oracle([expected], name))
+        r = pipe.generate(**REQUESTS[name], **keywords("json_schema", sampled, penalty), nodes=12)
+        assert tuple(r.token_ids) == expected
+
+
+@pytest.fixture(params=[False, True], ids=["reached", "every"])
+def at_nodes(request):
+    """Tokens are chosen at reached nodes, or at every node."""
+    if request.param:
+        request.getfixturevalue("at_every_node")
+
+
+def test_tokens_chosen_at_every_node(at_every_node):
+    for kind in CONSTRAINTS:
+        for sampled in (False, True):
+            expected = reference("bytes", kind, sampled)
+            r = pipeline("bytes", oracle([expected], "bytes")).generate(
+                **REQUESTS["bytes"], **keywords(kind, sampled), nodes=12
+            )
+            assert tuple(r.token_ids) == expected
+
+
+class TopTwo(hf.LogitsProcessor):
+    """A user's own: runs path by path, and sees masked scores."""
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(scores < scores.topk(2).values[:, -1:], -float("inf"))
+
+
+OTHERS = {
+    "by path": lambda: [TopTwo()],
+    "at every node": lambda: [hf.TopKLogitsWarper(2), hf.SuppressTokensLogitsProcessor([5])],
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("others", OTHERS)
+def test_other_processors_see_masked_scores(others, sampled):
+    pipe = plain("bytes")
+    prompt = pipe.encode([REQUESTS["bytes"]])
+    warpers = [hf.TemperatureLogitsWarper(1.1), hf.TopPLogitsWarper(0.9)] if sampled else []
+    expected = decode_plainly(
+        pipe.model,
+        {"input_ids": prompt.input_ids},
+        pipe.io.tokenizer,
+        ("regex", PATTERN),
+        NEW,
+        processors=[*OTHERS[others](), *warpers],
+        seed=5 if sampled else None,
+    )
+    for seed in range(3):
+        r = pipeline("bytes", oracle([expected], "bytes", seed)).generate(
+            **REQUESTS["bytes"], **keywords("regex", sampled), logits_processor=OTHERS[others](), nodes=12
+        )
+        assert r.token_ids == expected
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("name", "drafter"), [("tiny-llava", "flash"), ("tiny-hybrid", "ngram"), ("bytes", "recycle")])
+def test_batches_with_some_rows_constrained(name, drafter, sampled):
+    kinds = [None, "json_schema", "regex", None, "grammar"]
+    params = [SamplingParams(**keywords(kind, sampled)) for kind in kinds]
+    requests = [{**REQUESTS[name], "params": one} for one in params]
+    rows = pipeline(name, drafter).generate_batch(requests, nodes=8)
+    assert [tuple(row.token_ids) for row in rows] == [reference(name, kind, sampled) for kind in kinds]
+
+
+def test_streams():
+    pipe = pipeline("bytes", "recycle")
+    pieces = list(pipe.stream(**REQUESTS["bytes"], **keywords("regex")))
+    assert [token for piece in pieces for token in piece.token_ids] == list(reference("bytes", "regex"))
+    text = "".join(piece.text for piece in pieces)
+    assert re.fullmatch(PATTERN, text)
+
+    async def collect():
+        return [p async for p in pipe.astream(**REQUESTS["bytes"], **keywords("regex"))]
+
+    assert "".join(piece.text for piece in asyncio.run(collect())) == text
+
+
+def test_threads_and_dropped_streams_at_the_same_time():
+    pipe = pipeline("bytes", "ngram")
+
+    def ask(kind):
+        r = pipe.generate(**REQUESTS["bytes"], **keywords(kind))
+        return tuple(r.token_ids)
+
+    def drop():
+        stream = pipe.stream(**REQUESTS["bytes"], **keywords("json_schema"))
+        next(stream)
+        del stream
+        gc.collect()
+
+    kinds = [None, "json_schema", "regex", "grammar"] * 3
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(ask, kind) for kind in kinds]
+        dropped = [pool.submit(drop) for _ in range(4)]
+        assert [job.result() for job in jobs] == [reference("bytes", kind) for kind in kinds]
+        assert [job.result() for job in dropped] == [None] * 4
+    assert not pipe.engine.running
+
+
+def test_outputs_are_valid():
+    for name in REQUESTS:
+        r = plain(name).generate(**REQUESTS[name], json_schema=SCHEMA, max_new_tokens=200)
+        assert r.finish_reason == "stop"
+        jsonschema.validate(json.loads(r.text), SCHEMA)
+        assert json.dumps(json.loads(r.text), ensure_ascii=False) == r.text
+        r = plain(name).generate(**REQUESTS[name], regex=PATTERN)
+        assert re.fullmatch(PATTERN, r.text)
+
+
+def test_white_space_at_the_beginning_belongs_to_the_output():
+    pipe = plain("tiny-llava")
+    assert pipe.io.decode([*pipe.io.tokenizer(" a", add_special_tokens=False).input_ids]) == "a"
+    r = pipe.generate(**REQUESTS["tiny-llava"], regex="  ?[ab] c")
+    assert re.fullmatch("  ?[ab] c", r.text)
+
+
+@pytest.mark.parametrize("eos", [[2], [2, 97 + 3]], ids=["one", "several"])
+def test_the_end_allows_every_eos_token_and_no_other(eos, monkeypatch):
+    """The second is the token of a byte: it ends the answer wherever the grammar may end, and has no other use."""
+    monkeypatch.setattr(type(plain("bytes").target), "eos_token_ids", eos)
+    pipe = pipeline("bytes", Oracle([[*byte_tokenizer()("12").input_ids, *eos, 50, 51]], vocab=259))
+    seen = set()
+    for seed in range(12):
+        r = pipe.generate("Say: ", regex="[0-9]{2}", temperature=3.0, seed=seed, nodes=8)
+        assert re.fullmatch("[0-9]{2}", byte_tokenizer().decode(r.token_ids[:2]))
+        assert len(r.token_ids) == 3
+        assert r.finish_reason == "stop"
+        seen.add(r.token_ids[2])
+    assert seen == set(eos)
+
+
+def test_stop_strings_inside_drafts():
+    expected = reference("bytes", "json_schema")
+    text = byte_tokenizer().decode(expected, skip_special_tokens=True)
+    stop = text[7:9]
+    r = pipeline("bytes", oracle([expected], "bytes", spoil=0.0)).generate(
+        **REQUESTS["bytes"], **keywords("json_schema"), stop=stop, nodes=12
+    )
+    assert r.text == text[: text.find(stop)]
+    assert r.finish_reason == "stop"
+
+
+def test_forced_tokens_are_drafted_without_a_draft():
+    """A drafter that finds nothing: all accepted drafts are forced."""
+    pipe = pipeline("bytes", "ngram")
+    pattern = "the quick brown fox (jumps over|sleeps under) the lazy dog"
+    r = pipe.generate("#", regex=pattern, nodes=12)
+    assert re.fullmatch(pattern, r.text)
+    assert r.stats.mean_acceptance_length > 4
+    free = pipe.generate("#", max_new_tokens=len(r.token_ids), nodes=12)
+    assert free.stats.mean_acceptance_length < r.stats.mean_acceptance_length
+    assert pipe.generate("#", regex=pattern, nodes=0).stats.num_draft_tokens == 0
+    assert plain("bytes").generate("#", regex=pattern).stats.num_draft_tokens == 0
+
+
+def test_the_margin_of_a_difference_is_of_allowed_tokens():
+    pipe, said = plain("bytes"), list(reference("bytes", "regex"))
+    prompt = pipe.encode([REQUESTS["bytes"]]).input_ids[0].tolist()
+    allowed = [ids[0] for ids in (byte_tokenizer()(letter).input_ids for letter in "yn")]
+    with torch.no_grad():
+        logits = pipe.model(torch.tensor([prompt])).logits[0, -1]
+    assert int(logits.argmax()) not in allowed
+    other = next(token for token in allowed if token != said[0])
+    found = first_difference(pipe, REQUESTS["bytes"], keywords("regex"), [other], said)
+    assert found.margin == pytest.approx(float(logits[said[0]] - logits[other]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "drafter"), [("tiny-llava", "msd"), ("tiny-hybrid", "mamba"), ("bytes", "recycle")])
+def test_forced_tokens_in_steps_without_a_draft(name, drafter, monkeypatch):
+    """The drafter proposes at every third step only, and observes all trees."""
+    steps = itertools.count()
+    monkeypatch.setattr(Budget, "drafts", lambda budget: budget.remaining > 0 and next(steps) % 3 == 0)
+    pipe = pipeline(name, drafter)
+    for kind in CONSTRAINTS:
+        r = pipe.generate(**REQUESTS[name], **keywords(kind, True), nodes=8)
+        assert tuple(r.token_ids) == reference(name, kind, True)
+
+
+def test_a_pipeline_is_pickled_after_a_constrained_request():
+    pipe = pipeline("bytes", "ngram")
+    first = pipe.generate("a", regex="b{3}")
+    assert pickle.loads(pickle.dumps(pipe)).generate("a", regex="b{3}").token_ids == first.token_ids
+    params = SamplingParams(json_schema=SCHEMA)
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(SamplingParams(json_schema=json.dumps(SCHEMA)))
+
+
+def test_a_target_without_an_end():
+    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(pipe.target), "eos_token_ids", [])
+        with pytest.raises(UserError, match=r"^structured output needs an end-of-sequence token: the model has none$"):
+            pipe.generate("a", regex="b")
+
+
+def test_other_processors_that_leave_nothing():
+    ban = hf.SuppressTokensLogitsProcessor(byte_tokenizer()("b").input_ids)
+    with pytest.raises(UserError, match=r"^(the regex|Grammar) forbids token 0"):
+        plain("bytes").generate("a", regex="b{3}", logits_processor=[ban])
+    assert plain("bytes").generate("a", regex="b{3}").text == "bbb"
