@@ -245,5 +245,7 @@ def test_pipelines_check_the_option():
     class Other:
         """Keeps no states."""
 
+        context_limit = None
+
     with pytest.raises(UserError, match="prefix_cache needs a target that keeps states: Other does not"):
         mmspec.Pipeline(Other(), prefix_cache=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from PIL import Image
 
 import mmspec
-from mmspec.checks import Rule, option
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.sampler import SamplingParams
 from mmspec.serving.limits import Limits
@@ -48,7 +46,8 @@ def test_an_answer_is_that_of_the_pipeline(server: Served, pipe: Pipeline) -> No
     assert choice["message"] == {"role": "assistant", "content": alone.text, "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, alone.finish_reason, None)
     prompt = alone.stats.num_prompt_tokens
-    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 16, "total_tokens": prompt + 16}
+    counts = {"prompt_tokens": prompt, "completion_tokens": 16, "total_tokens": prompt + 16}
+    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
     figures = body["metrics"]["speculative_decoding"]
     assert set(figures) == {
         "mean_acceptance_length",
@@ -155,297 +154,21 @@ def test_defaults_are_those_of_openai(server: Served, monkeypatch: pytest.Monkey
     assert asked["params"] == SamplingParams(temperature=1.0, max_new_tokens=Limits().max_tokens, stop=[])
 
 
-def test_stop_strings(server: Served, pipe: Pipeline) -> None:
-    text = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=40).text
-    stop = text.split()[5]
-    response = server.post(question(QUESTION, data_uri(SCENE), max_tokens=40, stop=stop))
-    assert content(response) == text.partition(stop)[0]
-    assert response.json()["choices"][0]["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs(server: Served, pipe: Pipeline, stream: bool) -> None:
-    alone = pipe.generate(QUESTION, max_new_tokens=8, logprobs=3, temperature=2.0, seed=1)
-    body = question(logprobs=True, top_logprobs=3, max_tokens=8, temperature=2.0, seed=1, stream=stream)
-    response = server.post(body)
-    if stream:
-        parts = [chunk["choices"][0].get("logprobs") for chunk in events(response)]
-        found = [one for part in parts if part for one in part["content"]]
-    else:
-        found = response.json()["choices"][0]["logprobs"]["content"]
-    decode = pipe.io.tokenizer.decode
-    assert [one["token"] for one in found] == [decode([token]) for token in alone.token_ids]
-    assert [bytes(one["bytes"]).decode() for one in found] == [one["token"] for one in found]
-    # The seed gives the same tokens; their logits have the bits of the same trees only.
-    assert [one["logprob"] for one in found] == pytest.approx([one.logprob for one in alone.logprobs], abs=1e-4)
-    for one, expected in zip(found, alone.logprobs, strict=True):
-        assert [top["token"] for top in one["top_logprobs"]] == [decode([token]) for token, _ in expected.top]
-
-
-def test_completions_take_prompts_as_they_are(server: Served, pipe: Pipeline) -> None:
-    prompts = ["A large red", "There is a"]
-    ids = [pipe.io.tokenizer(text, return_tensors="pt") for text in prompts]
-    out = [pipe.model.generate(**one, max_new_tokens=10, do_sample=False)[0, one.input_ids.shape[1] :] for one in ids]
-    expected = [pipe.io.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in out]
-    body = {"model": "tiny-llava", "prompt": prompts, "max_tokens": 10, "temperature": 0, "logprobs": 2}
-    found = server.post(body, "completions").json()
-    assert found["object"] == "text_completion"
-    assert [choice["text"] for choice in found["choices"]] == expected
-    assert expected[0].startswith(" ")
-    logprobs = found["choices"][0]["logprobs"]
-    assert "".join(logprobs["tokens"]) == expected[0]
-    offsets = logprobs["text_offset"]
-    assert all(expected[0][at:].startswith(text) for at, text in zip(offsets, logprobs["tokens"], strict=True))
-    assert all(len(top) == 2 for top in logprobs["top_logprobs"])
-    assert found["usage"]["prompt_tokens"] == sum(one.input_ids.shape[1] for one in ids)
-    chunks = events(server.post({**body, "prompt": prompts[0], "stream": True}, "completions"))
-    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected[0]
-    streamed = [at for chunk in chunks for choice in chunk["choices"] for at in choice["logprobs"]["text_offset"]]
-    assert streamed == offsets
-
-
-def test_models_health_and_metrics(server: Served) -> None:
-    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny-llava", "model", 2048)
-    assert httpx.get(f"{server.url}/v1/models/tiny-llava").json() == model
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    before = figures(server)
-    assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0
-    answers = [server.post(question(max_tokens=20, n=2)).json() for _ in range(2)]
-    after = figures(server)
-    for name, field in (
-        ("spec_decode_num_drafts", "num_spec_steps"),
-        ("spec_decode_num_draft_tokens", "num_draft_tokens"),
-        ("spec_decode_num_accepted_tokens", "num_accepted_draft_tokens"),
-    ):
-        added = after[f"vllm:{name}_total"] - before.get(f"vllm:{name}_total", 0)
-        assert added == sum(answer["metrics"]["speculative_decoding"][field] for answer in answers) > 0
-    by_position = {key: value for key, value in after.items() if "per_pos_total" in key}
-    accepted = sum(value - before.get(key, 0) for key, value in by_position.items())
-    assert accepted == sum(one["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for one in answers)
-    for name, count in (("time_to_first_token_seconds_count", 4), ("request_success_total/length", 4)):
-        assert after[f"vllm:{name}"] - before.get(f"vllm:{name}", 0) == count
-    assert after["vllm:inter_token_latency_seconds_count"] > before["vllm:inter_token_latency_seconds_count"]
-
-
-def figures(server: Served) -> dict[str, float]:
-    """Values of the metrics by name, with the last label if there are several."""
-    found = {}
-    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
-        if not line.startswith("#"):
-            head, value = line.rsplit(" ", 1)
-            name, _, labels = head.partition("{")
-            more = [part for part in labels.strip("}").split(",") if not part.startswith("model_name")]
-            found["/".join([name, *(part.split('"')[1] for part in more)])] = float(value)
-    return found
-
-
-NEUTRAL = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0.0,
-    "logit_bias": {},
-    "tools": [],
-    "tool_choice": "none",
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-    "store": False,
-    "service_tier": "auto",
-    "user": "ann",
-    "response_format": {"type": "text"},
-    "stream": None,
-    "stop": None,
-    "n": None,
-    "seed": None,
-    "top_k": -1,
-}
-
-
-def test_fields_that_ask_for_nothing_are_accepted(server: Served) -> None:
-    assert content(server.post(question(**NEUTRAL))) == content(server.post(question()))
-
-
-USER = [{"role": "user", "content": "Hello."}]
-IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "param", "message"),
-    [
-        ({"messages": []}, 400, "messages", "at least 1 item"),
-        ({"messages": USER * 1025}, 400, "messages", "at most 1024 items"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'system', 'developer', 'user'"),
-        ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "messages[0].content is required"),
-        ({"messages": [{**USER[0], "name": "ann"}]}, 400, "messages[0].name", "is not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, "messages[0].content[0]", "'audio'"),
-        (
-            {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            400,
-            "messages[1].content[0].image_url.url",
-            "is required",
-        ),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages[0].content[0].image_url.url", "not down"),
-        ({"messages": [{"role": "user", "content": ""}]}, 200, None, None),
-        ({"model": "gpt-4o"}, 404, "model", "unknown model: expected 'tiny-llava', got 'gpt-4o'"),
-        ({"model": None}, 400, "model", "model is required"),
-        ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "expected it to be left out, got 0.5"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "is not supported"),
-        ({"tool_choice": "required"}, 400, "tool_choice", "is not supported"),
-        ({"nonsense": 1}, 400, "nonsense", "nonsense is not supported"),
-        ({"temperature": -1}, 400, "temperature", "temperature must be 0 or"),
-        ({"temperature": "hot"}, 400, "temperature", "valid number, got 'hot'"),
-        ({"top_p": 0}, 400, "top_p", "top_p must be in (0, 1]: got 0"),
-        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, got 0"),
-        ({"max_tokens": 4096}, 400, "max_tokens", "must be at most 2048: got 4096"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, 400, None, "are one limit: got 5 and 6"),
-        ({"n": 9}, 400, "n", "n must be at most 8: got 9"),
-        ({"n": True}, 400, "n", "valid integer, got True"),
-        ({"stop": ["a"] * 17}, 400, "stop", "at most 16 texts"),
-        ({"stop": ""}, 400, "stop", "none of them empty"),
-        ({"top_logprobs": 2}, 400, None, "top_logprobs goes with logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
-        ({"stream": False, "stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream"),
-        ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x", "is not supported"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema goes with"),
-        ({"response_format": {"type": "xml"}}, 400, "response_format.type", "'json_object'"),
-        ({"seed": 1 << 64}, 400, "seed", "seed must be"),
-        ({"messages": [{"role": "user", "content": "x" * 500_001}]}, 400, "messages", "at most 500000 characters"),
-        ({"messages": [{"role": "user", "content": "x " * 4000}]}, 400, None, "shorter than the model's context"),
-    ],
-)
-def test_mistakes_are_named(
-    server: Served, fields: dict[str, Any], status: int, param: str | None, message: str | None
-) -> None:
-    for stream in (False, True):
-        response = server.post({**question(max_tokens=2), "stream": stream, **fields})
-        assert response.status_code == status, response.text
-        if message is not None:
-            error = response.json()["error"]
-            assert message in error["message"]
-            assert "\n" not in error["message"]
-            assert (error["param"], error["type"]) == (param, "invalid_request_error")
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 100_000]
-)
-def test_malformed_bodies(server: Served, body: bytes) -> None:
-    for path in ("chat/completions", "completions"):
-        response = httpx.post(f"{server.url}/v1/{path}", content=body, timeout=TIMEOUT)
-        assert response.status_code == 400
-        assert response.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_other_paths_and_methods_have_the_same_shape(server: Served) -> None:
-    for status, response in (
-        (404, httpx.get(f"{server.url}/v1/embeddings")),
-        (405, httpx.get(f"{server.url}/v1/chat/completions")),
-        (404, httpx.get(f"{server.url}/v1/models/other")),
-        (404, httpx.get(f"{server.url}/docs")),
-    ):
-        assert response.status_code == status
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-
-def test_media_are_limited(pipe: Pipeline, tmp_path: Path) -> None:
-    with served(pipe, Limits(max_images=1, max_videos=0, max_pixels=10_000, max_body=1)) as server:
-
-        def error(body: dict[str, Any], status: int = 400) -> dict[str, Any]:
-            response = server.post(body)
-            assert response.status_code == status
-            return response.json()["error"]
-
-        scene, large = data_uri(SCENE), data_uri(png(tmp_path, 101, 100))
-        found = error(question(QUESTION, scene, scene))
-        assert found["message"] == "a request may have at most 1 images: got 2"
-        assert found["param"] == "messages[0].content[1].image_url.url"
-        assert "at most 10000 pixels, received 101x100" in error(question(QUESTION, large))["message"]
-        for url, message in (
-            ("data:image/png;base64,QUJD", "expected an image, received text"),
-            ("data:image/png;base64,???", "must contain base64"),
-            ("data:image/png,abc", "data:TYPE;base64,CONTENT"),
-            ("data:", "data:TYPE;base64,CONTENT"),
-            ("", "must be a data URI"),
-            ("file:///etc/passwd", "must be a data URI"),
-            (str(SCENE), "must be a data URI"),
-            (data_uri(CLIP), "expected an image, received an MP4 or MOV video"),
-            (scene[:-400], "received a broken one"),
-        ):
-            assert message in error(question(QUESTION, url))["message"], url
-        # Bodies are limited with and without a Content-Length.
-        big = json.dumps(question("x" * (1 << 20))).encode()
-        for body in (big, iter([big[:1000], big[1000:]])):
-            response = httpx.post(f"{server.url}/v1/chat/completions", content=body, timeout=TIMEOUT)
-            assert response.status_code == 413
-            assert response.json()["error"]["message"] == "a request's body must have at most 1048576 bytes: got more"
-        assert server.idle
-
-
-def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread: None) -> None:
-    pipe = mmspec.load("tiny-hybrid", drafter=None, device="cpu")
-    with served(pipe) as server:
-        parts = [{"type": "text", "text": "Work out:"}, {"type": "text", "text": "3 + 4"}]
-        body = {"model": "tiny-hybrid", "temperature": 0, "max_tokens": 4}
-        found = content(server.post({**body, "messages": [{"role": "user", "content": parts}]}))
-        assert found == pipe.generate("Work out:\n3 + 4", max_new_tokens=4).text
-        response = server.post({**question(QUESTION, data_uri(SCENE)), "model": "tiny-hybrid"})
-        assert response.status_code == 400
-        assert response.json()["error"]["message"] == "the model reads text only: got image_url"
-
-
-def test_messages_that_a_chat_template_refuses(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    monkeypatch.setattr(server.pipe.processor, "chat_template", refusing)
-    response = server.post(question(messages=[{"role": "system", "content": "Be brief."}]))
-    assert response.status_code == 400
-    message = "the model's chat template does not accept the messages: no system role"
-    assert response.json()["error"]["message"] == message
-
-
-def test_the_context_is_limited(one_thread: None) -> None:
-    pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
-    with served(pipe, Limits(max_model_len=60)) as server:
-        response = server.post(question("word " * 60))
-        assert response.status_code == 400
-        assert "shorter than the model's context of 60 tokens" in response.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 60
-        usage = server.post(question(QUESTION, data_uri(SCENE), max_tokens=100)).json()["usage"]
-        assert usage["total_tokens"] == 60
-
-
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_failure_of_ours_is_500_or_an_event(
-    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, after: int
-) -> None:
-    async def fail(prompt: Any, **keywords: Any) -> Any:
-        for _ in range(after):
-            yield mmspec.Piece("x", [1])
-        raise RuntimeError("secret")
-
-    monkeypatch.setattr(server.pipe, "astream", fail)
-    message = "internal error (RuntimeError): details are in the server's log"
-    response = server.post(question())
-    assert response.status_code == 500
-    assert response.json()["error"] == {"message": message, "type": "server_error", "param": None, "code": None}
-    response = server.post(question(stream=True))
-    assert response.status_code == (200 if after else 500)
-    if after:
-        assert events(response)[-1]["error"]["message"] == message
-    assert "secret" not in response.text
-    assert "secret" in caplog.text
-    assert eventually(lambda: server.idle)
-
-
-def test_response_formats_become_constraints(server: Served, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = {"type": "object", "properties": {"count": {"type": "integer"}}}
-    asked: list[Any] = []
-
-    async def record(prompt: Any, **keywords: Any) -> Any:
-        asked.update(keywords)
-        yield mmspec.Piece("", [], "stop", mmspec.Stats())
-
-    monkeypatch.setattr(server.pipe, "astream", record)
-    server.post({"model": "tiny-llava", "messages": [{"role": "user", "content": "Hello."}]})
-    assert asked["params"] == SamplingParams(temperature=1.0, max_new_tokens=Limits().max_tokens, stop=[])
+def test_a_follow_up_computes_its_own_tokens(one_thread: None) -> None:
+    """Further choices of a prompt, and the next turn."""
+    alone = mmspec.load("tiny-llava", drafter=None, device="cpu")
+    cached = mmspec.load("tiny-llava", device="cpu", prefix_cache=1 << 26)
+    with served(cached) as server:
+        asked = question(QUESTION, data_uri(SCENE), max_tokens=12, n=2, temperature=0)
+        first = server.post(asked).json()
+        texts = [choice["message"]["content"] for choice in first["choices"]]
+        assert texts == 2 * [alone.generate(QUESTION, images=str(SCENE), max_new_tokens=12).text]
+        answer = {"role": "assistant", "content": texts[0]}
+        turns = [*asked["messages"], answer, {"role": "user", "content": "How many objects are there?"}]
+        then = server.post({**asked, "messages": turns, "n": 1}).json()
+        known = then["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert first["usage"]["prompt_tokens"] - 4 < known < then["usage"]["prompt_tokens"]
+        assert figures(server)["vllm:prefix_cache_hits_total"] == first["usage"]["prompt_tokens"] + known
 
 
 def test_stop_strings(server: Served, pipe: Pipeline) -> None:
@@ -731,10 +454,6 @@ def test_a_failure_of_ours_is_500_or_an_event(
 def test_response_formats_become_constraints(server: Served, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "object", "properties": {"count": {"type": "integer"}}}
     asked: list[Any] = []
-
-    @dataclass(frozen=True)
-    class Constrained(SamplingParams):
-        json_schema: Any = option(None, Rule("anything", lambda value: True))  # noqa: RUF009
 
     async def record(prompt: Any, **keywords: Any) -> Any:
         asked.append(keywords["params"])
@@ -747,7 +466,7 @@ def test_response_formats_become_constraints(server: Served, pipe: Pipeline, mon
     monkeypatch.setattr(pipe, "astream", record)
     for given in formats:
         assert content(server.post(question(response_format=given))) == "{}"
-    assert [params.json_schema for params in asked] == [{"type": "object"}, schema]
+    assert [json.loads(params.json_schema) for params in asked] == [{"type": "object"}, schema]
 
 
 def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
