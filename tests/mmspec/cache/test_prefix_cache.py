@@ -170,6 +170,27 @@ def test_drafters_know_the_whole_prompt(name, kind, temperature):
         assert bool(mine[1]) == (number > 0)
 
 
+@pytest.mark.parametrize("name", ["llama", "bamba", "llava", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_prefill_steps_are_those_of_a_whole_prompt(name):
+    """Everything that a drafter may read, of a follow-up and of the same prompt again."""
+    model, turns = prompts_of(name, 2)
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target.prefix_cache = PrefixCache(BYTES)
+    plain.features = target.features = ["last", 1]
+    prompts = [prompt for prompt, _ in turns]
+    for prompt, known in zip((*prompts, prompts[1]), (0, *(one.input_ids.shape[1] for one in prompts)), strict=True):
+        expected, found = plain.prefill(prompt, 8), target.prefill(prompt, 8)
+        assert (expected.cached_tokens, found.cached_tokens) == (0, known)
+        pairs = [
+            (getattr(expected, part), getattr(found, part)) for part in ("logits", "visual", "embeds", "positions")
+        ]
+        pairs += [(expected.features[feature], found.features[feature]) for feature in target.features]
+        for theirs, ours in pairs:
+            assert (theirs is None) == (ours is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_attention_goes_on_from_a_part_of_a_prompt_and_recurrence_does_not():
     for name, parts in (("llama", (0, 15, 15)), ("bamba", (0, 0, 20))):
         model = shared_model(name)
