@@ -13,6 +13,7 @@ from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.drafter import fork
 from mmspec.errors import UserError
+from mmspec.ops import cpu
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.target import Prompt
@@ -103,6 +104,19 @@ def test_settings_of_the_network(slots, changes):
     network = network_for(model, slots=slots, **changes)
     ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
     check(model, vision_inputs("llava", 3, images=2), Flash(network, ids, top_k=3, depth=4), nodes=12, new=9)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+@pytest.mark.parametrize(
+    "changes", [{}, {"latents": 3, "confidence": True}, {"rank": 5, "head": 9, "slots": 4}], ids=str
+)
+def test_levels_computed_by_the_kernels(changes):
+    """Three rows; without a low-rank head, two passes of the layer per tree."""
+    model = shared_model("llava")
+    ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
+    drafter = Flash(network_for(model, **{"slots": 2, **changes}), ids, top_k=3, depth=4)
+    check(model, vision_inputs("llava", 3, images=2), drafter, nodes=12, new=9)
+    assert drafter.native is not None
 
 
 @pytest.mark.parametrize(
