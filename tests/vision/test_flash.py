@@ -13,10 +13,10 @@ from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.drafters.drafter import fork
 from mmspec.errors import UserError
-from mmspec.ops import cpu
 from mmspec.speculation.budget import Budget
 from mmspec.targets.loading import make_drafter
 from mmspec.targets.target import Prompt
+from tests.compiled import needs_kernels
 from tests.drafting import check, network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
