@@ -106,7 +106,7 @@ def test_settings_of_the_network(slots, changes):
     check(model, vision_inputs("llava", 3, images=2), Flash(network, ids, top_k=3, depth=4), nodes=12, new=9)
 
 
-@pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+@needs_kernels
 @pytest.mark.parametrize(
     "changes", [{}, {"latents": 3, "confidence": True}, {"rank": 5, "head": 9, "slots": 4}], ids=str
 )
