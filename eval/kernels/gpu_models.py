@@ -20,7 +20,7 @@ from eval.harness.prompts import held_out_requests, held_out_texts
 from eval.kernels.gpu_kernels import binary_tree, median_seconds
 from eval.scale_up.axes import Shape
 from eval.scale_up.pipeline import scaled_pipeline
-from mmspec.drafters.drafter import Drafter, fork
+from mmspec.drafters.drafter import Drafter, features, fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.speculation.budget import Budget
@@ -72,7 +72,12 @@ def time_passes(
     device, vocab = target.device, target.config.vocab_size
     ids = torch.arange(prefix, device=device).expand(batch, -1).contiguous() % min(vocab, 256)
     prompt = Prompt(ids)
+    drafters = {name: one for name, one in model.drafters.items() if not isinstance(one, Ngram)}  # runs on the host
+    for drafter in drafters.values():
+        drafter.attach(target)
+    target.features = list(dict.fromkeys(name for one in drafters.values() for name in features(one)))
     step = target.prefill(prompt, 256)
+    target.features = ["last"]
     row: dict[str, Any] = {"batch": batch, "prefix": prefix, "pass_ms": {}, "draft_ms": {}}
     for count in (1, *nodes):
         verify = partial(target.forward_tree, binary_tree(batch, count, device))
@@ -84,10 +89,7 @@ def time_passes(
     padding = torch.full((batch, 4), -1, device=device)  # costs as much as committing up to four nodes
     commit = partial(target.commit_nodes, padding, [[] for _ in range(batch)])
     row["commit_ms"] = 1000 * _steady_seconds(commit, device)
-    for name, drafter in model.drafters.items():
-        if isinstance(drafter, Ngram):
-            continue  # it runs on the host
-        drafter.attach(target)
+    for name, drafter in drafters.items():
         drafter.begin(prompt, step, [[*line, line[-1]] for line in ids.tolist()])
         grow = partial(drafter.propose, ids[:, -1], Budget(max(nodes) - 1))
         # Without accepted tokens to absorb, which would need one more narrow pass of the drafter's layer.

@@ -103,7 +103,7 @@ class Processor:
         """Whether text or chat messages contain the names of special tokens, which are encoded as text."""
         return self._user_text.mark(prompt) is not prompt
 
-    def _token_ids(self, prompt: Any, chat_template: bool) -> list[int]:
+    def _token_ids(self, prompt: Any, chat_template: bool = True) -> list[int]:
         tokenizer = self.tokenizer
         template = getattr(tokenizer, "chat_template", None) if chat_template else None
         if not prompt:

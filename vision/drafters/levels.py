@@ -132,7 +132,7 @@ class Levels:
         drafter = self._drafter
         self._block.append((beam, self._predicted, origin))
         if len(self._block) < self._slots:
-            if drafter.native is not None:
+            if drafter.native is not None and not drafter.static:
                 found = drafter.native(self._carried, origin, beam, drafter.top_k)
                 self._carried, self._predicted, tokens, log_probs = found
                 return drafter.adjusted(tokens, log_probs, self._predicted, self._carried)
