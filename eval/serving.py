@@ -1,8 +1,8 @@
 """Load test of the server: ``python -m eval.serving``.
 
 ``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
-without its image, are sent by 1, 4, 8 and 16 clients, each of which sends its next request when its last has been
-answered; one client is the same requests one after the other. Loads are interleaved for several rounds; a load's
+without its image (texts for a text model), are sent by 1, 4, 8 and 16 clients, each of which sends its next request
+when its last has been answered; one client is the same requests one after the other. Loads are interleaved for several rounds; a load's
 throughput is its median, and its other figures are over the requests of all rounds. Every answer must be that of plain
 decoding alone.
 
@@ -25,6 +25,7 @@ from eval.harness.memory import peak_memory_of, reset_peak_memory_of
 from eval.harness.mmspec_server import RunningServer, StreamedRequest, chat_body, load, serving
 from eval.harness.options import SIZES
 from eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
+from eval.harness.prompts import held_out_texts
 from mmspec.speculation.calibrate import describe
 
 _WARM_UP = 4  # requests
@@ -50,11 +51,11 @@ def main(
     max_new_tokens: int,
 ) -> dict[str, Any]:
     """Measure throughput and latency of the server under load: a table, then one JSON line."""
-    requests = mixed_requests(count)
+    plain = mmspec.load(model, drafter=None, dtype=dtype)
+    requests = mixed_requests(count) if plain.io.reads_media else held_out_texts(count)
     for number, request in enumerate(requests):
         if number % 4 == 3:
             request["images"] = None
-    plain = mmspec.load(model, drafter=None, dtype=dtype)
     expected = [plain.generate(**request, max_new_tokens=max_new_tokens).text for request in requests]
     bodies = [chat_body(plain.name, request, max_new_tokens) for request in requests]
     options = {"model": model, "drafter": drafter, "dtype": dtype, "max_running": max_running}
