@@ -38,7 +38,7 @@ _ALL = "all"
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--drafter", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
-@click.option("--schemas", default=204, show_default=True, help="Number of requests, of all kinds in turn.")
+@click.option("--schemas", default=204, show_default=True, help="Number of schemas, cycling through the kinds.")
 @click.option("--max-new-tokens", default=256, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", default=0, show_default=True, help="Of schemas and sampling.")

@@ -80,7 +80,7 @@ def plain_guess(network, raw):
 
 
 def plain_scores(network, head, state, carried):
-    """Draft-vocabulary logits behind a predicted state, or behind a carried one with an output layer of its own."""
+    """Draft-vocabulary logits of a predicted state; of a carried state where the cell has an output layer."""
     if state is not None:
         return head(state)
     w = dict(network.cell.named_parameters())

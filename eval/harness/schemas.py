@@ -74,7 +74,7 @@ class SchemaRequest:
 
 
 def schema_requests(count: int, seed: int = 0) -> list[SchemaRequest]:
-    """``count`` requests, of all kinds in turn; those of a kind differ."""
+    """``count`` requests with a schema each, cycling through the kinds; no two schemas are equal."""
     kinds = list(KINDS)
     return [_request(kinds[index % len(kinds)], f"{seed}-{index}") for index in range(count)]
 

@@ -54,12 +54,11 @@ class PrefixCache:
 
     Attributes:
         nbytes: memory in use.
-        queries, hits: tokens of prompts that were looked up, and those of them that were found.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.nbytes = self.queries = self.hits = 0
+        self.nbytes = 0
         self._entries: list[Prefix] = []  # the most recently used one is last
         self._lock = threading.Lock()
 
@@ -84,10 +83,8 @@ class PrefixCache:
                     common = _common(entry.tokens, tokens)
                     if common > most and (common == len(entry.tokens) or not whole):
                         best, most = entry, common
-            self.queries += len(tokens)
             if best is None:
                 return None
-            self.hits += most
             self._entries.remove(best)
             self._entries.append(best)
             return best, most

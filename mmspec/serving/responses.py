@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ class Answer:
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
 
 
-class Format:
+class Format(ABC):
     """Builds the responses of one request.
 
     Args:
@@ -97,15 +98,17 @@ class Format:
         }
         return {"usage": usage, "metrics": per_request(whole)}
 
+    @abstractmethod
     def _content(self, text: str) -> Mapping[str, Any]:
-        raise NotImplementedError
+        """Fields of a whole choice that contain its text."""
 
+    @abstractmethod
     def _delta(self, text: str) -> Mapping[str, Any]:
-        raise NotImplementedError
+        """Fields of a chunk's choice that contain the new text."""
 
+    @abstractmethod
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         """Log probabilities of a choice's tokens, of which the first is at character ``offset`` of the text."""
-        raise NotImplementedError
 
 
 class ChatFormat(Format):
@@ -149,7 +152,8 @@ class TextFormat(Format):
     def _content(self, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
-    _delta = _content
+    def _delta(self, text: str) -> Mapping[str, Any]:
+        return {"text": text}
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if not self._logprobs:

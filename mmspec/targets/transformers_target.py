@@ -139,12 +139,14 @@ class TransformersTarget:
         # Rows that are copied to another cache need no slots for the answer.
         cache = self.decoder.new_cache(length + 1 if self.in_place or self.rows or keeps else reserve, False)
         found = self._resumed(prompt, cache) if keeps else None
+        given: dict[str, Any] | None
+        prefix: Prefix | None = None
         first = 0
         if found is not None:
-            call, prefix, first = found
-            given = self.decoder.chunk_inputs(call, cache)
+            given, prefix, first = found
+            positions = given["position_ids"]
         else:
-            prefix, positions = None, prompt.inputs.get("position_ids")
+            positions = prompt.inputs.get("position_ids")
             if positions is None:
                 positions = self._prompt_positions(ids, mask)
             call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
@@ -169,7 +171,7 @@ class TransformersTarget:
             self._head.check(passes[-1]["last"][:, -1:], logits)
         assert given is not None
         # Decoders without attention, or with ALiBi, have no position_ids.
-        known = given.get("position_ids") if self.decoder.takes_positions else call["position_ids"]
+        known = given.get("position_ids") if self.decoder.takes_positions else positions
         embeds = given.get("inputs_embeds")
         if prefix is not None and prefix.embeds is not None:
             embeds = torch.cat([prefix.embeds[:, :first], self.embed(ids[:, first:])], dim=1)
@@ -199,13 +201,14 @@ class TransformersTarget:
         length = ids.shape[1]
         # The last token's logits are known for whole prefixes only.
         common = common if common == len(prefix.tokens) else min(common, length - 1)
-        call: dict[str, Any] = {"input_ids": ids, "position_ids": _continued(prefix.positions, common, length)}
-        if self.decoder.chunk_inputs(call, cache) is None:
+        call = {"input_ids": ids, "position_ids": _continued(prefix.positions, common, length)}
+        given = self.decoder.chunk_inputs(call, cache)
+        if given is None:
             return None
         cache.append(prefix.cache, length + 1)
         if common < len(prefix.tokens):
             cache.truncate(common)
-        return call, prefix, common
+        return given, prefix, common
 
     def _prefix_key(self, prompt: Prompt) -> Hashable:
         return self.kind(prompt), media_key(prompt), self.device, self.dtype

@@ -77,11 +77,9 @@ class NativeCell:
 
     def __init__(self, cell: Cell, into: TokenLinear, layers: Sequence[BlockLinear]) -> None:
         assert into.table is not None
-        self._layers, self._table, self._norm = (
-            layers,
-            into.table.float().contiguous(),
-            copy.deepcopy(cell.norm).float(),
-        )
+        self._layers = layers
+        self._table = into.table.float().contiguous()
+        self._norm = copy.deepcopy(cell.norm).float()
         self._weights = cpu.cell_weights([layer.native for layer in layers], self._table, self._norm)
         self._dtype = cell.norm.weight.dtype
 
@@ -110,7 +108,6 @@ class NativeCell:
         (batch, beam, k); see ``mmspec.ops.cpu.draft_level``."""
         k = min(k, self._layers[-1].out_features)
         state, asked, tokens, log_probs = cpu.draft_level(self._weights, carried.float().contiguous(), origin, beam, k)
-        assert asked is not None
         return state, asked.to(self._dtype), tokens, log_probs
 
 

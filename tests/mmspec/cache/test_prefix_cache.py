@@ -51,7 +51,6 @@ def test_the_prefix_with_most_tokens_in_common_is_found():
     assert cache.find(range(7), "", ["last"], 0, whole=False) is None  # too short to pay
     assert cache.find(range(25), "another image", ["last"], 0, whole=False) is None
     assert cache.find(range(25), "", ["last", 2], 0, whole=False) is None
-    assert (cache.queries, cache.hits) == (20 + 20 + 25 + 25 + 7 + 25 + 25, 18 + 20)
 
 
 @pytest.mark.parametrize("whole", [False, True])

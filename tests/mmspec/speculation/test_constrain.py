@@ -115,7 +115,7 @@ def test_forced_tokens_keep_to_the_budget(nodes, depth, remaining, expected):
 
 
 def test_a_branch_does_not_escape_through_another():
-    """c is allowed after ab only; a second branch begins with what is forbidden there."""
+    """A token that is allowed at one node is cut at another where it is forbidden."""
     a, b, c, e = (ids_of(letter)[0] for letter in "abce")
     tree = build_tree(torch.tensor([9]), [([a, b, c, c, c, EOS, c], [0, 0, 1, 2, 0, 5, 6])])
     result = constrain([row()], tree, Budget(nodes=64, depth=12))
