@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mmspec
 from mmspec import plugins
+from mmspec.errors import UserError
 from mmspec.targets import gguf
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
+from vision.embedded import samples
 from vision.scenes.conversations import one_image, several_images
 from vision.scenes.drawing import draw
 from vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
@@ -186,3 +189,21 @@ def test_a_resumed_run_skips_stages_that_are_done(language: tuple[Any, Any], tmp
     before = (tmp_path / "half" / CHECKPOINT).stat().st_mtime_ns
     assert train_all(stages(tmp_path, **settings)) == ["half", "whole"]
     assert (tmp_path / "half" / CHECKPOINT).stat().st_mtime_ns == before
+
+
+def test_a_run_continues_from_an_exported_model(language: tuple[Any, Any], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"size": 0.1, "steps": (1, 1, 1), "language": language}
+    train_all(stages(tmp_path / "first", **settings))
+    model = tmp_path / "first" / "whole" / MODEL
+    runs = list(stages(tmp_path / "second", start=model, **settings))
+    assert [stage for stage, _ in runs] == ["whole"]
+    task = runs[0][1].task
+    exported = load_file(model / "model.safetensors")
+    state = task.network.state_dict()
+    assert all(torch.equal(x.float(), state[f"llava.{name}"]) for name, x in exported.items())
+    examples = task.sampler.next(0.0)
+    assert {len(example.example.turns) for example in examples} != {1}  # not only short lists
+    assert task.loss(task.network, task.batch(examples), None, 0.0).metrics["perception"] == 0.0
+    assert train_all(stages(tmp_path / "second", start=model, **settings)) == ["whole"]
+    with pytest.raises(UserError, match="--start must be"):
+        list(stages(tmp_path / "third", start=samples(), **settings))

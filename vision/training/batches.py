@@ -42,7 +42,7 @@ LENGTH_MULTIPLE = 16
 """Sequence lengths are padded to multiples of this."""
 
 LISTS_UNTIL = 0.08
-"""Progress until which conversations are short lists: object names are learned sooner from them."""
+"""Progress until which conversations are short lists, by default: object names are learned sooner from them."""
 
 LARGER_FROM = 0.6
 """Progress from which batches have their full size; before it, they are smaller while the loss falls fast."""
@@ -162,10 +162,17 @@ class ConversationSampler:
         encode: token ids of a conversation, and for each whether it belongs to an answer.
         size: factor on the batch sizes.
         kinds: of conversations, once short lists are known.
+        lists_until: progress until which conversations are short lists.
     """
 
-    def __init__(self, encode: Encode, size: float = 1.0, kinds: Mapping[str, ConversationKind] | None = None) -> None:
-        self.encode, self.size, self.kinds = encode, size, kinds or CONVERSATIONS
+    def __init__(
+        self,
+        encode: Encode,
+        size: float = 1.0,
+        kinds: Mapping[str, ConversationKind] | None = None,
+        lists_until: float = LISTS_UNTIL,
+    ) -> None:
+        self.encode, self.size, self.kinds, self.lists_until = encode, size, kinds or CONVERSATIONS, lists_until
         self.info: dict[str, Any] = {}
         self._step, self._progress = 0, 0.0
         self._pool: list[list[EncodedExample]] = []
@@ -191,7 +198,7 @@ class ConversationSampler:
 
     def _draw_pool(self, number: int) -> list[list[EncodedExample]]:
         rng = random.Random(f"pool {number}")
-        if self._progress < LISTS_UNTIL:
+        if self._progress < self.lists_until:
             kinds, factor = FIRST_CONVERSATIONS, 0.5
         else:
             kinds, factor = self.kinds, 0.75 if self._progress < LARGER_FROM else 1.0

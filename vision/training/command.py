@@ -56,7 +56,14 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
 @_options
 @_minutes(100.0)
 @click.option("--steps", type=click.IntRange(1), nargs=3, help="Steps of the three stages, instead of --minutes.")
-def smol_llava(out: Path, minutes: float, steps: tuple[int, ...] | None, size: float, **rest: Any) -> None:
+@click.option(
+    "--start",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Continue from this trained model, with the last stage only.",
+)
+def smol_llava(
+    out: Path, minutes: float, steps: tuple[int, ...] | None, size: float, start: Path | None, **rest: Any
+) -> None:
     """Train a vision tower and a connector for SmolLM2, on scenes drawn on the fly.
 
     The language model comes from its package and stays as it is. Run the same command again to resume an interrupted
@@ -64,7 +71,7 @@ def smol_llava(out: Path, minutes: float, steps: tuple[int, ...] | None, size: f
     """
     from vision.training.smol import stages
 
-    _train(lambda: stages(out, size, minutes=None if steps else minutes, steps=steps), **rest)
+    _train(lambda: stages(out, size, minutes=None if steps else minutes, steps=steps, start=start), **rest)
 
 
 def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, scenes: int) -> None:

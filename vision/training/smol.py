@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from mmspec import files, plugins
+from mmspec.errors import UserError
 from mmspec.targets import gguf
 from mmspec.targets.completed import LACKS, WEIGHTS
 from mmspec.targets.support import from_pretrained
@@ -123,6 +124,18 @@ class SmolLlava(TrainedModel):
         """Returns the names of the parameters that are trained."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
+    def restore(self, folder: Path) -> None:
+        """Loads what `export_connector` wrote. Perception heads keep their weights.
+
+        Raises:
+            UserError: the folder holds no such model.
+        """
+        file = folder / WEIGHTS
+        state = {f"llava.{name}": x for name, x in load_file(file).items()} if file.is_file() else {}
+        if missing := sorted(name for name in self.trained() - set(state) if not name.startswith("heads.")):
+            raise UserError(f"--start must be a model that this command trained: {file} lacks {missing[0]}")
+        self.load_state_dict(state)
+
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
         """Restores a `state_dict()`."""
         return super().load_state_dict({**super().state_dict(), **state}, strict, assign)
@@ -202,6 +215,7 @@ def stages(
     minutes: float | None = None,
     steps: tuple[int, ...] | None = None,
     checkpoint_minutes: float = 4.0,
+    start: Path | None = None,
     language: tuple[Any, PreTrainedTokenizerFast] | None = None,
 ) -> Iterator[tuple[str, Trainer]]:
     """Yields the trainers of the stages by name. Train each before taking the next.
@@ -212,11 +226,14 @@ def stages(
         minutes: wall clock of all stages together.
         steps: of each stage, instead of `minutes`.
         checkpoint_minutes: interval between checkpoints.
+        start: folder of a trained model to continue from, with the last stage only.
         language: model and tokenizer; by default SmolLM2 from its package.
     """
     model, tokenizer = language or language_model()
     torch.manual_seed(0)
     network = SmolLlava(model, tokenizer.get_vocab()[IMAGE])
+    if start:
+        network.restore(start)
     accelerator = Accelerator(cpu=True)
 
     def task(stage: str) -> Any:
@@ -226,21 +243,24 @@ def stages(
         export = partial(export_connector, network, tokenizer)
         chat = chat_format(tokens)
         rates = {"tower": 0.02, "connector": 0.5, "language": 1.0}
-        return ConversationTask(network, rates, tokenizer, export, size, chat, KINDS, PER_SLOT)
+        continued = start is not None
+        return ConversationTask(network, rates, tokenizer, export, size, chat, KINDS, PER_SLOT, continued)
 
-    done = [(folder / stage / CHECKPOINT).exists() for stage in SHARES]
-    for index, (stage, share) in enumerate(SHARES.items()):
+    shares = {"whole": 1.0} if start else SHARES
+    started = {"start": str(start)} if start else {}
+    done = [(folder / stage / CHECKPOINT).exists() for stage in shares]
+    for index, (stage, share) in enumerate(shares.items()):
         if any(done[index + 1 :]):
             continue
         plan = TrainingPlan(
-            steps=steps[index] if steps else None,
+            steps=steps[list(SHARES).index(stage)] if steps else None,
             minutes=minutes * share if minutes else None,
             warmup=20,
             hold=0.3,
             checkpoint_minutes=checkpoint_minutes,
             report_minutes=8.0,
         )
-        yield stage, Trainer(folder / stage, plan, task(stage), accelerator, {"size": size}, MODEL)
+        yield stage, Trainer(folder / stage, plan, task(stage), accelerator, {"size": size, **started}, MODEL)
 
 
 def export_connector(network: SmolLlava, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

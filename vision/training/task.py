@@ -25,6 +25,7 @@ from vision.scenes.scene import seeded
 from vision.training.architecture import Architecture, llava_config
 from vision.training.batches import (
     CONVERSATIONS,
+    LISTS_UNTIL,
     ConversationBatch,
     ConversationKind,
     ConversationSampler,
@@ -183,6 +184,7 @@ class ConversationTask:
         chat: format of the conversations; by default the embedded model's.
         kinds: of the conversations.
         per_slot: patches along a side of a character's slot.
+        continued: the network was exported and has lost its perception heads: neither their loss nor a phase of lists.
     """
 
     def __init__(
@@ -195,14 +197,16 @@ class ConversationTask:
         chat: ChatFormat | None = None,
         kinds: Mapping[str, ConversationKind] = CONVERSATIONS,
         per_slot: int = 1,
+        continued: bool = False,
     ) -> None:
         self.network, self.tokenizer, self.kinds, self.per_slot = network, tokenizer, kinds, per_slot
+        self.perception = 0.0 if continued else PERCEPTION_WEIGHT
         model = network.llava.model
         towers = [(part, rates["tower"]) for part in (model.vision_tower, network.heads)]
         rest = [(model.multi_modal_projector, rates["connector"]), (model.language_model, rates["language"])]
         self.optimisers = Optimisers([*towers, *rest])
         self.encode = partial(encode, tokenizer=tokenizer, chat=chat)
-        self.sampler = ConversationSampler(self.encode, size, kinds)
+        self.sampler = ConversationSampler(self.encode, size, kinds, 0.0 if continued else LISTS_UNTIL)
         self.save = export
 
     def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
@@ -218,7 +222,7 @@ class ConversationTask:
     ) -> LossOutput:
         """Returns next-token and perception loss."""
         with torch.autocast("cpu", torch.bfloat16):
-            return network(batch, PERCEPTION_WEIGHT)
+            return network(batch, self.perception)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
