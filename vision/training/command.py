@@ -61,8 +61,15 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Continue from this trained model, with the last stage only.",
 )
+@click.option("--compile", is_flag=True, help="Use torch.compile: half the time per step, a minute at the start.")
 def smol_llava(
-    out: Path, minutes: float, steps: tuple[int, ...] | None, size: float, start: Path | None, **rest: Any
+    out: Path,
+    minutes: float,
+    steps: tuple[int, ...] | None,
+    size: float,
+    start: Path | None,
+    compile: bool,
+    **rest: Any,
 ) -> None:
     """Train a vision tower and a connector for SmolLM2, on scenes drawn on the fly.
 
@@ -71,7 +78,8 @@ def smol_llava(
     """
     from vision.training.smol import stages
 
-    _train(lambda: stages(out, size, minutes=None if steps else minutes, steps=steps, start=start), **rest)
+    budget: dict[str, Any] = {"minutes": None if steps else minutes, "steps": steps}
+    _train(lambda: stages(out, size, **budget, start=start, compile=compile), **rest)
 
 
 def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, scenes: int) -> None:

@@ -216,6 +216,7 @@ def stages(
     steps: tuple[int, ...] | None = None,
     checkpoint_minutes: float = 4.0,
     start: Path | None = None,
+    compile: bool = False,
     language: tuple[Any, PreTrainedTokenizerFast] | None = None,
 ) -> Iterator[tuple[str, Trainer]]:
     """Yields the trainers of the stages by name. Train each before taking the next.
@@ -227,6 +228,7 @@ def stages(
         steps: of each stage, instead of `minutes`.
         checkpoint_minutes: interval between checkpoints.
         start: folder of a trained model to continue from, with the last stage only.
+        compile: run the language model's layers through `torch.compile`.
         language: model and tokenizer; by default SmolLM2 from its package.
     """
     model, tokenizer = language or language_model()
@@ -234,6 +236,9 @@ def stages(
     network = SmolLlava(model, tokenizer.get_vocab()[IMAGE])
     if start:
         network.restore(start)
+    if compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
     accelerator = Accelerator(cpu=True)
 
     def task(stage: str) -> Any:
