@@ -83,12 +83,12 @@ def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterato
         )(serve.ingress()(Replica))
         try:
             serve.run(deployment.bind(settings), name=_NAME, route_prefix="/")
-            yield
-        finally:
-            serve.shutdown()
-    except RuntimeError as error:
-        if mistake := re.search(r"errors\.UserError: (.+)", str(error)):  # one that a replica met
-            raise UserError(mistake[1]) from None
-        raise
+        except RuntimeError as error:
+            found = serve.status().applications[_NAME].deployments[_NAME].message
+            if mistake := re.search(r"errors\.UserError: (.+)", found):  # one that a replica met
+                raise UserError(mistake[1]) from error
+            raise
+        yield
     finally:
+        serve.shutdown()
         ray.shutdown()
