@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import string
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path

@@ -90,5 +90,6 @@ def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterato
             raise
         yield
     finally:
+        serve.delete(_NAME)  # waits for running requests; shutdown does not
         serve.shutdown()
         ray.shutdown()

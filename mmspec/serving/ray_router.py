@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, RunningReplica
 
@@ -15,8 +13,8 @@ class SessionRouter(ConsistentHashRouter):
     """
 
     async def choose_replicas(
-        self, candidate_replicas: Sequence[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> Sequence[Sequence[RunningReplica]]:
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
         """Replicas to try, best first; Ray takes the one with the shortest queue of each group."""
         ranked = await super().choose_replicas(candidate_replicas, pending_request)
         in_session = pending_request is not None and pending_request.metadata.session_id

@@ -167,15 +167,19 @@ def processes(running: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_kill_a_restart_and_an_orderly_end() -> None:
+def test_a_kill_and_a_restart() -> None:
     with process(*OPTIONS) as (running, url):
         with long_stream(url):
             running.kill()
             running.wait()
         assert eventually(lambda: not answers(url), 30)
-    port = url.removesuffix("/v1").rpartition(":")[2]  # free at once
-    with process(*OPTIONS, "--port", port) as (running, again):
+    with process(*OPTIONS, "--port", url.removesuffix("/v1").rpartition(":")[2]) as (_, again):  # free at once
         assert again == url
+
+
+@pytest.mark.slow
+def test_an_orderly_end() -> None:
+    with process(*OPTIONS) as (running, url):
         children = processes(running)
         with long_stream(url) as lines:
             started = time.monotonic()
