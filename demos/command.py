@@ -10,12 +10,15 @@ from typing import Any
 
 import click
 
+from mmspec.cli.listening import Secret, listen_options
 from mmspec.cli.options import device_options
 from mmspec.errors import UserError
 from mmspec.extras import missing
 from mmspec.serving.addresses import is_loopback
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+
+LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login for visitors.")
 
 
 @click.command()
@@ -30,15 +33,8 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if
 )
 @click.option("--drafter", "drafters", multiple=True, metavar="NAME", help="Selectable drafter. May be repeated.")
 @device_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=7860, show_default=True, help="0 selects a free port.")
-@click.option(
-    "--auth",
-    metavar="USER:PASSWORD",
-    envvar="MMSPEC_DEMO_AUTH",
-    help="Login for visitors. Prefer the environment variable MMSPEC_DEMO_AUTH, which other local users cannot see.",
-)
-@click.option("--no-auth", is_flag=True, help="Allow a public address without a login.")
+@listen_options(7860)
+@LOGIN.declared
 @click.option("--share", is_flag=True, help="Also create a public link through gradio's servers.")
 @click.option(
     "--upload-space",
@@ -92,13 +88,8 @@ def demo(
 
 
 def _login(auth: str | None, no_auth: bool, public: bool) -> tuple[str, str] | None:
-    if auth and no_auth:
-        raise UserError("--auth and --no-auth (or MMSPEC_DEMO_AUTH) exclude each other: expected one of them, got both")
+    LOGIN.check(auth, no_auth, public)
     if not auth:
-        if public and not no_auth:
-            raise UserError(
-                "a public address needs a login: expected --auth USER:PASSWORD, MMSPEC_DEMO_AUTH or --no-auth, got none"
-            )
         return None
     user, colon, password = auth.partition(":")
     if not (user and colon and password):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import string
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -28,11 +30,16 @@ Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
 
 
 class BenchmarkCommand(ModuleCommand):
-    """The command of a benchmark: without progress bars of loading weights."""
+    """The command of a benchmark: without progress bars of loading weights; SIGTERM ends its child processes, too."""
 
     def invoke(self, ctx: click.Context) -> Any:
         transformers.logging.disable_progress_bar()
-        return super().invoke(ctx)
+        # By default the process would end without the finalizers that end servers.
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        try:
+            return super().invoke(ctx)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:

@@ -25,7 +25,9 @@ class Number(click.FloatRange):
         return number
 
 
-def _stack(*options: Decorator) -> Decorator:
+def stack(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in their order."""
+
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
             function = option(function)
@@ -79,7 +81,7 @@ OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
-device_options = _stack(
+device_options = stack(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ..."),
     click.option(
         "--dtype",
@@ -91,7 +93,7 @@ device_options = _stack(
     ),
 )
 
-model_options = _stack(
+model_options = stack(
     click.option(
         "--model",
         default="tiny-llava",
@@ -108,7 +110,7 @@ _DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none fo
 
 drafter_option = click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP)
 
-generation_options = _stack(
+generation_options = stack(
     model_options,
     trust_option,
     drafter_option,

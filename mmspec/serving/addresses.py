@@ -18,6 +18,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def names(host: str) -> set[str] | None:
+    """Names by which requests may call a server that listens on ``host``, as in the Host header without its port; None
+    for any, if it is not on a loopback address."""
+    return {"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None
+
+
+def url(host: str, port: int) -> str:
+    """Address of a server that listens on ``host``, without a path."""
+    return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def is_public(address: str) -> bool:
     """Whether an IP address is on the public internet: not loopback, private, link-local, multicast or reserved.
 

@@ -6,13 +6,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -47,6 +48,7 @@ def create_app(
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     allow_urls: bool = False,
+    scrape: Callable[[], Awaitable[Collector]] | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -57,6 +59,7 @@ def create_app(
         hosts: accepted names of this server; None accepts all.
         origins: origins of web pages that may call the server.
         allow_urls: download images and videos from public addresses.
+        scrape: collects the metrics that ``GET /metrics`` returns; None for those of this application.
     """
     limits = limits or Limits()
     if limits.max_model_len and limits.max_model_len < (pipe.context_limit or limits.max_model_len + 1):
@@ -64,7 +67,7 @@ def create_app(
     slots = Slots(limits.max_running, limits.max_waiting)
     metrics = Metrics(pipe.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    endpoints = Endpoints(Runner(pipe, media, slots, metrics), limits)
+    endpoints = Endpoints(Runner(pipe, media, slots, metrics), limits, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +88,7 @@ def create_app(
     app.add_middleware(Guard, hosts=hosts, origins=origins, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.state.slots = slots
+    app.state.slots, app.state.metrics = slots, metrics
     return app
 
 
@@ -102,10 +105,13 @@ class Endpoints:
     Args:
         runner: runs the requests.
         limits: limits on requests.
+        scrape: as for ``create_app``.
     """
 
-    def __init__(self, runner: Runner, limits: Limits) -> None:
-        self._runner, self._limits = runner, limits
+    def __init__(
+        self, runner: Runner, limits: Limits, scrape: Callable[[], Awaitable[Collector]] | None = None
+    ) -> None:
+        self._runner, self._limits, self._scrape = runner, limits, scrape
         self._pipe = runner.pipe
         self._created = int(time.time())
 
@@ -148,7 +154,8 @@ class Endpoints:
 
     async def metrics(self) -> Response:
         """``GET /metrics``: Prometheus' text format."""
-        return Response(self._runner.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        found = self._runner.metrics.registry if self._scrape is None else await self._scrape()
+        return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
     def _model(self) -> dict[str, Any]:
         limit = {"max_model_len": self._pipe.context_limit}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from mmspec.cli.listening import API_KEY, check_api_key, listen_options
 from mmspec.cli.options import drafter_option, model_options, trust_option
 from mmspec.errors import UserError
-from mmspec.serving.addresses import is_loopback
+from mmspec.jobs import ENGINES
+from mmspec.serving.addresses import is_loopback, names, url
 from mmspec.serving.limits import Limits
+
+if TYPE_CHECKING:
+    from mmspec.serving.settings import Settings
 
 _DEFAULTS = Limits()
 
@@ -31,16 +35,8 @@ def _limit(name: str, metavar: str, text: str, least: int = 1, most: int | None 
 @model_options
 @trust_option
 @drafter_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 selects a free port.")
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="MMSPEC_API_KEY",
-    help="Key that clients must send. Prefer the environment variable MMSPEC_API_KEY, which other local users cannot "
-    "see.",
-)
-@click.option("--no-auth", is_flag=True, help="Allow a public address without a key.")
+@listen_options(8000)
+@API_KEY.declared
 @click.option(
     "--allow-origin",
     "origins",
@@ -68,63 +64,63 @@ def _limit(name: str, metavar: str, text: str, least: int = 1, most: int | None 
 @_limit("max_pixels", "N", "Pixels of an image or video frame.")
 @_limit("frames", "N", "Frames that are sampled from a video.", 1, 512)
 @_limit("max_video_seconds", "N", "Duration of a video.")
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="local",
+    show_default=True,
+    help="local: this process; ray: replicas on Ray Serve.",
+)
+@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="With --engine ray.")
 def serve(
-    model: str,
-    drafter: str,
-    device: str,
-    dtype: str,
-    trust_remote_code: bool,
     host: str,
     port: int,
     api_key: str | None,
     no_auth: bool,
-    origins: Sequence[str],
-    allow_urls: bool,
-    prefix_cache: int,
-    **limits: int,
+    engine: str,
+    replicas: int,
+    **options: Any,
 ) -> None:
     """Serve a model through OpenAI's API.
 
     Clients use http://HOST:PORT/v1 as the base URL. On an address that is not a loopback one, --api-key or --no-auth is
     required.
     """
-    _check_key(api_key, no_auth, host)
-    from rich.console import Console
+    check_api_key(api_key, no_auth, public=not is_loopback(host))
+    if replicas > 1 and engine != "ray":
+        raise UserError(f"--replicas goes with --engine ray: got --engine {engine}")
+    from mmspec.serving.settings import Settings
 
-    from mmspec.cli.session import drafter_name, open_pipeline
-    from mmspec.drafters.per_sequence import per_sequence
-    from mmspec.pipeline import Pipeline
-    from mmspec.serving.app import create_app
+    limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
+    settings = Settings(**options, limits=limits, api_key=api_key, hosts=names(host))
+    if engine == "ray":
+        _on_ray(settings, replicas, host, port)
+    else:
+        _here(settings, host, port)
+
+
+def _here(settings: Settings, host: str, port: int) -> None:
+    from mmspec.cli.session import drafter_name
     from mmspec.serving.server import listen, run
-    from mmspec.speculation.calibrate import cost_table
 
     with listen(host, port) as listening:  # before the model is loaded, which takes longer
-        loaded = open_pipeline(Console(stderr=True), model, drafter, device, dtype, trust_remote_code)
-        options = {"slots": limits["max_running"], "prefix_cache": prefix_cache << 20}
-        pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
-        if pipe.drafter is not None:
-            pipe.target.cost = cost_table(pipe.target)
-        app = create_app(
-            pipe,
-            Limits(**limits),
-            api_key=api_key,
-            hosts={"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None,
-            origins=origins,
-            allow_urls=allow_urls,
+        pipe = settings.pipeline()
+        _announce(
+            host, listening.getsockname()[1], f"model {pipe.name}, drafter {drafter_name(pipe.drafter) or 'none'}"
         )
-        address = f"[{host.strip('[]')}]" if ":" in host else host
-        drafts = drafter_name(loaded.drafter) or "none"
-        url = f"http://{address}:{listening.getsockname()[1]}/v1"
-        click.echo(f"mmspec serve: {url} (model {pipe.name}, drafter {drafts}; Ctrl-C to stop)")
-        run(app, Limits(**limits), listening)
+        run(settings.app(pipe), settings.limits, listening)
 
 
-def _check_key(api_key: str | None, no_auth: bool, host: str) -> None:
-    if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key):
-        raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks, and not empty")
-    if api_key and no_auth:
-        raise UserError(
-            "--api-key and --no-auth (or MMSPEC_API_KEY) exclude each other: expected one of them, got both"
-        )
-    if not (api_key or no_auth or is_loopback(host)):
-        raise UserError("a public address needs a key: expected --api-key KEY, MMSPEC_API_KEY or --no-auth, got none")
+def _on_ray(settings: Settings, replicas: int, host: str, port: int) -> None:
+    from mmspec.serving.on_ray import deployed
+    from mmspec.serving.server import listen, wait_for_sigterm
+
+    with listen(host, port) as free:
+        port = free.getsockname()[1]
+    with deployed(settings, replicas, host, port):
+        _announce(host, port, f"model {settings.model}, {replicas} replicas on Ray")
+        wait_for_sigterm()
+
+
+def _announce(host: str, port: int, what: str) -> None:
+    click.echo(f"mmspec serve: {url(host, port)}/v1 ({what}; Ctrl-C to stop)")

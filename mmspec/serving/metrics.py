@@ -6,9 +6,10 @@ are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from mmspec.engine.stats import Stats
 
@@ -31,6 +32,9 @@ class Metrics:
     Args:
         model: label of all metrics.
         running, waiting: current numbers of choices.
+
+    Attributes:
+        registry: all metrics.
     """
 
     def __init__(self, model: str, running: Callable[[], float], waiting: Callable[[], float]) -> None:
@@ -84,9 +88,26 @@ class Metrics:
             self._accepted.labels(**self._labels, position=str(position)).inc(accepted)
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+
+class ReplicaMetrics(Collector):
+    """Metrics of several replicas of a server as one collection.
+
+    Args:
+        found: metrics by replica, whose name is a further label of their samples.
+    """
+
+    def __init__(self, found: Mapping[str, Iterable[Metric]]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for replica, metrics in self._found.items():
+            for one in metrics:
+                whole = merged.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                whole.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in one.samples
+                ]
+        return merged.values()
 
 
 def per_request(stats: Stats) -> dict[str, object]:

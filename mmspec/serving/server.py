@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,7 +17,8 @@ from mmspec.serving.limits import Limits
 GRACE = 3
 """Seconds that running requests have to end after SIGTERM; then they are cancelled."""
 
-_SPARE_CONNECTIONS = 64  # for requests that are read, refused, or ask for figures
+SPARE_CONNECTIONS = 64
+"""Connections beside those of requests that run or wait: they are read, refused, or ask for metrics."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,7 +48,7 @@ def uvicorn_server(app: FastAPI, limits: Limits) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             lifespan="on",
-            limit_concurrency=limits.max_running + limits.max_waiting + _SPARE_CONNECTIONS,
+            limit_concurrency=limits.max_running + limits.max_waiting + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=GRACE,
         )
     )
@@ -58,14 +60,25 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket) -> None:
     Raises:
         KeyboardInterrupt: after SIGINT.
     """
-    with _sigterm_returns():
+    # After its shutdown uvicorn raises the signal again, which would end the process with another exit status.
+    with _on_sigterm(lambda: None):
         uvicorn_server(app, limits).run(sockets=[listening])
 
 
+def wait_for_sigterm() -> None:
+    """Wait until the process receives SIGTERM.
+
+    Raises:
+        KeyboardInterrupt: SIGINT came first.
+    """
+    received = Event()
+    with _on_sigterm(received.set):
+        received.wait()
+
+
 @contextmanager
-def _sigterm_returns() -> Iterator[None]:
-    """After its shutdown uvicorn raises the signal again, which would end the process with another exit status."""
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+def _on_sigterm(act: Callable[[], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: act())
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -185,7 +186,7 @@ def test_a_client_that_goes_away_during_its_request(server: Served) -> None:
 
 @pytest.mark.slow
 def test_soak(pipe: Pipeline) -> None:
-    """Hundreds of requests, a tenth of them cancelled and a tenth malformed: no leak, no status 500."""
+    """A thousand requests, a tenth of them cancelled and a tenth malformed: no leak, no status 500."""
     image, process = data_uri(SCENE), psutil.Process()
     statuses: list[int] = []
     memory: list[int] = []
@@ -212,12 +213,13 @@ def test_soak(pipe: Pipeline) -> None:
 
     answers: dict[int, set[str]] = {}
     with served(pipe, Limits(max_running=8, max_waiting=8)) as server:
-        for _ in range(8):
+        for _ in range(10):
             with ThreadPoolExecutor(12) as threads:
                 list(threads.map(request, range(100)))
             assert eventually(lambda: server.idle, 20)
             memory.append(process.memory_info().rss)
+    print(Counter(statuses), [size >> 20 for size in memory], "MiB")
     assert set(statuses) <= {200, 429}
-    assert statuses.count(200) > 500
+    assert statuses.count(200) > 600
     assert all(len(found) == 1 for found in answers.values())
     assert max(memory[4:]) < 1.1 * memory[3], memory  # allocators fill their arenas in the first rounds

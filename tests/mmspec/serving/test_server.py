@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -17,38 +12,8 @@ import pytest
 
 from mmspec.cli import main
 from mmspec.serving.server import GRACE, listen
-from tests.served import LONG, QUESTION, SCENE, data_uri, eventually, question
-
-KEY = {"Authorization": "Bearer secret"}
-COMMAND = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())", "serve"]
-
-
-@contextmanager
-def process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its address."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*COMMAND, "--device", "cpu", *options], stdout=subprocess.PIPE, text=True, env=environment
-    ) as running:
-        try:
-            assert running.stdout is not None
-            found = re.search(r"http://\S+/v1", running.stdout.readline())
-            assert found
-            assert eventually(lambda: answers(found[0]), 30)
-            yield running, found[0]
-        finally:
-            running.kill()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url.removesuffix('/v1')}/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def gone(workers: list[psutil.Process]) -> bool:
-    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in workers)
+from tests.serve_process import KEY, answers, gone, long_stream, process
+from tests.served import QUESTION, SCENE, data_uri, eventually, question
 
 
 def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]:
@@ -58,16 +23,6 @@ def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]
     workers = psutil.Process(running.pid).children(recursive=True)
     assert workers
     return workers
-
-
-@contextmanager
-def long_stream(url: str) -> Iterator[Iterator[str]]:
-    """Lines of an answer that has begun, and takes longer than the grace period."""
-    body = question(stream=True, n=8, **LONG)
-    with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=KEY, timeout=30) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        yield lines
 
 
 def test_a_kill_a_restart_and_an_orderly_end() -> None:
@@ -104,6 +59,7 @@ def test_a_kill_a_restart_and_an_orderly_end() -> None:
         (["--api-key", "a b"], "--api-key (or MMSPEC_API_KEY) must be printable"),
         (["--api-key", "a", "--no-auth"], "exclude each other"),
         (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
+        (["--replicas", "2"], "--replicas goes with --engine ray: got --engine local"),
         (["--max-running", "0"], "0 is not in the range x>=1"),
         (["--frames", "513"], "513 is not in the range 1<=x<=512"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),

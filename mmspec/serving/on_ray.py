@@ -1,0 +1,95 @@
+"""The application on Ray Serve: replicas, each with an engine of its own, behind Ray's HTTP proxy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import Metric
+
+from mmspec.errors import UserError
+from mmspec.extras import missing
+from mmspec.serving.metrics import ReplicaMetrics
+from mmspec.serving.server import GRACE, SPARE_CONNECTIONS
+from mmspec.serving.settings import Settings
+
+_NAME = "mmspec"
+_ROUTER = "mmspec.serving.ray_router.SessionRouter"
+
+
+class Replica:
+    """A replica of the server.
+
+    Args:
+        settings: of all replicas.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._app = settings.app(settings.pipeline(), scrape=self._scrape)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    def metrics(self) -> tuple[str, Sequence[Metric]]:
+        """The replica's name and metrics."""
+        from ray import serve
+
+        return serve.get_replica_context().replica_tag, list(self._app.state.metrics.registry.collect())
+
+    async def _scrape(self) -> ReplicaMetrics:
+        """The metrics of all replicas: a scrape reaches only one of them."""
+        from ray import serve
+
+        handle = serve.get_deployment_handle(_NAME, _NAME)
+        return ReplicaMetrics(dict(await handle.broadcast("metrics").results_async(timeout_s=10)))
+
+
+@contextmanager
+def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterator[None]:
+    """Deploy replicas on the cluster of ``RAY_ADDRESS``, by default on a Ray started on this machine.
+
+    At the end of the block, running requests have ``GRACE`` seconds to end.
+
+    Raises:
+        UserError: Ray is not installed, or a replica does not start.
+    """
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        raise missing("engine ray", "ray[serve]", "ray") from None
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    own = not os.environ.get("RAY_ADDRESS")
+    cpus = max(1, (os.cpu_count() or 1) // replicas)
+    started: dict[str, Any] = {"num_cpus": cpus * replicas, "include_dashboard": False} if own else {}
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, **started)
+    try:
+        serve.start(http_options={"host": host.strip("[]"), "port": port}, logging_config={"log_level": "ERROR"})
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        deployment = serve.deployment(
+            name=_NAME,
+            num_replicas=replicas,
+            ray_actor_options={"num_cpus": cpus if own else 1, "num_gpus": gpus},
+            max_ongoing_requests=settings.limits.max_running + settings.limits.max_waiting + SPARE_CONNECTIONS,
+            graceful_shutdown_timeout_s=GRACE,
+            graceful_shutdown_wait_loop_s=0.1,
+            max_constructor_retry_count=1,
+            request_router_config={"request_router_class": _ROUTER},
+        )(serve.ingress()(Replica))
+        try:
+            serve.run(deployment.bind(settings), name=_NAME, route_prefix="/")
+        except RuntimeError as error:
+            found = serve.status().applications[_NAME].deployments[_NAME].message
+            if mistake := re.search(r"errors\.UserError: (.+)", found):  # one that a replica met
+                raise UserError(mistake[1]) from error
+            raise
+        yield
+    finally:
+        serve.delete(_NAME)  # waits for running requests; shutdown does not
+        serve.shutdown()
+        ray.shutdown()

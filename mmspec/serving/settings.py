@@ -1,0 +1,75 @@
+"""What a server answers with, and whom: all that a process needs to build its application."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mmspec.serving.limits import Limits
+
+if TYPE_CHECKING:  # a process that only deploys replicas needs no torch
+    from fastapi import FastAPI
+    from prometheus_client.registry import Collector
+
+    from mmspec.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a server, which can be pickled for other processes.
+
+    Attributes:
+        model, drafter, device, dtype, trust_remote_code: as for ``open_pipeline``.
+        prefix_cache: memory for the states of earlier prompts, in MiB.
+        limits: limits on requests.
+        api_key, hosts, origins, allow_urls: as for ``create_app``.
+    """
+
+    model: str
+    drafter: str
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    prefix_cache: int
+    limits: Limits
+    api_key: str | None
+    hosts: Collection[str] | None
+    origins: Sequence[str]
+    allow_urls: bool
+
+    def pipeline(self) -> Pipeline:
+        """Load the model, and measure the cost of its verify passes.
+
+        Raises:
+            UserError: see ``mmspec.load``.
+        """
+        from rich.console import Console
+
+        from mmspec.cli.session import open_pipeline
+        from mmspec.drafters.per_sequence import per_sequence
+        from mmspec.pipeline import Pipeline
+        from mmspec.speculation.calibrate import cost_table
+
+        loaded = open_pipeline(
+            Console(stderr=True), self.model, self.drafter, self.device, self.dtype, self.trust_remote_code
+        )
+        options = {"slots": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
+        if pipe.drafter is not None:
+            pipe.target.cost = cost_table(pipe.target)
+        return pipe
+
+    def app(self, pipe: Pipeline, scrape: Callable[[], Awaitable[Collector]] | None = None) -> FastAPI:
+        """The application; see ``create_app``."""
+        from mmspec.serving.app import create_app
+
+        return create_app(
+            pipe,
+            self.limits,
+            api_key=self.api_key,
+            hosts=self.hosts,
+            origins=self.origins,
+            allow_urls=self.allow_urls,
+            scrape=scrape,
+        )

@@ -1,0 +1,200 @@
+"""``mmspec serve --engine ray`` with two replicas: answers, sessions, load, disconnects, limits, signals."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from mmspec.cli import main
+from mmspec.pipeline import Pipeline
+from mmspec.serving.server import GRACE
+from tests.serve_process import KEY, answers, gone, long_stream, process
+from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
+
+pytest.importorskip("ray.serve", reason="needs ray: pip install -e '.[ray]'")
+
+OPTIONS = ("--engine", "ray", "--replicas", "2", "--port", "0", "--api-key", "secret")
+LIMITS = ("--max-running", "2", "--max-waiting", "1", "--max-body", "1")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with process(*OPTIONS, *LIMITS) as (running, found):
+        yield found
+        running.terminate()
+        assert running.wait(60) == 0
+
+
+def post(url: str, body: Any, session: str | None = None, **headers: str) -> httpx.Response:
+    given = KEY | ({"X-Session-Id": session} if session else {}) | headers
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{url}/chat/completions", content=content, headers=given, timeout=TIMEOUT)
+
+
+def metrics(url: str, name: str) -> dict[str, float]:
+    """The values of a metric by replica."""
+    response = httpx.get(f"{url.removesuffix('/v1')}/metrics", headers=KEY, timeout=TIMEOUT)
+    assert response.status_code == 200
+    found: Counter[str] = Counter()
+    for labels, value in re.findall(rf"^vllm:{name}{{(.*)}} (\S+)$", response.text, re.MULTILINE):
+        found[re.findall('replica="(.+?)"', labels)[0]] += float(value)
+    return found
+
+
+def running(url: str) -> list[float]:
+    return sorted(metrics(url, "num_requests_running").values())
+
+
+@contextmanager
+def stream(url: str, session: str | None = None, **fields: Any) -> Iterator[Iterator[str]]:
+    """Lines of a long answer that has begun."""
+    headers = KEY | ({"X-Session-Id": session} if session else {})
+    body = question(stream=True, **{**LONG, **fields})
+    with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def test_answers_are_those_of_the_pipeline(url: str, pipe: Pipeline) -> None:
+    body = question(QUESTION, data_uri(SCENE))
+    expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
+    for session in "abcd":
+        assert post(url, body, session).json()["choices"][0]["message"]["content"] == expected
+    lines = post(url, {**body, "stream": True}).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == expected
+    assert len(chunks) > 4
+
+
+def test_a_stream_arrives_in_pieces(url: str) -> None:
+    with stream(url):
+        assert sum(running(url)) == 1
+    assert eventually(lambda: sum(running(url)) == 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (question(), {"Authorization": "Bearer wrong"}, 401, "a valid API key is needed"),
+        (question(), {"Host": "example.org"}, 403, "the host must be one of"),
+        (question(), {"Origin": "http://example.org"}, 403, "requests of web pages need --allow-origin"),
+        (question(presence_penalty=1), {}, 400, "presence_penalty is not supported"),
+        (b"{", {}, 400, "the body must be JSON"),
+        (question(model="other"), {}, 404, "unknown model"),
+        (b" " * (1 << 20) + b" ", {}, 413, "a request's body must have at most 1048576 bytes"),
+        (question(n=3), {}, 400, "n must be at most 2"),
+    ],
+)
+def test_errors(url: str, body: Any, headers: dict[str, str], status: int, message: str) -> None:
+    response = post(url, body, **headers)
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"]
+
+
+def test_health_needs_no_key(url: str) -> None:
+    health, figures = (httpx.get(f"{url.removesuffix('/v1')}/{path}") for path in ("health", "metrics"))
+    assert (health.status_code, figures.status_code) == (200, 401)
+
+
+def test_a_session_stays_at_its_replica_whose_prefix_cache_it_uses(url: str) -> None:
+    homes = {}
+    for session in map(str, range(12)):
+        first = question(f"Describe picture {session} in the album of a long journey.")
+        before = metrics(url, "request_success_total")
+        answer = post(url, first, session).json()["choices"][0]["message"]
+        assert answer["content"]
+        follow_up = {"role": "user", "content": "Which colour?"}
+        again = post(url, {**first, "messages": [*first["messages"], answer, follow_up]}, session).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        after = metrics(url, "request_success_total")
+        (homes[session],) = [name for name in after if after[name] - before.get(name, 0) == 2]
+    assert len(set(homes.values())) == 2  # fails by chance once in 2000 runs
+
+
+def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url: str) -> None:
+    with ExitStack() as streams:
+        for _ in range(4):
+            streams.enter_context(stream(url))
+        assert running(url) == [2, 2]
+    assert eventually(lambda: running(url) == [0, 0])
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}])
+def test_a_client_that_goes_away_frees_its_slots(url: str, fields: dict[str, Any]) -> None:
+    with stream(url, **fields):
+        assert sum(running(url)) == fields.get("n", 1)
+        left = time.monotonic()
+    assert eventually(lambda: running(url) == [0, 0])
+    assert time.monotonic() - left < 2  # the answer takes longer
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/chat/completions", json=question(**LONG), headers=KEY, timeout=0.3)
+    assert eventually(lambda: running(url) == [0, 0], 2)
+
+
+def test_requests_beyond_a_replicas_queue_are_refused(url: str) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with stream(url, "one", n=2):
+            waiting = threads.submit(post, url, question(), "one")
+            assert eventually(lambda: sum(metrics(url, "num_requests_waiting").values()) == 1)
+            refused = post(url, question(), "one")
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert "at most 1 choices may wait" in refused.json()["error"]["message"]
+        assert waiting.result().status_code == 200
+
+
+def processes(running: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All processes of a server and its Ray, of which some leave its process tree."""
+    children = psutil.Process(running.pid).children(recursive=True)
+    replicas = [one for one in children if "ServeReplica" in " ".join(one.cmdline())]
+    assert len(replicas) == 2
+    return children
+
+
+@pytest.mark.slow
+def test_a_kill_and_a_restart() -> None:
+    with process(*OPTIONS) as (running, url):
+        with long_stream(url):
+            running.kill()
+            running.wait()
+        assert eventually(lambda: not answers(url), 30)
+    with process(*OPTIONS, "--port", url.removesuffix("/v1").rpartition(":")[2]) as (_, again):  # free at once
+        assert again == url
+
+
+@pytest.mark.slow
+def test_an_orderly_end() -> None:
+    with process(*OPTIONS) as (running, url):
+        children = processes(running)
+        with long_stream(url) as lines:
+            started = time.monotonic()
+            running.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):  # cancelled after the grace period
+                list(lines)
+            assert time.monotonic() - started > GRACE / 2
+        assert running.wait(60) == 0
+        assert not answers(url)
+        assert eventually(lambda: gone(children), 30)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_there_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *OPTIONS, "--model", "nobody/nothing"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: cannot load model 'nobody/nothing'")
+    assert err.count("\n") == 1
