@@ -219,12 +219,13 @@ class StateCache(TreeCache):
         self._conv.commit_prompt(self._state.data.new_zeros(batch, 0, 0))
         super().commit_prompt(tokens, attention_mask, batch)
 
-    def append(self, prompt: TreeCache, reserve: int = 0) -> None:
+    def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
         assert isinstance(prompt, StateCache)
-        self._conv.append(prompt._conv)
+        index = list(range(prompt.rows) if chosen is None else chosen)
+        self._conv.append(prompt._conv, index)
         if self._recurrence is not None:
-            self._state.append(prompt._state.data[: prompt.rows])
-        super().append(prompt, reserve)
+            self._state.append(prompt._state.data[index])
+        super().append(prompt, reserve, chosen)
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), self._conv.state.data, self._state.data]

@@ -72,10 +72,10 @@ class Convolutions:
         self.state.append(torch.cat(list(self._prompt.values()), dim=1) if self._prompt else without)
         self._prompt = {}
 
-    def append(self, prompt: Convolutions) -> None:
-        """Append the rows of a prefill."""
+    def append(self, prompt: Convolutions, rows: list[int]) -> None:
+        """Append rows of other states, of a prefill for example."""
         self._channels = prompt._channels
-        self.state.append(prompt.state.data[: prompt.state.rows])
+        self.state.append(prompt.state.data[rows])
 
     # ------------------------------------------------------------------ verify pass
 

@@ -1,10 +1,10 @@
-"""States of prompts, kept for later prompts that begin with the same tokens and media."""
+"""States of prompts and their answers, kept for later prompts that begin with the same tokens and media."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,13 @@ LEAST_TOKENS = 8
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt of one row and what a target computed for it.
+    """Tokens of one row, a prompt or a prompt and its answer, and what a target computed for them.
 
     Attributes:
-        tokens: of the prompt.
+        tokens: all of them.
         key: of what the states depend on besides the tokens.
-        cache: the target's cache after the prompt, of one row.
-        logits: (1, 1, vocab), at the last token.
+        cache: the target's cache after the tokens, of one row.
+        logits: (1, 1, vocab), at the last token; None after an answer.
         features: (1, length, hidden) each, hidden states that drafters read.
         embeds: (1, length, hidden), input embeddings; None where the decoder embeds the tokens itself.
         positions: (1, length) or (axes, 1, length) int64, the decoder's ``position_ids``; None if it takes none.
@@ -34,7 +34,7 @@ class Prefix:
     tokens: list[int]
     key: Hashable
     cache: TreeCache
-    logits: Tensor
+    logits: Tensor | None
     features: dict[Feature, Tensor]
     embeds: Tensor | None
     positions: Tensor | None
@@ -44,6 +44,38 @@ class Prefix:
         """Memory of its tensors."""
         tensors = [self.logits, self.embeds, self.positions, *self.features.values(), *self.cache.tensors()]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass
+class Answer:
+    """What a running sequence computes: of its prompt, and for each token committed after it.
+
+    Attributes:
+        prompt: number of tokens.
+        key, embeds, positions: of the prompt, see ``Prefix``.
+        features: (1, tokens, hidden) each, of the prompt and of every step.
+    """
+
+    prompt: int
+    key: Hashable
+    embeds: Tensor | None
+    positions: Tensor | None
+    features: list[dict[Feature, Tensor]]
+
+    def prefix(self, tokens: list[int], cache: TreeCache, embed: Callable[[Tensor], Tensor]) -> Prefix:
+        """The prefix of ``tokens``, which begin with the prompt's.
+
+        Args:
+            cache: after the tokens, of one row.
+            embed: the target's input embeddings.
+        """
+        length = len(tokens)
+        features = {name: torch.cat([part[name] for part in self.features], 1)[:, :length] for name in self.features[0]}
+        embeds = self.embeds
+        if embeds is not None:
+            new = torch.tensor([tokens[self.prompt :]], device=embeds.device)
+            embeds = torch.cat([embeds, embed(new)], dim=1)
+        return Prefix(tokens, self.key, cache, None, features, embeds, continued(self.positions, self.prompt, length))
 
 
 class PrefixCache:
@@ -81,6 +113,8 @@ class PrefixCache:
             for entry in self._entries:
                 if entry.key == key and entry.features.keys() >= set(features):
                     common = _common(entry.tokens, tokens)
+                    if common == len(tokens) and (entry.logits is None or common < len(entry.tokens)):
+                        common -= 1  # the last token's logits are not known
                     if common > most and (common == len(entry.tokens) or not whole):
                         best, most = entry, common
             if best is None:
@@ -106,6 +140,20 @@ class PrefixCache:
         """Drop all prefixes."""
         with self._lock:
             self._entries, self.nbytes = [], 0
+
+
+def continued(positions: Tensor | None, common: int, length: int) -> Tensor | None:
+    """Positions of a prompt of ``length`` tokens whose first ``common`` ones have known positions, the rest being text:
+    all axes advance from the greatest position; a fourth axis, in front, counts tokens (Qwen-VL)."""
+    if positions is None:
+        return None
+    known = positions[..., :common]
+    step = torch.arange(length - common, device=positions.device)
+    if known.ndim == 2:
+        return torch.cat([known, known[:, -1:] + 1 + step], dim=1)
+    new = (known[-3:].max() + 1 + step).expand(len(known), known.shape[1], -1).clone()
+    new[:-3] = known[:-3, :, -1:] + 1 + step
+    return torch.cat([known, new], dim=-1)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -249,26 +249,29 @@ class TreeCache(Cache):
                     buffer[:, row, :, : len(slots)] = buffer[:, row, :, slots]
         self._changed()
 
-    def append(self, prompt: TreeCache, reserve: int = 0) -> None:
-        """Append the rows of a prefill cache.
+    def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
+        """Append rows of another cache, of a prefill for example.
 
         Args:
             reserve: total slots that the longest of these rows may need.
+            chosen: the rows; None appends all.
         """
-        rows = self.rows + prompt.rows
+        lengths = prompt.lengths if chosen is None else [prompt.lengths[row] for row in chosen]
+        rows, longest = self.rows + len(lengths), max(lengths, default=0)
         if prompt._buffers:
             kinds = [_kind(buffer) for buffer in prompt._buffers]
             if self._buffers and [_kind(buffer) for buffer in self._buffers] != kinds:
                 self._buffers, self.bounds = [], None  # the model moved to another device or dtype
-            slots = max(self.length, prompt.length, reserve - 1)
+            slots = max(self.length, longest, reserve - 1)
             if not self._buffers:
                 size = max(slots + 1, self.reserve)
                 self._buffers = [self._zeros(len(buffer), rows, size, buffer) for buffer in prompt._buffers]
                 self._used, self._places = prompt._used[:], dict(prompt._places)
             self.allocate(rows, slots)
             for ours, theirs in zip(self._buffers, prompt._buffers, strict=True):
-                ours[:, self.rows : rows, :, : prompt.length] = theirs[:, : prompt.rows, :, : prompt.length]
-        self.lengths = self.lengths + prompt.lengths
+                taken = theirs[:, : prompt.rows] if chosen is None else theirs[:, list(chosen)]
+                ours[:, self.rows : rows, :, :longest] = taken[:, :, :, :longest]
+        self.lengths = self.lengths + lengths
         self._changed()
 
     def select(self, rows: Sequence[int]) -> None:

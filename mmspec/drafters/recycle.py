@@ -8,6 +8,7 @@ calibrates it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,13 @@ class Recycle:
         self._last: list[Context] = []  # per row, the token before the root, and the root
         self._asked = False  # for drafts, in this step
         self._recycled: Recycled | None = None  # device table, with static shapes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recycle:
+        # Rankings are replaced, never changed: copies share them, and a server copies the table for each request.
+        memo[id(self._table)] = dict(self._table)
+        copied = copy.copy(self)
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Recycle:
@@ -244,17 +252,17 @@ class Recycle:
             del self._table[next(iter(self._table))]
 
     def _average(self, context: Context, latest: list[tuple[int, float]]) -> None:
-        ranking = self._table.get(context)
-        if ranking is None:
+        known = self._table.get(context)
+        if known is None:
             self._table[context] = dict(latest)
             return
-        for token in ranking:
-            ranking[token] *= 1.0 - NEWEST
+        ranking = {token: p * (1.0 - NEWEST) for token, p in known.items()}
         for token, p in latest:
             ranking[token] = ranking.get(token, 0.0) + NEWEST * p
         if len(ranking) > 2 * self.top_k:
             for token in sorted(ranking, key=ranking.__getitem__)[: -self.top_k]:
                 del ranking[token]
+        self._table[context] = ranking
 
 
 def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) -> None:

@@ -342,6 +342,9 @@ class Engine:
         if kept and self._prefilled:
             self._prepare()  # the drafter must have the target's rows
         self._prefilled = []
+        if getattr(self.target, "prefix_cache", None) is not None:
+            ended = [row for row, sequence in enumerate(self.running) if sequence.done]
+            self.target.retain(ended, [self.running[row].history for row in ended])  # type: ignore[attr-defined]
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)

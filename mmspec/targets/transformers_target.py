@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
+from mmspec.cache.prefix_cache import Answer, Prefix, PrefixCache, continued, media_key
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
@@ -66,6 +66,8 @@ class TransformersTarget:
         self._cache: TreeCache | None = None
         # (rows,) position of the next token, and the last position within the context limit
         self._position, self._last_position = RowTensor(), RowTensor()
+        self._verified: dict[Feature, Tensor] = {}  # of the last tree
+        self._answers: list[Answer | None] = []  # of each row; None where its states are not kept
         self._tail_depth: Tensor | None = None  # (batch, offset) depths of uncommitted nodes of earlier passes
         self._check = Graphed(self._pass)
         self._keep = Graphed(self.absorb)
@@ -154,6 +156,7 @@ class TransformersTarget:
             given = self.decoder.chunk_inputs(call, cache) if splits else None
         if first == length:
             assert prefix is not None
+            assert prefix.logits is not None
             logits, features = prefix.logits, prefix.features
         elif given is None:
             logits, given, features = self.decoder.prefill(call, cache, self.features)
@@ -181,10 +184,15 @@ class TransformersTarget:
         self._position.append(position)
         self._last_position.append(last)
         kept = {name: features[name] for name in self.features}
+        answers: list[Answer | None] = [None] * batch
         if keeps:
             assert self.prefix_cache is not None
-            state = Prefix(ids[0].tolist(), self._prefix_key(prompt), cache, logits, kept, embeds, known)
-            self.prefix_cache.add(state, self._states_are_whole)
+            key = self._prefix_key(prompt)
+            answers = [Answer(length, key, embeds, known, [kept])]
+            self.prefix_cache.add(
+                Prefix(ids[0].tolist(), key, cache, logits, kept, embeds, known), self._states_are_whole
+            )
+        self._answers += answers
         yield Step(logits, kept, self._visual(prompt), embeds, known, first)
 
     def _resumed(self, prompt: Prompt, cache: TreeCache) -> tuple[dict[str, Any], Prefix, int] | None:
@@ -199,9 +207,7 @@ class TransformersTarget:
             return None
         prefix, common = found
         length = ids.shape[1]
-        # The last token's logits are known for whole prefixes only.
-        common = common if common == len(prefix.tokens) else min(common, length - 1)
-        call = {"input_ids": ids, "position_ids": _continued(prefix.positions, common, length)}
+        call = {"input_ids": ids, "position_ids": continued(prefix.positions, common, length)}
         given = self.decoder.chunk_inputs(call, cache)
         if given is None:
             return None
@@ -222,7 +228,29 @@ class TransformersTarget:
         return rope_side(self.config, prompt.input_ids.shape[1])
 
     @torch.inference_mode()
+    def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
+        """Keep the states of sequences that have ended, in the prefix cache.
+
+        Args:
+            rows: theirs.
+            histories: tokens of each, of the prompt and the answer. Recurrent states that contain draft tokens after
+                a stop are of no use and are not kept.
+        """
+        for row, history in zip(rows, histories, strict=True):
+            answer, length = self._answers[row], self.cache.lengths[row]
+            if self.prefix_cache is None or answer is None or length == answer.prompt:
+                continue
+            if length > len(history) and self._states_are_whole:
+                continue
+            cache = self.decoder.new_cache(length + 1, False)
+            cache.append(self.cache, length + 1, [row])
+            if length > len(history):
+                cache.truncate(len(history))
+            self.prefix_cache.add(answer.prefix(history[:length], cache, self.embed), self._states_are_whole)
+
+    @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
+        self._answers = [self._answers[row] for row in rows]
         if self._cache is not None:
             self._tail_depth = None
             for part in (self._cache, self._position, self._last_position):
@@ -238,13 +266,15 @@ class TransformersTarget:
             self.cache.reserve_nodes(width)
             logits, *read = self._check(*_padded(tree, width, rows), version=(*self.version, *names))
             features = {name: one[:batch, :nodes] for name, one in zip(names, read, strict=True)}
+            self._verified = features
             return Step(logits[:batch, :nodes], features)
         if width == nodes:
             found = self._forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
         else:
             found = self._forward_nodes(*_padded(tree, width, batch))
             found = {name: one[:, :nodes] for name, one in found.items()}
-        return Step(self.head(found["last"]), {name: found[name] for name in names})
+        self._verified = {name: found[name] for name in names}
+        return Step(self.head(found["last"]), self._verified)
 
     def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
         """Logits and features of a whole tree; captured as a CUDA graph."""
@@ -254,6 +284,13 @@ class TransformersTarget:
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
         rows = [path for path, _ in verdict.host]
+        if any(answer is not None for answer in self._answers):
+            nodes = verdict.path.clamp(min=0)
+            index = torch.arange(len(nodes), device=nodes.device)[:, None]
+            features = {name: one[index, nodes] for name, one in self._verified.items()}  # (batch, depth, hidden)
+            for row, (answer, path) in enumerate(zip(self._answers, rows, strict=True)):
+                if answer is not None and path:
+                    answer.features.append({name: one[row : row + 1, : len(path)] for name, one in features.items()})
         self.commit_nodes(verdict.path, rows)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -362,20 +399,6 @@ class TransformersTarget:
 
     def _visual(self, prompt: Prompt) -> Tensor | None:
         return None
-
-
-def _continued(positions: Tensor | None, common: int, length: int) -> Tensor | None:
-    """Positions of a prompt of ``length`` tokens whose first ``common`` ones have known positions, the rest being text:
-    all axes advance from the greatest position; a fourth axis, in front, counts tokens (Qwen-VL)."""
-    if positions is None:
-        return None
-    known = positions[..., :common]
-    step = torch.arange(length - common, device=positions.device)
-    if known.ndim == 2:
-        return torch.cat([known, known[:, -1:] + 1 + step], dim=1)
-    new = (known[-3:].max() + 1 + step).expand(len(known), known.shape[1], -1).clone()
-    new[:-3] = known[:-3, :, -1:] + 1 + step
-    return torch.cat([known, new], dim=-1)
 
 
 def node_bucket(nodes: int) -> int:

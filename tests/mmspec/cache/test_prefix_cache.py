@@ -145,9 +145,10 @@ def test_conversations_go_on_from_known_states(name):
     for prompt, expected in turns:
         answer, known = answered(target, None, prompt)
         assert (answer, known) == (expected, before)
-        before = prompt.input_ids.shape[1]
-    # The same prompt again needs no pass at all.
-    assert answered(target, None, turns[-1][0]) == (turns[-1][1], before)
+        before = prompt.input_ids.shape[1] + len(answer) - 1  # the last token has not been in a pass
+    # The same prompt again needs no pass, or one over its last token, if its state is cut from that after the answer.
+    length = turns[-1][0].input_ids.shape[1]
+    assert answered(target, None, turns[-1][0]) == (turns[-1][1], length - (name not in RECURRENT))
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba", "llava", "qwen3_vl", "qwen3_5"])
@@ -162,11 +163,13 @@ def test_drafters_know_the_whole_prompt(name, kind, temperature):
     }[kind]
     drafters, targets = (make(), make()), [plugins.target_class(model.config)(model) for _ in range(2)]
     targets[1].prefix_cache = PrefixCache(BYTES)
-    for number, (prompt, _) in enumerate(turns):
+    before = 0
+    for prompt, _ in turns:
         sampling = {"temperature": temperature}
         plain, mine = (answered(*pair, prompt, sampling) for pair in zip(targets, drafters, strict=True))
         assert mine[0] == plain[0]
-        assert bool(mine[1]) == (number > 0)
+        assert mine[1] >= before
+        before = prompt.input_ids.shape[1]
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba", "llava", "qwen2_vl", "qwen3_vl", "qwen3_5"])
@@ -191,7 +194,7 @@ def test_prefill_steps_are_those_of_a_whole_prompt(name):
 
 
 def test_attention_goes_on_from_a_part_of_a_prompt_and_recurrence_does_not():
-    for name, parts in (("llama", (0, 15, 15)), ("bamba", (0, 0, 20))):
+    for name, parts in (("llama", (0, 15, 20)), ("bamba", (0, 0, 20))):
         model = shared_model(name)
         plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
         target.prefix_cache = PrefixCache(BYTES)
@@ -200,7 +203,7 @@ def test_attention_goes_on_from_a_part_of_a_prompt_and_recurrence_does_not():
         for tokens, known in zip((ids[:, :20], other, ids), parts, strict=True):
             prompt = Prompt(tokens)
             expected, _ = answered(plain, None, prompt)
-            assert answered(target, None, prompt) == (expected, known if tokens is not ids or name == "bamba" else 20)
+            assert answered(target, None, prompt) == (expected, known)
 
 
 def test_another_image_computes_everything(monkeypatch):
@@ -216,7 +219,7 @@ def test_another_image_computes_everything(monkeypatch):
     # The tower does not see a known image again.
     tower = model.base_model.vision_tower
     monkeypatch.setattr(tower, "forward", lambda *args, **options: pytest.fail("the image is known"))
-    assert answered(target, None, followed(first, answer))[1] == first.input_ids.shape[1]
+    assert answered(target, None, followed(first, answer))[1] == first.input_ids.shape[1] + len(answer) - 1
 
 
 def test_long_rest_in_chunks_beside_other_sequences():
@@ -233,7 +236,30 @@ def test_long_rest_in_chunks_beside_other_sequences():
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
     assert [row.token_ids for row in rows] == expected
-    assert [row.stats.num_cached_tokens for row in rows] == [20, 0, 0, 20]
+    assert [row.stats.num_cached_tokens for row in rows] == [19, 0, 0, 20]
+
+
+@pytest.mark.parametrize("name", ["llama", "bamba", "qwen3_vl", "qwen3_5"])
+def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
+    """Rows of several lengths leave at different times, with draft tokens after their limits."""
+    model, turns = prompts_of(name, 1)
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target.prefix_cache = PrefixCache(BYTES)
+    engine = Engine(target, Ngram(), lambda batch, nodes: Budget(6, 3), slots=8)
+    prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
+    sampler = SamplingParams().sampler()
+    rows = [
+        engine.add(one, sampler, Stopper(new, criteria=[]))[0] for one, new in zip(prompts, (5, 9, 40), strict=True)
+    ]
+    engine.wait(lambda: all(row.done for row in rows[:2]) and len(rows[2].token_ids) > 9)
+    engine.remove(rows)
+    for prompt, row in zip(prompts, rows, strict=True):
+        again = followed(prompt, row.token_ids)
+        expected, _ = answered(plain, None, again)
+        found, known = answered(target, None, again)
+        assert found == expected
+        least = prompt.input_ids.shape[1]
+        assert known >= least + (0 if name in RECURRENT else len(row.token_ids) - 1)
 
 
 def test_threads_share_prefixes():

@@ -1,5 +1,6 @@
 """Drafters propose sensible trees; that the output stays the target's is for other tests."""
 
+import copy
 import json
 
 import pytest
@@ -11,6 +12,7 @@ import mmspec
 from eval.decoding.tiny_configs import TINY_SIZES
 from eval.decoding.tiny_models import text_inputs
 from mmspec import TokenTree, UserError, plugins
+from mmspec.drafters.drafter import fork
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -283,6 +285,22 @@ def test_recycle_averages_what_the_target_ranked():
     for context in ((1, 2), (-1, 2)):
         assert {token: p for token, p, _ in drafter._successors(context)} == pytest.approx(expected)
     assert {token: p for token, p, _ in drafter._successors((9, 2))} == pytest.approx(expected)  # falls back
+
+
+def test_copies_of_a_table_learn_apart():
+    drafter, target = Recycle(top_k=4), TransformersTarget(shared_model("llama"))
+    drafter.attach(target)
+    begun(drafter, [[1, 2, 3]], vocab=4)
+    before = copy.deepcopy(drafter._table)
+    first, second = (fork(drafter, target) for _ in range(2))
+    for one, row in ((first, [1, 2, 3]), (second, [2, 1, 0])):
+        one.begin(Prompt(torch.tensor([row])), Step(torch.tensor([[[9.0, 0, 0, 0]]]), {}), [[*row, 0]])
+    assert drafter._table == before
+    assert first._table[2, 3] != before[2, 3]
+    assert second._table == {**before, (-1, 0): second._table[1, 0], (1, 0): second._table[1, 0]}
+    assert second._table[2, 3] is drafter._table[2, 3]  # rankings are many: those that nobody changed are shared
+    drafter._learn([(2, 3)], torch.tensor([[0.0, 9.0, 0, 0]]))
+    assert second._table[2, 3] == before[2, 3] != drafter._table[2, 3]
 
 
 def test_recycle_checkpoints(tmp_path):
