@@ -21,6 +21,11 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
+#define MMSPEC_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -419,7 +424,74 @@ void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, co
     }
 }
 
+#if defined(MMSPEC_AMX)
+// Linux grants a process its tile registers on request.
+const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+
+// Registers 0 to 3 are sums (rows, 16), 4 inputs (rows, 32), 5 weights: a group of a block as it lies in memory.
+void configure_tiles(int rows) {
+  alignas(64) uint8_t config[64] = {1};
+  for (int tile = 0; tile < 6; tile++) config[16 + 2 * tile] = 64, config[48 + tile] = tile < 5 ? rows : 16;
+  _tile_loadconfig(config);
+}
+
+// The intrinsics take numbers of registers as literals only.
+#define MMSPEC_ADD_TILE(sum, weights, input, width) \
+  for (int64_t i = 0; i < 1024; i += 64) __builtin_prefetch((weights) + AHEAD + i); \
+  _tile_loadd(4, input, (width) * sizeof(Half)); \
+  _tile_loadd(5, weights, 64); \
+  _tile_dpbf16ps(sum, 4, 5)
+
+// As ``product_of`` for bfloat16; up to 16 rows cost little more than one.
+void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
+  int64_t configured = 0;
+#pragma omp for schedule(static)
+  for (int64_t block = 0; block < (layer.out + BLOCK - 1) / BLOCK; block++)
+    for (int64_t first = 0; first < rows; first += 16) {
+      int64_t count = std::min<int64_t>(rows - first, 16);
+      if (count != configured) configure_tiles(int(configured = count));
+      const uint8_t* weights = layer.blocks + block * x.groups * 1024;
+      const Half* input = x.rounded.data() + first * x.width;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      int64_t group = 0;
+      for (; group + 4 <= x.groups; group += 4) {
+        MMSPEC_ADD_TILE(0, weights + group * 1024, input + group * GROUP, x.width);
+        MMSPEC_ADD_TILE(1, weights + group * 1024 + 1024, input + group * GROUP + GROUP, x.width);
+        MMSPEC_ADD_TILE(2, weights + group * 1024 + 2048, input + group * GROUP + 2 * GROUP, x.width);
+        MMSPEC_ADD_TILE(3, weights + group * 1024 + 3072, input + group * GROUP + 3 * GROUP, x.width);
+      }
+      for (; group < x.groups; group++) {
+        MMSPEC_ADD_TILE(0, weights + group * 1024, input + group * GROUP, x.width);
+      }
+      alignas(64) float sums[4][16 * BLOCK];
+      _tile_stored(0, sums[0], 64);
+      _tile_stored(1, sums[1], 64);
+      _tile_stored(2, sums[2], 64);
+      _tile_stored(3, sums[3], 64);
+      int64_t columns = std::min(BLOCK, layer.out - block * BLOCK);
+      floats bias{};
+      if (layer.bias) std::memcpy(&bias, layer.bias + block * BLOCK, columns * sizeof(float));
+      for (int64_t i = 0; i < count; i++) {
+        int64_t at = (first + i) * layer.out + block * BLOCK;
+        floats total = (load<floats>(sums[0] + i * BLOCK) + load<floats>(sums[1] + i * BLOCK)) +
+                       (load<floats>(sums[2] + i * BLOCK) + load<floats>(sums[3] + i * BLOCK));
+        floats earlier{};
+        if (residual) std::memcpy(&earlier, residual + at, columns * sizeof(float));
+        earlier += total + bias;
+        std::memcpy(out + at, &earlier, columns * sizeof(float));
+      }
+    }
+  _tile_release();
+}
+#endif
+
 void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+#if defined(MMSPEC_AMX)
+  if (layer.kind == BFLOAT16 && has_tiles) return product_by_tiles(layer, x, rows, out, residual);
+#endif
   if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, residual);
   if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, residual);
   if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, residual);

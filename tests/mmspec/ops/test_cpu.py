@@ -54,11 +54,12 @@ def exact_weight(layer: BlockLinear) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 130])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 130])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_products_are_those_of_the_quantised_weight_and_inputs(kind, count):
-    layer, _ = layer_of(kind, 50, 72, bias=True)
-    x = torch.randn(count, 72)
+@pytest.mark.parametrize("columns", [72, 300])
+def test_products_are_those_of_the_quantised_weight_and_inputs(kind, count, columns):
+    layer, _ = layer_of(kind, 50, columns, bias=True)
+    x = torch.randn(count, columns)
     inputs = {"float32": x, "bfloat16": x.bfloat16().float()}.get(kind, quantised(x))
     expected = inputs @ exact_weight(layer).T + layer.bias.float()
     torch.testing.assert_close(layer(x), expected, atol=2e-5, rtol=1e-4)
