@@ -125,16 +125,18 @@ class ModelCache:
                 )
             self._requests.append(request)
         try:
-            while (ahead := self._ahead(request)) is not None:
+            seconds = 0.0  # the place is known at once
+            while (ahead := self._ahead(request, seconds)) is not None:
                 yield waiting(ahead)
+                seconds = _POLL
             yield from work
         finally:
             with self._changed:
                 self._requests = [one for one in self._requests if one is not request]
                 self._changed.notify_all()
 
-    def _ahead(self, request: list[bool]) -> int | None:
-        """Number of requests before one that may not begin yet; None if it may. Waits ``_POLL`` seconds at most."""
+    def _ahead(self, request: list[bool], seconds: float) -> int | None:
+        """Number of requests before one that may not begin within ``seconds``; None if it may."""
 
         def earlier() -> list[list[bool]]:
             return self._requests[: next(place for place, one in enumerate(self._requests) if one is request)]
@@ -144,7 +146,7 @@ class ModelCache:
             return not before if request[0] else [True] not in before and len(before) < RUNNING
 
         with self._changed:
-            return None if self._changed.wait_for(free, _POLL) else len(earlier())
+            return None if self._changed.wait_for(free, seconds) else len(earlier())
 
 
 def label(pipe: Pipeline) -> str:

@@ -279,7 +279,9 @@ class _Opening:
 
     def race(self, request: gr.Request) -> Iterator[tuple[Any, ...]]:
         """The opening race of the first tab; nothing for visitors with a link."""
-        if "kind" not in request.query_params:
+        if "kind" in request.query_params:
+            yield (gr.skip(),) * len(self.outputs)
+        else:
             yield from next(iter(self.tabs.values())).opening()
 
 
