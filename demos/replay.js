@@ -373,7 +373,7 @@ function start() {
   new MutationObserver(() => {
     if (!planned) requestAnimationFrame(update);
     planned = true;
-  }).observe(document.body, { childList: true, subtree: true });
+  }).observe(document.body, { childList: true, subtree: true, characterData: true });
   update();
 }
 

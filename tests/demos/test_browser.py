@@ -236,7 +236,9 @@ def test_copy_link_and_file(visit):
     linked.locator(".mm-note", has_text="those of the link").wait_for()
     race(linked)
     assert linked.locator(".mm-lane h3").all_inner_texts() == ["Plain", "MSD"]
-    visit(query="kind=image&temperature=hot").get_by_text("temperature in the link must be a number").wait_for()
+    visit(query="kind=image&temperature=hot").get_by_role("alert").get_by_text(
+        "temperature in the link must be a number"
+    ).wait_for()
 
 
 def test_places_in_the_queue(visit, monkeypatch):
@@ -244,7 +246,7 @@ def test_places_in_the_queue(visit, monkeypatch):
     pages, race_at_once = [visit() for _ in range(5)], service.race
 
     def slow(*given):
-        time.sleep(4)
+        time.sleep(1)
         yield from race_at_once(*given)
 
     monkeypatch.setattr(service, "race", slow)
@@ -252,7 +254,8 @@ def test_places_in_the_queue(visit, monkeypatch):
         page.evaluate(
             """() => { window.seen = new Set(); const out = [...document.querySelectorAll('.mm-out')].find(one =>
             one.offsetParent); new MutationObserver(() => { const at = out.querySelector('.mm-wait');
-            if (at) window.seen.add(at.textContent); }).observe(out, {childList: true, subtree: true}); }"""
+            if (at) window.seen.add(at.textContent); }).observe(out, {childList: true, subtree: true,
+            characterData: true}); }"""
         )
         choose(page)
         page.get_by_label("Prompt").locator("visible=true").fill("How many objects are there? Describe them.")
