@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from demos.chat_request import DEFAULT_MODELS, Kind
+from demos.methods import DEFAULT, PLAIN, available, drafter_of
 from mmspec import plugins
 from mmspec.errors import UserError
 
@@ -31,6 +32,20 @@ class Catalog:
             return self.default
         return DEFAULT_MODELS["text"] if DEFAULT_MODELS["text"] in self.models else self.models[0]
 
+    def models_for(self, kind: Kind) -> list[str]:
+        """The models listed for requests of a kind: all but those that are known not to take it."""
+        return [name for name in self.models if kind == "text" or not plugins.reads_text_only(name)]
+
+    def methods(self, model: str) -> list[str]:
+        """The methods listed for a model, plain decoding and the default drafter first."""
+        plain, default, *others = available(model)
+        folders = (name for name in self.drafters if "/" in name)
+        allowed = [name for name in (*others, *folders) if self._allows(name)]
+        return [plain, default if self._allows(default) else DEFAULT, *allowed]
+
+    def _allows(self, method: str) -> bool:
+        return self.open or drafter_of(method) in self.drafters
+
     def check(self, model: str, drafter: str) -> None:
         """Raise ``UserError`` if a name is not allowed."""
         for option, name, names in (("model", model, self.models), ("drafter", drafter, self.drafters)):
@@ -41,15 +56,16 @@ class Catalog:
 
 
 def make_catalog(models: Sequence[str] = (), drafters: Sequence[str] = (), *, open: bool = True) -> Catalog:
-    """Catalog of the given models and drafters; by default the embedded models and all registered drafters.
+    """Catalog of the given models and drafters; by default the installed models (see
+    ``plugins.installed``) and all registered drafters.
 
     Args:
-        open: whether visitors may name others. Embedded models and registered drafters are then listed in any case.
+        open: whether visitors may name others. Installed models and registered drafters are then listed in any case.
     """
-    embedded, registered = plugins.embedded(), plugins.names("drafters")
-    all_models = [*models, *(embedded if open or not models else [])]
+    installed, registered = plugins.installed(), plugins.names("drafters")
+    all_models = [*models, *(installed if open or not models else [])]
     all_drafters = [*drafters, *(registered if open or not drafters else [])]
     default = models[0] if models else DEFAULT_MODELS["image"]
     return Catalog(
-        tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys(["auto", *all_drafters, "none"])), default, open
+        tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([DEFAULT, *all_drafters, PLAIN])), default, open
     )

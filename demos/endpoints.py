@@ -4,15 +4,27 @@ Each endpoint yields partial results, so that clients can stream and cancel; the
 """
 
 # No postponed annotations: gradio reads the endpoints' types from them.
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
 import gradio as gr
 
-from demos.chat_request import DEFAULT_PROMPTS, ChatRequest, Kind, Upload
+from demos.chat_request import (
+    DEFAULT_PROMPTS,
+    MAX_FRAMES,
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_CHARS,
+    MAX_VIDEO_SECONDS,
+    ChatRequest,
+    Kind,
+    Upload,
+)
+from demos.methods import DEFAULT, FEWEST, MOST
+from demos.racing import Race
 from demos.service import Service, not_uploaded_error
-from demos.streaming import Race, StreamedAnswer
+from demos.streaming import StreamedAnswer
 from mmspec.errors import UserError
 
 
@@ -31,25 +43,38 @@ class Answer(TypedDict):
 
 
 class Comparison(TypedDict):
-    """Speculative and plain decoding of one request. ``first_difference`` is -1 if the tokens are equal."""
+    """A race. The speedups are those of the fastest lane; ``first_difference`` is -1 if all tokens are equal."""
 
-    speculative: Answer
-    plain: Answer
+    lanes: list[Answer]
+    baseline: str
+    fastest: str
     decode_speedup: float
     end_to_end_speedup: float
     equal: bool
     first_difference: int
 
 
-def add_endpoints(service: Service, queue: dict[str, Any]) -> None:
-    """Add the endpoints to the page that is being built.
+_PARAMETERS = {
+    "image": "image file; with gradio_client: handle_file(PATH)",
+    "video": f"video file of at most {MAX_VIDEO_SECONDS} s; with gradio_client: handle_file(PATH)",
+    "prompt": f"question or instruction, at most {MAX_PROMPT_CHARS} characters",
+    "model": "name of a model that the server offers; empty: its default",
+    "drafter": "drafter's name, auto or none",
+    "methods": f"{FEWEST} to {MOST} of none (plain), a drafter, DRAFTER@chain; empty: none and the default one",
+    "max_new_tokens": f"limit on new tokens, 1 to {MAX_NEW_TOKENS}",
+    "temperature": "0 (greedy) to 5",
+    "seed": "seed of sampling",
+    "frames": f"frames sampled from the video, 1 to {MAX_FRAMES}",
+}
 
-    Args:
-        queue: gradio's options of the queue that they share with the page.
-    """
-    shared = {name: value for name, value in queue.items() if name != "api_visibility"}
+
+def add_endpoints(page: gr.Blocks, service: Service) -> None:
+    """Add the endpoints to the page that is being built."""
     for endpoint in (*_caption_endpoints(service), *_text_endpoints(service)):
-        gr.api(endpoint, api_name=endpoint.__name__, **shared)
+        made = gr.api(endpoint, api_name=endpoint.__name__, concurrency_limit=None)
+        names = inspect.signature(endpoint).parameters
+        for component, name in zip(page.fns[made["id"]].inputs, names, strict=True):
+            component._api_info["additional_description"] = _PARAMETERS[name]  # type: ignore[union-attr]
 
 
 # Endpoints are generators, but gradio expects the type of one result as their return annotation.
@@ -97,14 +122,16 @@ def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
     def compare(  # type: ignore[misc]
         prompt: str,
         image: gr.FileData | None = None,
+        video: gr.FileData | None = None,
         model: str = "",
-        drafter: str = "auto",
+        methods: list[str] | None = None,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         seed: int = 0,
+        frames: int = 8,
     ) -> Comparison:
-        """Answer a text prompt, or a question about an image, with speculative and with plain decoding."""
-        yield from _comparisons(service, locals() | {"kind": "image" if image else "text", "upload": image})
+        """Race two to four methods of decoding on a text prompt, or on a question about an image or a video."""
+        yield from _comparisons(service, locals())
 
     return generate, compare
 
@@ -115,7 +142,19 @@ def _answers(service: Service, given: dict[str, Any]) -> Iterator[Answer]:
 
 
 def _comparisons(service: Service, given: dict[str, Any]) -> Iterator[Comparison]:
-    for race in _gradio_errors(lambda: service.race(_parse_request(given))):
+    def start() -> Iterator[Race]:
+        kinds: list[Kind] = [kind for kind in ("image", "video") if given[kind] is not None]
+        if len(kinds) > 1:
+            raise UserError("a race is about one upload: expected image or video, got both")
+        methods = given["methods"] or None
+        if methods is not None and not (isinstance(methods, list) and all(isinstance(name, str) for name in methods)):
+            raise UserError(f"methods must be a list of names: got {methods!r}")
+        kind: Kind = kinds[0] if kinds else "text"
+        upload = given[kind] if kinds else None
+        chat = _parse_request({**given, "kind": kind, "upload": upload, "drafter": DEFAULT})
+        return service.race(chat, methods)
+
+    for race in _gradio_errors(start):
         yield comparison_result(race)
 
 
@@ -167,11 +206,13 @@ def answer_result(answer: StreamedAnswer) -> Answer:
 
 def comparison_result(race: Race) -> Comparison:
     """Convert a race to an endpoint's result."""
+    fastest = race.fastest if race.finished else None
     return {
-        "speculative": answer_result(race.speculative),
-        "plain": answer_result(race.plain),
-        "decode_speedup": race.decode_ratio or 0.0,
-        "end_to_end_speedup": race.end_to_end_ratio or 0.0,
+        "lanes": [answer_result(lane) for lane in race.lanes],
+        "baseline": race.baseline.drafter if fastest else "",
+        "fastest": fastest.drafter if fastest else "",
+        "decode_speedup": (race.decode_speedup(fastest) or 0.0) if fastest else 0.0,
+        "end_to_end_speedup": race.speedup(fastest) if fastest else 0.0,
         "equal": bool(race.equal),
         "first_difference": race.difference.position if race.difference else -1,
     }

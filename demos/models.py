@@ -11,27 +11,30 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
+from demos.methods import make_method
 from mmspec import plugins
 from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
 from mmspec.drafters.per_sequence import per_sequence
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.speculation.calibrate import cost_table
-from mmspec.targets.loading import make_drafter
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 
 RUNNING = 8
-"""Requests that are answered at the same time; further ones wait in gradio's queue."""
+"""Requests that are answered at the same time; further ones wait."""
 
-_DRAFTERS = 4  # cached drafters per model
+WAITING = 24
+"""Requests that wait for their turn; further ones are rejected."""
+
+_PIPELINES = 8  # cached pipelines per model
 _POLL = 0.5  # seconds after which a request that waits for its turn can be cancelled
 
 
 class LoadedModel:
-    """One model with a cache of pipelines, one per drafter.
+    """One model with a cache of pipelines, one per method; see ``demos.methods``.
 
     A drafter that learns is copied for each sequence: otherwise one visitor's tokens would show up in another's draft
     trees, and repeated requests would be drafted from memory.
@@ -47,22 +50,20 @@ class LoadedModel:
         self._pipelines: OrderedDict[str, Pipeline] = OrderedDict()
         self._lock = RLock()
 
-    def pipeline(self, drafter: str) -> Pipeline:
-        """The pipeline of a drafter, made if it is not cached. Threads may share it.
-
-        Args:
-            drafter: as for ``mmspec.load``.
+    def pipeline(self, method: str) -> Pipeline:
+        """The pipeline of a method, made if it is not cached. Threads may share it.
 
         Raises:
-            UserError: the drafter is unknown, or made for another model.
+            UserError: see ``make_method``.
         """
         with self._lock:
-            return _cached(self._pipelines, drafter, _DRAFTERS, self.open)
+            return _cached(self._pipelines, method, _PIPELINES, self.open)
 
-    def open(self, name: str) -> Pipeline:
+    def open(self, method: str) -> Pipeline:
         """A new pipeline; see ``pipeline``."""
-        drafter = per_sequence(make_drafter(name, str(self.target.model.config.name_or_path)))
-        return Pipeline(self.target.fork(), self.processor, drafter, self.name)
+        target = self.target.fork()
+        drafter = per_sequence(make_method(method, str(self.target.model.config.name_or_path), target))
+        return Pipeline(target, self.processor, drafter, self.name)
 
 
 class ModelCache:
@@ -104,37 +105,48 @@ class ModelCache:
         pipe.target.cost = cost_table(pipe.target)
         return LoadedModel(pipe.target, pipe.io, name)
 
-    def in_turn(self, work: Iterator[T], waiting: T, *, alone: bool = False) -> Iterator[T]:
+    def in_turn(self, work: Iterator[T], waiting: Callable[[int], T], *, alone: bool = False) -> Iterator[T]:
         """Run a request together with others, or while no other runs.
 
         Requests that arrive after one that must run alone begin when it has ended.
 
         Args:
             work: the request's steps. Closing the iterator that is returned ends it.
-            waiting: yielded now and then until it begins.
+            waiting: result for the number of requests ahead, yielded now and then until the request begins.
+
+        Raises:
+            UserError: too many requests wait already.
         """
         request = [alone]
         with self._changed:
+            if len(self._requests) >= RUNNING + WAITING:
+                raise UserError(
+                    f"the server is busy: at most {RUNNING + WAITING} requests run or wait, try again in a minute"
+                )
             self._requests.append(request)
         try:
-            while not self._may_run(request):
-                yield waiting
+            seconds = 0.0  # the place is known at once
+            while (ahead := self._ahead(request, seconds)) is not None:
+                yield waiting(ahead)
+                seconds = _POLL
             yield from work
         finally:
             with self._changed:
                 self._requests = [one for one in self._requests if one is not request]
                 self._changed.notify_all()
 
-    def _may_run(self, request: list[bool]) -> bool:
-        """Whether a request may begin, after a wait of ``_POLL`` seconds at most."""
+    def _ahead(self, request: list[bool], seconds: float) -> int | None:
+        """Number of requests before one that may not begin within ``seconds``; None if it may."""
+
+        def earlier() -> list[list[bool]]:
+            return self._requests[: next(place for place, one in enumerate(self._requests) if one is request)]
 
         def free() -> bool:
-            place = next(place for place, one in enumerate(self._requests) if one is request)
-            earlier = self._requests[:place]
-            return not earlier if request[0] else [True] not in earlier
+            before = earlier()
+            return not before if request[0] else [True] not in before and len(before) < RUNNING
 
         with self._changed:
-            return self._changed.wait_for(free, _POLL)
+            return None if self._changed.wait_for(free, seconds) else len(earlier())
 
 
 def label(pipe: Pipeline) -> str:

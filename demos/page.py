@@ -1,37 +1,31 @@
-"""The demo's page: tabs for images, videos and text with the same controls and outputs."""
+"""The demo's page: tabs for images, videos and texts with the same controls and outputs."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any, get_args
 
 import gradio as gr
 
 from demos import endpoints, samples, views
-from demos.answer_details import AnswerDetails, answer_details, plots_html, tree_html
-from demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, ChatRequest, Kind
-from demos.models import RUNNING
+from demos.chat_request import DEFAULT_PROMPTS, ChatRequest, Kind, Upload
+from demos.controls import Controls
+from demos.link import LinkSettings, parse_link
+from demos.methods import FEWEST
+from demos.racing import Race
+from demos.recording import recording
 from demos.service import Service
-from demos.streaming import StreamedAnswer
-from demos.uploads import ImageUpload, VideoUpload
 from mmspec import plugins
 from mmspec.errors import UserError
 
-TITLE = (
-    "<h1>mmspec</h1><p>The model's own answer, sooner: a small drafter proposes several tokens ahead, and the model "
-    "verifies all of them in one pass. What you read is what the model alone would have written.</p>"
-)
-_DETAILS = "<h2>Draft trees <span>of the latest speculative answer, pass by pass; hover over a node</span></h2>"
 _IDLE_SECONDS = 1800  # after which an idle visitor's conversation is dropped
-_MODEL_QUEUE: dict[str, Any] = {
-    "concurrency_id": "model",
-    "concurrency_limit": RUNNING,
-    "api_visibility": "private",
-}
-_EXAMPLES: dict[str, Any] = {"label": "Examples", "api_visibility": "private"}
+_OPENING_TOKENS = 128
+# Requests wait for their turn in ``ModelCache.in_turn``, which knows their place and rejects too many of them.
+_QUEUED: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
 _UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -41,13 +35,13 @@ class Conversation:
 
     Attributes:
         turns: prompt, answer, and answer as HTML of each turn.
-        details: those of the latest speculative answer.
         seed: sampling seed of all turns; 0 until the first.
+        stop: set to stop the running request; None if none runs.
     """
 
     turns: list[tuple[str, str, str]] = field(default_factory=list)
-    details: AnswerDetails | None = None
     seed: int = 0
+    stop: Event | None = None
 
     @property
     def history(self) -> list[tuple[str, str]]:
@@ -65,133 +59,94 @@ def build(service: Service, folder: Path) -> gr.Blocks:
         service: answers the requests.
         folder: where example media are rendered.
     """
+    kinds = [kind for kind in get_args(Kind) if service.catalog.models_for(kind)]
     with gr.Blocks(title="mmspec", analytics_enabled=False) as page:
-        gr.HTML(TITLE, elem_id="mm-head")
-        for kind in get_args(Kind):
-            with gr.Tab(kind.capitalize(), id=kind):
-                _Tab(service, kind, folder)
-        endpoints.add_endpoints(service, _MODEL_QUEUE)
-    page.queue(max_size=4 * RUNNING, default_concurrency_limit=1)
+        claim = gr.HTML(views.claim_html(), elem_id="mm-head", apply_default_css=False)
+        tabs: dict[str, _Tab] = {}
+        with gr.Tabs() as selected:
+            for kind in kinds:
+                with gr.Tab(kind.capitalize(), id=kind):
+                    tabs[kind] = _Tab(service, kind, folder, claim, opened=not tabs)
+        opening = _Opening(tabs, selected)
+        page.load(opening.settings, None, opening.fields, **_UNQUEUED).then(
+            opening.race, None, [*opening.outputs], **_QUEUED
+        )
+        endpoints.add_endpoints(page, service)
+    page.queue(max_size=None, default_concurrency_limit=None)
     return page
 
 
 class _Tab:
-    """One tab: inputs on the left, outputs on the right."""
+    """One tab and its event handlers."""
 
-    def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
+    def __init__(self, service: Service, kind: Kind, folder: Path, claim: gr.HTML, *, opened: bool) -> None:
         self.service, self.kind, self.folder = service, kind, folder
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=2, min_width=300, elem_classes="mm-side"):
-                self._add_media()
-                self._add_prompt()
-                with gr.Accordion("Settings", open=False):
-                    self._add_settings()
-            with gr.Column(scale=3, min_width=300):
-                self._add_outputs()
+        self.controls = Controls(service.catalog, kind, folder, opened)
+        self.conversation = gr.State(Conversation(), time_to_live=_IDLE_SECONDS)
+        one = self.controls
+        self.outputs = [self.conversation, one.result, claim, one.race, one.ask, one.stop]
         self._connect_events()
 
-    def _add_media(self) -> None:
-        self.media: Any = None
-        if self.kind == "image":
-            sources: Any = ["upload", "clipboard"]
-            self.media = ImageUpload(label="Image", type="filepath", sources=sources, height=280, buttons=[])
-            gr.Examples([[path] for path in samples.sample_images(self.folder)], [self.media], **_EXAMPLES)
-        elif self.kind == "video":
-            self.media = VideoUpload(label="Video", sources=["upload"], height=280, buttons=[])
-            gr.Examples([[path] for path in samples.sample_videos(self.folder)], [self.media], **_EXAMPLES)
-
-    def _add_prompt(self) -> None:
-        text = self.kind == "text"
-        self.prompt = gr.Textbox(
-            DEFAULT_PROMPTS[self.kind],
-            label="Prompt",
-            lines=4 if text else 1,
-            max_lines=8,
-            max_length=MAX_PROMPT_CHARS,
-            placeholder="Ask something",
-            elem_classes="mm-prompt",
-        )
-        if text:
-            examples, labels = [[prompt] for prompt in samples.TEXTS.values()], list(samples.TEXTS)
-            gr.Examples(examples, [self.prompt], example_labels=labels, **_EXAMPLES)
-        with gr.Row(elem_classes="mm-buttons"):
-            self.ask = gr.Button("Ask", variant="primary", size="md", elem_classes="mm-ask")
-            self.race = gr.Button("Race", size="md", elem_classes="mm-go")
-            self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop")
-            self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
-
-    def _add_settings(self) -> None:
-        catalog = self.service.catalog  # names are checked when a request is answered
-        self.model = gr.Dropdown(
-            list(catalog.models),
-            value=catalog.default_model(self.kind),
-            label="Model",
-            info="or any hub id or folder" if catalog.open else None,
-            allow_custom_value=True,
-        )
-        self.drafter = gr.Dropdown(
-            list(catalog.drafters),
-            value="auto",
-            label="Drafter",
-            info="or a checkpoint's hub id or folder" if catalog.open else None,
-            allow_custom_value=True,
-        )
-        self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy")
-        self.length = gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Max new tokens")
-        self.frames = gr.Slider(
-            1, MAX_FRAMES, 8, step=1, label="Frames", info="sampled evenly", visible=self.kind == "video"
-        )
-
-    def _add_outputs(self) -> None:
-        self.conversation = gr.State(Conversation(), time_to_live=_IDLE_SECONDS)
-        with gr.Tabs() as self.tabs:
-            with gr.Tab("Answer", id="answer"):
-                self.answer = gr.HTML(
-                    views.conversation_html([], "", None), elem_classes="mm-out mm-answer", apply_default_css=False
-                )
-            with gr.Tab("Side by side", id="race"):
-                self.lanes = gr.HTML(views.race_html(None), elem_classes="mm-out mm-race", apply_default_css=False)
-        with gr.Column(visible=False, elem_classes="mm-inside") as self.details:
-            gr.HTML(_DETAILS, apply_default_css=False)
-            self.step = gr.Slider(1, 2, 1, step=1, label="Pass", elem_classes="mm-step")
-            self.tree = gr.HTML(elem_classes="mm-tree-view", apply_default_css=False)
-            self.plots = gr.HTML(elem_classes="mm-plots-view", apply_default_css=False)
-
     def _connect_events(self) -> None:
-        settings = [self.model, self.drafter, self.temperature, self.length, self.frames]
-        media = [self.media] if self.media is not None else []
-        inputs = [self.conversation, self.prompt, *settings, *media]
-        details = [self.details, self.step, self.tree, self.plots]
-        asked = gr.on(
-            [self.ask.click, self.prompt.submit],
-            self._ask,
-            inputs,
-            [self.conversation, self.answer, self.tabs, *details],
-            show_progress="minimal",
-            show_progress_on=self.answer,
-            **_MODEL_QUEUE,
-        )
-        raced = self.race.click(
-            self._race,
-            inputs,
-            [self.conversation, self.lanes, self.tabs, *details],
-            show_progress="minimal",
-            show_progress_on=self.lanes,
-            **_MODEL_QUEUE,
-        )
-        self.stop.click(None, cancels=[asked, raced], api_visibility="private")
-        cleared = [self.conversation, self.answer, self.lanes, self.details]
-        self.clear.click(self._clear, None, cleared, cancels=[asked, raced], **_UNQUEUED)
-        if self.media is not None:
+        one = self.controls
+        inputs = [self.conversation, one.prompt, one.methods, *one.settings, *one.media]
+        raced = gr.on([one.race.click, one.prompt.submit], self.race, inputs, self.outputs, **_QUEUED)
+        asked = one.ask.click(self.ask, inputs, self.outputs, **_QUEUED)
+        one.stop.click(self.stop, self.conversation, None, **_UNQUEUED)
+        running = [raced, asked]
+        one.clear.click(self.clear, None, self.outputs, cancels=running, **_UNQUEUED)
+        for media in one.media:
             # A separate event cancels at once; after the clearing it would cancel the next request.
-            self.media.change(None, cancels=[asked, raced], api_visibility="private")
-            self.media.change(self._clear, None, cleared, **_UNQUEUED)
-        self.step.input(
-            self._show_step, [self.conversation, self.step], self.tree, trigger_mode="always_last", **_UNQUEUED
+            gr.on([media.upload, media.clear], None, cancels=running, api_visibility="private")
+            gr.on([media.upload, media.clear], self.clear, None, self.outputs, **_UNQUEUED)
+        for button, example in zip(one.example_buttons, one.examples, strict=True):
+            button.click(None, cancels=running, api_visibility="private")
+            shown = one.media or [one.prompt]
+            button.click(lambda value=example.value: (value, *self.clear()), None, [*shown, *self.outputs], **_UNQUEUED)
+        gr.on(
+            [one.model.change, one.drafter.change],
+            self.select,
+            [one.model, one.drafter, one.methods],
+            [one.methods, one.about],
+            **_UNQUEUED,
         )
+
+    def select(self, model: str, drafter: str, chosen: Sequence[str]) -> tuple[Any, str]:
+        """Updates of method picker and note for a model."""
+        model = model or self.service.catalog.default_model(self.kind)
+        choices = self.controls.method_choices(model, drafter)
+        names = [name for _, name in choices]
+        kept = [name for name in chosen if name in names]
+        picked = kept if len(kept) >= FEWEST else names[:FEWEST]
+        about = views.about_html(model, self.kind, self.service.catalog)
+        return gr.CheckboxGroup(choices, value=picked), about
+
+    def ask(self, conversation: Conversation, prompt: str, _: Any, *settings: Any) -> Iterator[tuple[Any, ...]]:
+        """Answer the prompt with one drafter."""
+        chat = self._chat_request(conversation, prompt, settings)
+        answers = (Race([answer], ahead=answer.ahead) for answer in self.service.answer(chat))
+        yield from self._run(conversation, chat, answers)
+
+    def race(
+        self, conversation: Conversation, prompt: str, methods: Sequence[str], *settings: Any
+    ) -> Iterator[tuple[Any, ...]]:
+        """Answer the prompt with several methods."""
+        chat = self._chat_request(conversation, prompt, settings)
+        yield from self._run(conversation, chat, self.service.race(chat, methods))
+
+    @staticmethod
+    def stop(conversation: Conversation) -> None:
+        """Stop the running request; its handler shows and keeps the partial answer."""
+        if conversation.stop is not None:
+            conversation.stop.set()
+
+    @staticmethod
+    def clear() -> tuple[Any, ...]:
+        """Start a new conversation."""
+        return Conversation(), views.result_html([]), gr.skip(), *_buttons(running=False)
 
     def _chat_request(self, conversation: Conversation, prompt: str, settings: tuple[Any, ...]) -> ChatRequest:
-        model, drafter, temperature, length, frames, *media = settings
+        model, drafter, temperature, seed, length, frames, *media = settings
         if not conversation.seed:
             conversation.seed = 1 + secrets.randbelow(2**31)
         return ChatRequest(
@@ -204,7 +159,7 @@ class _Tab:
             temperature=temperature,
             max_new_tokens=length,
             frames=frames,
-            seed=conversation.seed,
+            seed=conversation.seed if seed is None else int(seed),
         )
 
     def _limits(self, chat: ChatRequest) -> str:
@@ -212,63 +167,124 @@ class _Tab:
         limits = plugins.limits(self.service.with_defaults(chat).model)
         return "" if limits is None or samples.is_sample(chat, self.folder) else limits
 
-    def _ask(self, conversation: Conversation, prompt: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        def html(answer: StreamedAnswer | None, note: str = "", limits: str = "") -> str:
-            return views.conversation_html(conversation.history_html, "" if note else prompt, answer, note, limits)
-
-        chat = self._chat_request(conversation, prompt, settings)
-        answer, final = yield from self._stream("answer", self.service.answer, conversation, chat, html)
-        if answer is not None:
-            turn = prompt, answer.text.strip(), views.tokens_html(answer.tokens)
-            details = answer_details(answer)
-            updated = replace(conversation, turns=[*conversation.turns, turn], details=details)
-            yield updated, final, gr.skip(), *_details_updates(details)
-
-    def _race(self, conversation: Conversation, prompt: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        chat = replace(self._chat_request(conversation, prompt, settings), history=[])
-        race, final = yield from self._stream("race", self.service.race, conversation, chat, views.race_html)
-        if race is not None:
-            details = answer_details(race.speculative)
-            yield replace(conversation, details=details), final, gr.skip(), *_details_updates(details)
-
-    def _stream(
-        self,
-        tab: str,
-        start: Callable[[ChatRequest], Iterator[Any]],
-        conversation: Conversation,
-        chat: ChatRequest,
-        html: Callable[..., str],
-    ) -> Generator[tuple[Any, ...], None, tuple[Any, str]]:
-        """Run a request; yields the page's updates, and returns the complete result with its HTML.
-
-        The result is None after an error, or if another request cancelled this one.
-        """
-        begin, rest = (gr.Tabs(selected=tab), gr.Column(visible=False)), (gr.skip(),) * 3
+    def _run(self, conversation: Conversation, chat: ChatRequest, work: Iterator[Race]) -> Iterator[tuple[Any, ...]]:
+        """Run a request; yields values of ``outputs``. The answer becomes a turn, also if it was stopped."""
+        if conversation.stop is not None:
+            yield (gr.skip(),) * len(self.outputs)
+            return
+        stop = Event()
+        running, earlier = replace(conversation, stop=stop), conversation.history_html
+        yield running, views.result_html(earlier, chat.prompt), gr.skip(), *_buttons(running=True)
         result, limits = None, ""
         try:
-            yield conversation, html(None), *begin, *rest
             limits = self._limits(chat)
-            for result in start(chat):
-                if not result.finished:
-                    yield conversation, html(result, limits=limits), gr.skip(), gr.skip(), *rest
+            for result in work:
+                if stop.is_set():
+                    break
+                html = views.result_html(earlier, chat.prompt, result, ahead=result.ahead, limits=limits)
+                yield (gr.skip(), html, *(gr.skip(),) * 4)
         except UserError as error:
-            yield conversation, html(None, str(error)), *begin, *rest
-            return None, ""
-        return (result, html(result, limits=limits)) if result is not None and result.finished else (None, "")
+            yield conversation, views.result_html(earlier, note=str(error)), gr.skip(), *_buttons(running=False)
+            return
+        finally:
+            work.close()  # type: ignore[attr-defined]
+        yield self._finished(conversation, chat, result, limits, stopped=stop.is_set())
 
-    @staticmethod
-    def _show_step(conversation: Conversation, number: int) -> str:
-        return tree_html(conversation.details, number)
+    def _finished(
+        self, conversation: Conversation, chat: ChatRequest, race: Race | None, limits: str, stopped: bool
+    ) -> tuple[Any, ...]:
+        """Values of ``outputs`` at the end of a request."""
+        earlier, buttons = conversation.history_html, _buttons(running=False)
+        answer = max(race.lanes, key=lambda lane: len(lane.token_ids), default=None) if race is not None else None
+        if race is None or answer is None or not answer.token_ids:
+            note = "Stopped before the first token."
+            return conversation, views.result_html(earlier, note=note), gr.skip(), *buttons
+        complete = race.finished or (len(race.lanes) == 1 and answer.finished)
+        stopped = stopped and not complete
+        text = views.tokens_html(answer.tokens)
+        turn = chat.prompt, answer.text.strip(), views.stopped_html(text) if stopped else text
+        recorded = recording(race.lanes, self.service.with_defaults(chat), samples.example_of(chat, self.folder))
+        html = views.result_html(earlier, chat.prompt, race, limits=limits, stopped=stopped, recorded=recorded)
+        claim = views.claim_html(race) if race.finished else gr.skip()
+        return replace(conversation, turns=[*conversation.turns, turn]), html, claim, *buttons
 
-    @staticmethod
-    def _clear() -> tuple[Any, ...]:
-        return Conversation(), views.conversation_html([], "", None), views.race_html(None), gr.Column(visible=False)
+    # ------------------------------------------------------------------ the first race
+
+    def opening(self) -> Iterator[tuple[Any, ...]]:
+        """The race of the first example, which the page opens on."""
+        first = self.controls.examples[0].value
+        if self.kind == "text":
+            chat = ChatRequest(self.kind, first, max_new_tokens=_OPENING_TOKENS)
+        else:
+            upload = Upload(first, Path(first).name)
+            chat = ChatRequest(self.kind, DEFAULT_PROMPTS[self.kind], upload, max_new_tokens=_OPENING_TOKENS)
+        yield from self._run(Conversation(), chat, self.service.opening(chat))
 
 
-def _details_updates(details: AnswerDetails | None) -> tuple[Any, Any, str, str]:
-    """Updates of the column, slider, tree and plots of an answer's details."""
-    if details is None:
-        return gr.Column(visible=False), gr.skip(), "", ""
-    last, best = len(details.steps), details.best_step
-    slider = gr.Slider(minimum=1, maximum=max(last, 2), value=best, visible=last > 1, label=f"Pass (1 to {last})")
-    return gr.Column(visible=True), slider, tree_html(details, best), plots_html(details)
+@dataclass
+class _Opening:
+    """What a visitor sees first: the first tab with its example raced, or the settings of a link."""
+
+    tabs: dict[str, _Tab]
+    selected: gr.Tabs
+
+    @property
+    def fields(self) -> list[Any]:
+        """What a link may set."""
+        shown: list[Any] = [self.selected]
+        for tab in self.tabs.values():
+            one = tab.controls
+            shown += [one.result, one.prompt, one.methods, *one.settings, *one.media]
+        return shown
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Outputs of the first tab."""
+        return next(iter(self.tabs.values())).outputs
+
+    def settings(self, request: gr.Request) -> Any:
+        """Updates of the components that a link sets."""
+        first = next(iter(self.tabs.values())).controls
+        try:
+            link = parse_link(request.query_params)
+        except UserError as error:
+            return {first.result: views.result_html([], note=str(error))}
+        if link is None or link.chat.kind not in self.tabs:
+            return {first.result: gr.skip()}
+        return {self.selected: gr.Tabs(selected=link.chat.kind), **self._linked(link)}
+
+    def _linked(self, link: LinkSettings) -> dict[Any, Any]:
+        tab, chat = self.tabs[link.chat.kind], link.chat
+        one, raced = tab.controls, len(link.methods) >= FEWEST
+        model = chat.model or tab.service.catalog.default_model(chat.kind)
+        drafter = "auto" if raced or not link.methods else link.methods[0]
+        choices = one.method_choices(model, drafter)
+        names = {name for _, name in choices}
+        choices += [(views.label(name), name) for name in link.methods if raced and name not in names]
+        updates: dict[Any, Any] = {
+            one.prompt: chat.prompt,
+            one.model: model,
+            one.drafter: drafter,
+            one.temperature: chat.temperature,
+            one.seed: chat.seed or None,
+            one.length: chat.max_new_tokens,
+            one.frames: chat.frames,
+            one.methods: gr.CheckboxGroup(choices, value=list(link.methods)) if raced else gr.skip(),
+            one.result: views.result_html([], note="The settings are those of the link: press Race."),
+        }
+        found = [example.value for example in one.examples if Path(example.value).name == link.example]
+        if one.media and link.example:
+            updates[one.media[0]] = found[0] if found else None
+        return updates
+
+    def race(self, request: gr.Request) -> Iterator[tuple[Any, ...]]:
+        """The opening race of the first tab; nothing for visitors with a link."""
+        if "kind" in request.query_params:
+            yield (gr.skip(),) * len(self.outputs)
+        else:
+            yield from next(iter(self.tabs.values())).opening()
+
+
+def _buttons(*, running: bool) -> tuple[Any, Any, Any]:
+    """Updates of Race, Ask and Stop."""
+    return gr.Button(interactive=not running), gr.Button(interactive=not running), gr.Button(interactive=running)

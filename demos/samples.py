@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import filecmp
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
-from demos.chat_request import ChatRequest
+from demos.chat_request import ChatRequest, Kind
 from vision.embedded import samples
 from vision.scenes.__main__ import SCALE, write_clip
 from vision.scenes.clips import sample_clip
 from vision.scenes.drawing import draw
 from vision.scenes.scene import sample_scene, seeded
+from vision.video import load_video
 
-_SCENES = (7_000_001, 7_000_002, 7_000_003)
-_CLIPS = (7_000_100,)
+_SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two rings"}
+_CLIPS = {7_000_100: "Another clip"}
 
 TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
@@ -30,32 +33,62 @@ TEXTS = {
 """Example prompts by their label on the page."""
 
 
+@dataclass(frozen=True)
+class Example:
+    """An example on the page.
+
+    Attributes:
+        label: its name on the page.
+        value: path of the image or video, or the prompt.
+        icon: path of a picture of it, if any.
+    """
+
+    label: str
+    value: str
+    icon: str | None = None
+
+
+def examples(kind: Kind, folder: Path) -> list[Example]:
+    """The examples of a kind; images and clips are rendered into ``folder``, beside the samples of the package."""
+    if kind == "text":
+        return [Example(label, prompt) for label, prompt in TEXTS.items()]
+    if kind == "image":
+        shipped = shutil.copyfile(samples() / "scene.png", folder / "scene.png")
+        found = [Example("A sign", str(shipped), str(shipped))]
+        for index, label in _SCENES.items():
+            path = str(folder / f"scene-{index}.png")
+            Image.fromarray(draw(sample_scene(seeded("heldout", index)), SCALE)).save(path)
+            found.append(Example(label, path, path))
+        return found
+    clips = [("A clip", Path(shutil.copyfile(samples() / "clip.mp4", folder / "clip.mp4")))]
+    for index, label in _CLIPS.items():
+        clip = folder / f"clip-{index}.mp4"
+        write_clip(sample_clip(seeded("heldout", index)), clip)
+        clips.append((label, clip))
+    return [Example(label, str(path), _still(path)) for label, path in clips]
+
+
+def example_of(request: ChatRequest, folder: Path) -> str | None:
+    """Name of the file of the examples in ``folder`` that a request's upload equals; None for others."""
+    if request.upload is None:
+        return None
+    try:
+        found = (path for path in sorted(folder.iterdir()) if filecmp.cmp(request.upload.path, path, shallow=False))
+        return next((path.name for path in found), None)
+    except OSError:  # the upload was removed, which the request itself will report
+        return None
+
+
 def is_sample(request: ChatRequest, folder: Path) -> bool:
-    """Whether a request's upload is one of the package's samples or of those in ``folder``, or its text an example."""
+    """Whether a request's upload is one of the examples in ``folder``, or its text an example."""
     if request.upload is None:
         return request.prompt.strip() in TEXTS.values()
-    known = [*samples().iterdir(), *folder.iterdir()]
-    try:
-        return any(filecmp.cmp(request.upload.path, sample, shallow=False) for sample in known)
-    except OSError:  # the upload was removed, which the request itself will report
-        return False
+    return example_of(request, folder) is not None
 
 
-def sample_images(folder: Path) -> list[str]:
-    """Render example images into ``folder``; returns their paths and that of the shipped sample."""
-    rendered = []
-    for index in _SCENES:
-        path = folder / f"scene-{index}.png"
-        Image.fromarray(draw(sample_scene(seeded("heldout", index)), SCALE)).save(path)
-        rendered.append(str(path))
-    return [str(samples() / "scene.png"), *rendered]
-
-
-def sample_videos(folder: Path) -> list[str]:
-    """Render example clips into ``folder``; returns their paths and that of the shipped sample."""
-    rendered = []
-    for index in _CLIPS:
-        path = folder / f"clip-{index}.mp4"
-        write_clip(sample_clip(seeded("heldout", index)), path)
-        rendered.append(str(path))
-    return [str(samples() / "clip.mp4"), *rendered]
+def _still(clip: Path) -> str:
+    """Write the first frame of a clip beside it; returns its path."""
+    path = clip.with_suffix(".png")
+    frame = load_video(clip, frames=1).frames[0]
+    (frame if isinstance(frame, Image.Image) else Image.fromarray(frame)).save(path)
+    return str(path)

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 
 from demos.catalog import Catalog
 from demos.chat_request import MAX_UPLOAD_MIB
-from demos.models import ModelCache
+from demos.models import RUNNING, WAITING, ModelCache
 from demos.page import build
 from demos.request_filter import RequestFilter, refuse_urls
 from demos.service import Service
@@ -24,6 +24,7 @@ from demos.storage import UploadFolder, temporary_folder
 
 _PORT_ATTEMPTS = 5
 _CSS = Path(__file__).with_name("style.css")
+_REPLAY = Path(__file__).with_name("replay.js")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
 
@@ -62,7 +63,9 @@ def run_server(
             prevent_thread_lock=True,
             quiet=True,
             css_paths=_CSS,
-            theme=gr.themes.Default(primary_hue="emerald", neutral_hue="gray", font=_FONTS, font_mono=_MONO),
+            head=f"<script>{_REPLAY.read_text()}</script>",
+            theme=_theme(),
+            max_threads=2 * (RUNNING + WAITING),
             footer_links=["api"],
             max_file_size=MAX_UPLOAD_MIB * 2**20,
             enable_monitoring=False,
@@ -79,6 +82,21 @@ def run_server(
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages
             demo.close(verbose=False)
+
+
+def _theme() -> gr.themes.Base:
+    """gradio's default theme, with colours of sufficient contrast for text."""
+    theme = gr.themes.Default(primary_hue="emerald", neutral_hue="gray", font=_FONTS, font_mono=_MONO)
+    return theme.set(
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover_dark="*primary_800",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_400",
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_400",
+    )
 
 
 def _gradio_environment(folder: Path) -> dict[str, str]:

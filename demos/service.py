@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from demos.catalog import Catalog
 from demos.chat_request import ChatRequest, Kind
+from demos.methods import FEWEST, check_methods, drafter_of
 from demos.models import ModelCache
+from demos.racing import Race, race
 from demos.storage import UploadFolder
-from demos.streaming import Race, StreamedAnswer, race, stream_answer
+from demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.errors import UserError
 
 _log = logging.getLogger("mmspec.demo")
@@ -30,23 +32,45 @@ class Service:
         self.models = models
         self.catalog = catalog
         self.uploads = uploads
+        self._opening: Race | None = None
 
     def answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
-        """Stream an answer. All errors are raised as ``UserError``."""
-        return self.models.in_turn(_user_errors(self._answer(chat)), StreamedAnswer(chat.model, chat.drafter))
+        """Stream an answer by ``chat.drafter``. All errors are raised as ``UserError``."""
 
-    def race(self, chat: ChatRequest) -> Iterator[Race]:
-        """Stream a race of speculative and plain decoding, while no other request runs; see ``answer``."""
-        waiting = Race(StreamedAnswer(chat.model, chat.drafter), StreamedAnswer(chat.model, "none"), waiting=True)
-        return self.models.in_turn(_user_errors(self._race(chat)), waiting, alone=True)
+        def waiting(ahead: int) -> StreamedAnswer:
+            return StreamedAnswer(chat.model, chat.drafter, ahead=ahead)
+
+        return self.models.in_turn(_user_errors(self._answer(chat)), waiting)
+
+    def race(self, chat: ChatRequest, methods: Sequence[str] | None = None) -> Iterator[Race]:
+        """Stream a race of methods, by default the model's first two, while no other request runs; see ``answer``."""
+
+        def waiting(ahead: int) -> Race:
+            return Race([], ahead=ahead)
+
+        return self.models.in_turn(_user_errors(self._race(chat, methods)), waiting, alone=True)
+
+    def opening(self, chat: ChatRequest) -> Iterator[Race]:
+        """The race that the page opens on: it runs for the first visitor, later ones get its result."""
+        if self._opening is None:
+            for race in self.race(chat):
+                yield race
+            self._opening = race
+        yield self._opening
 
     def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         chat, request, keywords = self._prepare(chat)
-        yield from stream_answer(self.models.get(chat.model).pipeline(chat.drafter), request, keywords)
+        pipe = self.models.get(chat.model).pipeline(chat.drafter)
+        yield from stream_answer(pipe, resolved(chat.drafter, pipe), request, keywords)
 
-    def _race(self, chat: ChatRequest) -> Iterator[Race]:
+    def _race(self, chat: ChatRequest, methods: Sequence[str] | None) -> Iterator[Race]:
+        if methods is None:
+            methods = self.catalog.methods(self.with_defaults(chat).model)[:FEWEST]
+        check_methods(methods)
+        for method in methods:
+            self.with_defaults(replace(chat, drafter=drafter_of(method)))
         chat, request, keywords = self._prepare(chat)
-        yield from race(self.models.get(chat.model), chat.drafter, request, keywords)
+        yield from race(self.models.get(chat.model), methods, request, keywords)
 
     def with_defaults(self, chat: ChatRequest) -> ChatRequest:
         """Fill in a request's default model and drafter.

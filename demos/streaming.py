@@ -1,4 +1,4 @@
-"""Stream answers token by token, and run speculative against plain decoding interleaved."""
+"""Stream answers token by token, with the time of every pass."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any, Literal
 
-from demos.models import LoadedModel, label
-from mmspec.compare import Difference, first_difference
+from demos.methods import DEFAULT, PLAIN, drafter_of
+from demos.models import label
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.speculation.trace import JudgedTree
 
 Origin = Literal["first", "accepted", "bonus", "plain"]
-
-_WARM_UP = 8  # tokens
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,12 @@ class StreamedAnswer:
     """An answer that grows while it is generated.
 
     Attributes:
-        drafter: its registered name, or "none".
+        drafter: the method of decoding, see ``resolved``.
         token_text: decodes token ids, special tokens included.
         seconds: time spent so far, image preprocessing included.
         steps: the verified draft trees so far.
+        pass_ends: ``seconds`` at the end of the prefill and of every pass so far.
+        ahead: number of requests before this one; None once it runs.
         stats, finish_reason: set when the answer is complete.
     """
 
@@ -55,12 +55,19 @@ class StreamedAnswer:
     tokens: list[Token] = field(default_factory=list)
     steps: list[JudgedTree] = field(default_factory=list)
     seconds: float = 0.0
+    pass_ends: list[float] = field(default_factory=list)
+    ahead: int | None = None
     stats: Stats | None = None
     finish_reason: FinishReason | None = None
 
     @property
     def finished(self) -> bool:
         return self.stats is not None
+
+    @property
+    def passes(self) -> int:
+        """Number of passes after the prefill so far."""
+        return max(len(self.pass_ends) - 1, 0)
 
     def append(self, piece: Piece, decode: Callable[[list[int]], str]) -> None:
         """Append a piece of the pipeline's stream; ``decode`` decodes token ids to text."""
@@ -75,10 +82,16 @@ class StreamedAnswer:
             self.tokens.append(Token(text[len(shown) :] if whole else "", *origins[len(self.tokens)]))
             shown = text if whole else shown
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
+        self._time_passes(1 + self.tokens[-1].step if self.tokens else 0)
+
+    def _time_passes(self, count: int) -> None:
+        """Note the end of new passes; those of one piece have equal shares of its time."""
+        start, new = self.pass_ends[-1] if self.pass_ends else 0.0, count - len(self.pass_ends)
+        self.pass_ends += [start + (self.seconds - start) * number / new for number in range(1, new + 1)]
 
     def _token_origins(self, count: int) -> list[tuple[Origin, int]]:
         """Origin and step of at least the first ``count`` tokens; the steps may have emitted more after a stop."""
-        if self.drafter == "none":
+        if self.drafter == PLAIN:
             return [("plain", number) for number in range(count)]
         found: list[tuple[Origin, int]] = [("first", 0)]
         for number, step in enumerate(self.steps, start=1):
@@ -87,14 +100,22 @@ class StreamedAnswer:
         return found
 
 
-def stream_answer(pipe: Pipeline, request: Mapping[str, Any], keywords: Mapping[str, Any]) -> Iterator[StreamedAnswer]:
+def resolved(method: str, pipe: Pipeline) -> str:
+    """A method, with the registered name of the pipeline's drafter in place of ``auto``."""
+    return method.replace(DEFAULT, label(pipe)) if drafter_of(method) == DEFAULT else method
+
+
+def stream_answer(
+    pipe: Pipeline, method: str, request: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> Iterator[StreamedAnswer]:
     """Answer a request; yields the same ``StreamedAnswer`` after every piece.
 
     Args:
+        method: the pipeline's, see ``resolved``.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
-    answer = StreamedAnswer(pipe.name, label(pipe), pipe.io.tokenizer.decode)
+    answer = StreamedAnswer(pipe.name, method, pipe.io.tokenizer.decode)
     pieces = pipe.stream(**request, **keywords, trace=pipe.drafter is not None)
     while True:
         start = clock()
@@ -104,67 +125,3 @@ def stream_answer(pipe: Pipeline, request: Mapping[str, Any], keywords: Mapping[
             return
         answer.append(piece, pipe.io.decode)
         yield answer
-
-
-@dataclass
-class Race:
-    """Speculative and plain decoding of one request. The comparison is set when both answers are complete.
-
-    Attributes:
-        decode_ratio: speedup of the decode phase; None for answers of one token.
-        end_to_end_ratio: speedup of the whole request, image preprocessing and prefill included.
-        equal: whether the tokens are equal.
-        difference: the first difference, if any.
-        waiting: whether other requests have to end first.
-    """
-
-    speculative: StreamedAnswer
-    plain: StreamedAnswer
-    decode_ratio: float | None = None
-    end_to_end_ratio: float | None = None
-    equal: bool | None = None
-    difference: Difference | None = None
-    waiting: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self.equal is not None
-
-
-def race(loaded: LoadedModel, drafter: str, request: Mapping[str, Any], keywords: Mapping[str, Any]) -> Iterator[Race]:
-    """Answer a request with speculative and plain decoding, interleaved step by step and timed separately.
-
-    The method that has used less time so far takes the next step, so that both run under the same conditions and
-    neither slows the other down; nothing else may decode meanwhile. Both are warmed up first.
-    """
-    speculative, plain = loaded.pipeline(drafter), loaded.open("none")
-    for pipe in (speculative, plain):
-        pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
-    running = {
-        "plain": stream_answer(plain, request, keywords),
-        "speculative": stream_answer(speculative, request, keywords),
-    }
-    result = Race(StreamedAnswer(loaded.name, label(speculative)), StreamedAnswer(loaded.name, "none"))
-    while running:
-        method = min(running, key=lambda name: getattr(result, name).seconds)
-        answer = next(running[method], None)
-        if answer is None:
-            del running[method]
-        else:
-            setattr(result, method, answer)
-            yield result
-    _compare(result, loaded, request, keywords)
-    yield result
-
-
-def _compare(result: Race, loaded: LoadedModel, request: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
-    speculative, plain = result.speculative, result.plain
-    assert speculative.stats is not None
-    assert plain.stats is not None
-    if plain.stats.tokens_per_second and speculative.stats.tokens_per_second:
-        result.decode_ratio = speculative.stats.tokens_per_second / plain.stats.tokens_per_second
-    result.end_to_end_ratio = plain.seconds / speculative.seconds
-    result.equal = speculative.token_ids == plain.token_ids
-    if not result.equal:
-        tokens = speculative.token_ids, plain.token_ids
-        result.difference = first_difference(loaded.open("none"), request, keywords, *tokens)

@@ -1,14 +1,21 @@
-"""HTML of answers with coloured tokens, of statistics and of races."""
+"""HTML of conversations, of answers with coloured tokens, and of races."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
+from typing import Any
 
-from demos.plots import format_duration
-from demos.streaming import Race, StreamedAnswer, Token
+from demos.catalog import Catalog
+from demos.chat_request import Kind
+from demos.methods import PLAIN, label
+from demos.plots import format_duration, histogram, time_split
+from demos.racing import Race
+from demos.streaming import StreamedAnswer, Token
+from mmspec import plugins
 
 _ORIGINS = {
     "first": ("", "first token, from the prefill"),
@@ -16,15 +23,60 @@ _ORIGINS = {
     "accepted": ("mm-accepted", "drafted and accepted"),
     "bonus": ("mm-bonus", "bonus token, the model's own"),
 }
-
-LEGEND = (
-    '<p class="mm-legend"><span class="mm-accepted">drafted and accepted</span> '
-    '<span class="mm-bonus">bonus token of a pass</span> <span>undrafted</span></p>'
+_LEGEND = {"accepted": "drafted and accepted", "bonus": "bonus token of a pass", "plain": "undrafted"}
+_CHECKPOINTS: dict[Kind, str] = {
+    "image": "llava-hf/llava-1.5-7b-hf",
+    "video": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
+    "text": "Qwen/Qwen2.5-1.5B-Instruct",
+}
+_EMPTY = (
+    "Select an example or bring your own, then press Race: several methods of decoding answer the same prompt here."
+)
+_TIMING = (
+    "How the race is timed: same weights, same process, no other request meanwhile. The methods run interleaved step "
+    "by step, each on its own clock, and the one that has used least time takes the next step. One run each, after a "
+    "short warm-up; plain decoding is this engine without a drafter."
+)
+_EXPLANATION = (
+    "A small drafter proposes several tokens ahead, and the model verifies all of them in one pass. What you read is "
+    "what the model alone would have written."
 )
 
 
+def claim_html(race: Race | None = None) -> str:
+    """The page's heading: the latest race in one line."""
+    heading, compared = "The model's own answer, sooner", ""
+    if race is not None and race.finished:
+        heading = headline(race)
+        fast, slow = race.fastest, race.baseline
+        compared = f"<b>{escape(label(fast.drafter))}</b> against {_method(slow)} decoding of {escape(fast.model)}. "
+    return f'<p class="mm-name">mmspec</p><h1>{heading}</h1><p>{compared}{_EXPLANATION}</p>'
+
+
+def about_html(model: str, kind: Kind, catalog: Catalog) -> str:
+    """What an embedded model was trained on, and how to use another one; empty for other models."""
+    limits = plugins.limits(model)
+    if limits is None:
+        return ""
+    others = [name for name in catalog.models_for(kind) if name != model and name in plugins.installed()]
+    select = f" Others under Settings: {', '.join(map(escape, others))}." if others else ""
+    start = f"mmspec demo --model {_CHECKPOINTS[kind]}"
+    text = f"{escape(limits.rstrip('.'))}.{select} With a real checkpoint: <code>{start}</code>"
+    return f'<p class="mm-about"><b>{escape(model)}</b>: {text}</p>'
+
+
+def headline(race: Race) -> str:
+    """A complete race in one line."""
+    if not race.equal:
+        difference = race.difference
+        return f"The answers differ from token {1 + difference.position} on" if difference else "The answers differ"
+    count, ratio = len(race.baseline.token_ids), race.speedup(race.fastest)
+    faster = f"{ratio:.1f}x sooner" if ratio >= 1 else f"{1 / ratio:.1f}x later"
+    return f"The same {count} token{'' if count == 1 else 's'}, {faster}"
+
+
 def tokens_html(tokens: Iterable[Token]) -> str:
-    """Tokens coloured by origin; adjacent tokens of one step and origin share one element."""
+    """Tokens coloured by origin; adjacent tokens of one pass and origin share one element, which names the pass."""
     parts = []
     text_started = False
     for (step, origin), group in groupby(tokens, key=lambda token: (token.step, token.origin)):
@@ -35,38 +87,57 @@ def tokens_html(tokens: Iterable[Token]) -> str:
         if not text:
             continue
         css_class, description = _ORIGINS[origin]
-        if not css_class:
-            parts.append(escape(text))
-            continue
         # Surrounding spaces stay outside of the element, which keeps adjacent elements apart.
         before, inner, after = re.fullmatch(r"(\s*)(.*?)(\s*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-        title = f"pass {step}: {description}"
-        mark = f'<span class="{css_class}" title="{title}">{escape(inner)}</span>' if inner else ""
+        title = f' class="{css_class}" title="pass {step}: {description}"' if css_class else ""
+        mark = f'<span{title} data-pass="{step}">{escape(inner)}</span>' if inner else ""
         parts.append(f"{before}{mark}{after}")
     return "".join(parts)
 
 
-def conversation_html(
-    history: Iterable[tuple[str, str]], prompt: str, answer: StreamedAnswer | None, note: str = "", limits: str = ""
+def result_html(
+    history: Iterable[tuple[str, str]],
+    prompt: str = "",
+    race: Race | None = None,
+    *,
+    ahead: int | None = None,
+    note: str = "",
+    limits: str = "",
+    stopped: bool = False,
+    recorded: dict[str, Any] | None = None,
 ) -> str:
-    """A conversation with the latest answer's statistics.
+    """A conversation, with the latest answer or race in detail.
 
     Args:
         history: earlier (prompt, HTML of the answer) pairs.
         prompt: the latest prompt, or empty.
-        answer: its answer so far; None before the first token.
+        race: its lanes so far, of which an answer has one; None before the first token.
+        ahead: number of requests that run before.
         note: a message below, in plain text.
         limits: note on inputs that the model was not trained for, in plain text.
+        stopped: whether the visitor stopped it.
+        recorded: its recording, for the replay.
     """
-    turns = [_turn_html(user, html) for user, html in history]
+    turns = "".join(f"{_asked(user)}<div class='mm-text'>{answer}</div>" for user, answer in history)
     if prompt:
-        text = tokens_html(answer.tokens) if answer else ""
-        turns.append(_turn_html(prompt, text or '<span class="mm-wait">…</span>'))
-    hint = "The answer appears here. Take an example or bring your own, then press Ask."
-    body = "".join(turns) or f'<p class="mm-empty">{hint}</p>'
-    stats = stats_html(answer) if answer and answer.stats else ""
-    legend = LEGEND if turns else ""
-    return f'<div class="mm-talk">{body}</div>{legend}{_limits_html(limits)}{stats}{note_html(note)}'
+        turns += _asked(prompt)
+    elif not turns:
+        turns = f'<p class="mm-empty">{_EMPTY}</p>'
+    spoken, latest = "", ""
+    if prompt and race is not None and race.lanes:
+        latest = _lanes_html(race, stopped, recorded)
+        spoken = _spoken(race, stopped)
+    elif prompt and not note:
+        spoken = _waiting(ahead)
+        latest = f'<p class="mm-wait">{spoken}</p>'
+    extra = f'<p class="mm-limits">{escape(limits)}</p>' if limits else ""
+    say = f'<p class="mm-say" hidden>{escape(note or spoken)}</p>'
+    return f'<div class="mm-talk">{turns}</div>{latest}{extra}{note_html(note)}{say}'
+
+
+def stopped_html(text: str) -> str:
+    """HTML of an answer that the visitor stopped."""
+    return f'{text} <span class="mm-mark">stopped</span>'
 
 
 def note_html(message: str) -> str:
@@ -74,76 +145,141 @@ def note_html(message: str) -> str:
     return f'<p class="mm-note" role="alert">{escape(message)}</p>' if message else ""
 
 
-def _limits_html(limits: str) -> str:
-    return f'<p class="mm-limits">{escape(limits)}</p>' if limits else ""
+def _asked(prompt: str) -> str:
+    return f'<div class="mm-asked">{escape(prompt)}</div>'
 
 
-def stats_html(answer: StreamedAnswer) -> str:
-    """Statistics of a complete answer."""
-    stats = answer.stats
-    assert stats is not None
-    passes = stats.num_spec_steps
-    figures = [
-        (f"{stats.tokens_per_second:.0f}" if passes else "-", "tokens per second"),
-        (f"{stats.mean_acceptance_length:.1f}" if passes else "-", "tokens per pass"),
-        (f"{stats.num_generated_tokens}", f"tokens in {passes + 1} passes"),
-        (format_duration(stats.time_to_first_token), "to the first token"),
+def _waiting(ahead: int | None) -> str:
+    if not ahead:
+        return "Reading the prompt…"
+    return f"Waiting: {ahead} request{'' if ahead == 1 else 's'} ahead of yours…"
+
+
+def _spoken(race: Race, stopped: bool) -> str:
+    """What a screen reader announces."""
+    if stopped:
+        return "Stopped."
+    if race.finished and len(race.lanes) > 1:
+        return f"{headline(race)}. {race.lanes[0].text.strip()}"
+    if len(race.lanes) == 1 and race.lanes[0].finished:
+        return race.lanes[0].text.strip()
+    return "Racing…" if len(race.lanes) > 1 else "Answering…"
+
+
+def _lanes_html(race: Race, stopped: bool, recorded: dict[str, Any] | None) -> str:
+    lanes = race.lanes
+    longest = max(1, *(len(lane.token_ids) for lane in lanes))
+    shown = "".join(_lane(lane, longest, stopped) for lane in lanes)
+    complete = race.finished or all(lane.finished for lane in lanes)
+    parts = [
+        f"<h2>{_heading(race, stopped)}</h2>",
+        '<div class="mm-player"></div>' if recorded else "",
+        f'<div class="mm-lanes" data-lanes="{len(lanes)}">{shown}</div>',
+        _legend(lanes),
+        '<div class="mm-tree-view"></div>' if recorded else "",
+        _table(race) if race.finished and len(lanes) > 1 else "",
     ]
-    cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures)
-    end = "" if answer.finish_reason == "stop" else " · truncated at the length limit"
-    source = f"{escape(answer.model)} · drafter {escape(answer.drafter)}{end}"
-    return f'<div class="mm-figures">{cells}</div><p class="mm-made">{source}</p>'
+    if complete:
+        drafted = [lane for lane in lanes if lane.stats is not None and lane.steps]
+        fastest = min(drafted, key=lambda lane: lane.seconds, default=None)
+        parts.append(_plots(fastest) if fastest else "")
+    if race.finished and len(lanes) > 1:
+        parts.append(f'<p class="mm-made">{_TIMING}</p>')
+    if recorded:
+        data = escape(json.dumps(recorded, ensure_ascii=False, separators=(",", ":")))
+        parts.append(f'<div class="mm-share" data-recording="{data}"></div>')
+    return f'<section class="mm-result">{"".join(parts)}</section>'
 
 
-def race_html(race: Race | None, note: str = "", limits: str = "") -> str:
-    """Both answers of a race side by side, with the comparison once both are complete.
-
-    ``note`` and ``limits`` are those of ``conversation_html``.
-    """
-    if race is None:
-        hint = "Press Race: plain and speculative decoding answer the same prompt here, side by side."
-        return f'<p class="mm-empty">{hint}</p>{note_html(note)}'
-    longest = max(len(race.speculative.token_ids), len(race.plain.token_ids), 1)
-    lanes = _lane("Speculative", race.speculative, longest) + _lane("Plain", race.plain, longest)
-    state = "waiting until other requests have ended…" if race.waiting else "racing…"
-    verdict = _verdict(race) if race.finished else f'<p class="mm-verdict">{state}</p>'
-    return f'<div class="mm-lanes">{lanes}</div>{LEGEND}{_limits_html(limits)}{verdict}{_TIMING}{note_html(note)}'
-
-
-_TIMING = (
-    '<p class="mm-made">How the race is timed: same weights, same process, no other request meanwhile. Both methods '
-    "run interleaved step by step, each on its own clock, and the one that has used less time takes the next step. "
-    "One run each, after a short warm-up of both; plain decoding is this engine without a drafter.</p>"
-)
+def _heading(race: Race, stopped: bool) -> str:
+    lanes = race.lanes
+    if stopped:
+        return "Stopped"
+    if len(lanes) == 1:
+        return "Answer" if lanes[0].finished else "Answering…"
+    if not race.finished:
+        return "Racing…"
+    order = sorted(lanes, key=lambda lane: lane.seconds)
+    times = ", ".join(f"{escape(label(lane.drafter))} {format_duration(lane.seconds)}" for lane in order)
+    if not race.equal:
+        margin = race.difference.margin if race.difference else None
+        return f"{times}" + ("" if margin is None else f"; the logit margin at the difference is {margin:.2g}")
+    return f"{times}: equal tokens"
 
 
-def _lane(name: str, answer: StreamedAnswer, longest: int) -> str:
-    count, stats = len(answer.token_ids), answer.stats
-    speed = stats.tokens_per_second if stats else count / answer.seconds if answer.seconds else 0.0
-    drafter = f"drafter {escape(answer.drafter)}" if answer.drafter != "none" else "one token per pass"
+def _method(lane: StreamedAnswer) -> str:
+    return "plain" if lane.drafter == PLAIN else escape(label(lane.drafter))
+
+
+def _lane(lane: StreamedAnswer, longest: int, stopped: bool) -> str:
+    count, stats = len(lane.token_ids), lane.stats
+    speed = stats.tokens_per_second if stats else count / lane.seconds if lane.seconds else 0.0
+    kind = f"{count / (lane.passes + 1):.1f} tokens per pass" if lane.drafter != PLAIN else "one token per pass"
     unit = "tokens/s" if stats else "tokens/s so far"
+    passes = f"{count} token{'' if count == 1 else 's'} in {lane.passes} pass{'' if lane.passes == 1 else 'es'}"
+    if stats and lane.drafter != PLAIN:
+        kind = f"{stats.mean_acceptance_length:.1f} tokens per pass"
+    end = " · at the length limit" if lane.finish_reason == "length" else ""
+    text = tokens_html(lane.tokens)
+    name, css_class = escape(label(lane.drafter)), "mm-lane mm-slow" if lane.drafter == PLAIN else "mm-lane"
     return (
-        f'<section class="mm-lane" aria-label="{name}"><header><h3>{name}</h3><span>{drafter}</span></header>'
-        f'<p class="mm-speed"><b>{speed:.0f}</b> {unit}<span>{count} tokens · {answer.seconds:.2f} s</span></p>'
+        f'<section class="{css_class}" aria-label="{name}"><header><h3>{name}</h3><span>{kind}</span></header>'
+        f'<p class="mm-speed"><b>{speed:.0f}</b> {unit}'
+        f'<span class="mm-count">{passes} · {lane.seconds:.2f} s{end}</span></p>'
         f'<div class="mm-bar"><i style="width:{100 * count / longest:.1f}%"></i></div>'
-        f'<div class="mm-text">{tokens_html(answer.tokens)}</div></section>'
+        f'<div class="mm-text">{stopped_html(text) if stopped else text}</div>'
+        f'<p class="mm-made">{escape(lane.model)}</p></section>'
     )
 
 
-def _verdict(race: Race) -> str:
-    if race.decode_ratio is None:
-        faster = "An answer of one token leaves no decoding to compare."
-    else:
-        faster = f"<b>{race.decode_ratio:.2f}x</b> the decoding speed, <b>{race.end_to_end_ratio:.2f}x</b> end to end."
-    if race.equal:
-        same = f"The {len(race.plain.token_ids)} tokens are equal."
-    else:
-        difference = race.difference
-        assert difference is not None
-        margin = "" if difference.margin is None else f" The logit margin there is {difference.margin:.2g}."
-        same = f"The tokens differ first at position {difference.position}.{margin}"
-    return f'<p class="mm-verdict">{faster} {same}</p>'
+def _legend(lanes: Sequence[StreamedAnswer]) -> str:
+    """Legend of the colours that the answers contain."""
+    origins = {"plain" if token.origin == "first" else token.origin for lane in lanes for token in lane.tokens}
+    if not origins - {"plain"}:
+        return ""
+    spans = "".join(f'<span class="mm-{origin}">{_LEGEND[origin]}</span>' for origin in _LEGEND if origin in origins)
+    return f'<p class="mm-legend">{spans}</p>'
 
 
-def _turn_html(prompt: str, answer: str) -> str:
-    return f'<div class="mm-asked">{escape(prompt)}</div><div class="mm-text">{answer}</div>'
+def _table(race: Race) -> str:
+    """The race in figures, a row per lane."""
+    names = (
+        "method",
+        "tokens",
+        "passes",
+        "tokens per pass",
+        "tokens/s",
+        "first token",
+        "total",
+        "decoding",
+        "end to end",
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    rows = []
+    for lane in race.lanes:
+        stats = lane.stats
+        assert stats is not None
+        decoding = race.decode_speedup(lane)
+        cells = (
+            len(lane.token_ids),
+            lane.passes,
+            f"{stats.mean_acceptance_length:.1f}",
+            f"{stats.tokens_per_second:.0f}",
+            format_duration(stats.time_to_first_token),
+            format_duration(lane.seconds),
+            "-" if decoding is None else f"{decoding:.2f}x",
+            f"{race.speedup(lane):.2f}x",
+        )
+        name = f'<th scope="row">{escape(label(lane.drafter))}</th>'
+        rows.append(f"<tr>{name}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    return (
+        f'<div class="mm-wide" tabindex="0" role="region" aria-label="The race in figures"><table class="mm-table">'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _plots(lane: StreamedAnswer) -> str:
+    """Plots of accepted draft tokens and of time."""
+    assert lane.stats is not None
+    plots = histogram(lane.stats.acceptance_histogram) + time_split(lane.stats)
+    return f'<h3 class="mm-part">{escape(label(lane.drafter))} in detail</h3><div class="mm-plots">{plots}</div>'

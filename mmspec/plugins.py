@@ -14,6 +14,7 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -87,6 +88,22 @@ def embedded() -> list[str]:
         return not isinstance(model, PackagedModel) and (language is None or language.installed)
 
     return [entry.name for entry in registered("models") if complete(entry.load())]
+
+
+def installed() -> list[str]:
+    """Names of all registered models that can be loaded without a download: embedded ones, then those of packages."""
+    packaged = {entry.name: entry.load() for entry in registered("models")}
+    own = embedded()
+    return [*own, *(name for name, model in packaged.items() if name not in own and getattr(model, "installed", False))]
+
+
+def reads_text_only(model: str) -> bool:
+    """Whether a registered model takes neither images nor videos; False for all other models, which are unknown."""
+    if model not in names("models"):
+        return False
+    folder = Path(model_path(model))
+    config = folder / "config.json"
+    return not config.is_file() or "vision_config" not in json.loads(config.read_text())
 
 
 def drafter_homes(home: Path) -> list[Path]:

@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from eval.decoding.unrolled import UnrolledTarget
-from eval.harness.drafters import as_chain
 from eval.harness.output import Column, make_table
 from eval.harness.timing import Method, time_ratios
+from mmspec.drafters.chain import as_chain
 from mmspec.drafters.drafter import Drafter, fork
 from mmspec.targets.transformers_target import TransformersTarget
 

@@ -1,4 +1,4 @@
-"""Drafters given on the command line, chain variants of them, and a profiling wrapper."""
+"""Drafters given on the command line, and a profiling wrapper."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmspec.drafters.drafter import Drafter, features, fork
+from mmspec.drafters.drafter import Drafter, features
 from mmspec.errors import UserError
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree
 from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Feature, Target
+from mmspec.targets.target import Feature
 
 DEFAULT_NODES = 16
 """Draft tokens per step of drafters without a tree size of their own."""
@@ -63,27 +63,6 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
     if not sizes:
         raise UserError(f"expected at least one tree size, received {nodes!r}")
     return sizes
-
-
-def as_chain(drafter: Drafter, length: int, target: Target) -> Drafter:
-    """A copy of a drafter that drafts chains, one child per node.
-
-    Args:
-        length: most draft tokens of drafters with a ``total_tokens`` setting; others follow the budget.
-
-    Raises:
-        UserError: the drafter has neither a width nor a top_k.
-    """
-    copied: Any = fork(drafter, target)
-    if hasattr(copied, "width"):
-        copied.width = 1
-    elif hasattr(copied, "top_k"):
-        copied.top_k = 1
-    else:
-        raise UserError(f"chains need a drafter with a width or top_k: {type(drafter).__name__} has neither")
-    if hasattr(copied, "total_tokens"):
-        copied.depth = copied.total_tokens = length
-    return copied
 
 
 class ProfiledDrafter:

@@ -21,11 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eval.harness.drafters import as_chain, parse_drafters
+from eval.harness.drafters import parse_drafters
 from eval.harness.llama_server import LlamaServer
 from eval.harness.timing import Method
 from mmspec import plugins
 from mmspec.drafters import checkpoint
+from mmspec.drafters.chain import LONGEST_CHAIN, as_chain
 from mmspec.drafters.drafter import fork
 from mmspec.errors import UserError, explained
 from mmspec.targets.hub import cache_if_offline
@@ -33,8 +34,6 @@ from mmspec.targets.support import from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
 
 BASELINE, PLAIN, LLAMA = "generate", "none", "llama.cpp"
-LONGEST_CHAIN = 8
-"""Draft tokens of an adaptive chain, for drafters with a ``total_tokens`` setting."""
 
 _LOOKUP = {"prompt_lookup_num_tokens": 10}  # as in transformers' documentation and Spec-Bench's PLD
 

@@ -3,10 +3,12 @@
 Screenshots are written to the folder in the environment variable MMSPEC_SCREENSHOTS, if it is set.
 """
 
+import json
 import os
 import re
 import shutil
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
@@ -49,14 +51,18 @@ def visit(browser, address):
     """Open the page as a new visitor; fails on JavaScript errors."""
     contexts, errors = [], []
 
-    def opened(size=WIDE, theme="light"):
-        context = browser.new_context(viewport=size)
+    def opened(size=WIDE, theme="light", query=""):
+        context = browser.new_context(
+            viewport=size, permissions=["clipboard-read", "clipboard-write"], has_touch=size == PHONE
+        )
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"{address}?__theme={theme}")
+        page.goto(f"{address}?__theme={theme}&{query}")
         page.locator(".mm-ask:visible").wait_for()
+        if not query:
+            page.locator(".mm-play:visible").wait_for()
         return page
 
     yield opened
@@ -74,30 +80,191 @@ def save_screenshot(page, name):
 
 
 def upload(page, path):
+    if page.get_by_label("Clear").locator("visible=true").count():
+        page.locator("[aria-label='Clear']:visible").first.click()
     page.locator("input[type=file]").first.set_input_files(path)
+
+
+def choose(page, number=0):
+    """Select an example."""
+    page.locator(".mm-example:visible").nth(number).click()
+    page.locator(".mm-out:visible .mm-empty").wait_for()
 
 
 def ask(page):
     page.locator(".mm-ask:visible").click()
-    page.locator(".mm-figures:visible").wait_for()
+    page.locator(".mm-out:visible h2", has_text=re.compile("^Answer$")).wait_for()
+    page.locator(".mm-play:visible").wait_for()
 
 
 def race(page):
+    asked = page.locator(".mm-out:visible .mm-asked")
+    before = asked.count()
     page.locator(".mm-go:visible").click()
-    page.locator(".mm-verdict:visible", has_text="tokens are equal").wait_for()
+    asked.nth(before).wait_for()
+    page.locator(".mm-out:visible h2", has_text="equal tokens").wait_for()
+    page.locator(".mm-play:visible").wait_for()
+
+
+def violations(page):
+    """Rules of WCAG 2 AA that axe finds violated, with the elements."""
+    page.evaluate((Path(find_spec("axe_playwright_python").origin).parent / "axe.min.js").read_text())
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    rules = {"region": {"enabled": False}, "landmark-one-main": {"enabled": False}}
+    found = page.evaluate("given => axe.run(document, given)", {"runOnly": tags, "rules": rules})
+    return [(rule["id"], [node["html"][:160] for node in rule["nodes"]]) for rule in found["violations"]]
 
 
 def overflow(page):
     return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
 
 
-def test_start_page(visit):
+def test_page_opens_on_a_raced_example(visit):
     page = visit()
     assert page.title() == "mmspec"
-    assert page.get_by_role("tab", name="Video").is_visible()
-    assert "The answer appears here" in page.locator(".block.mm-answer:visible").inner_text()
+    assert re.fullmatch(r"The same 61 tokens, \d+\.\dx (sooner|later)", page.locator("h1").inner_text())
+    lanes = page.locator(".mm-lane .mm-text").all_inner_texts()
+    assert lanes[0] == lanes[1]
+    assert lanes[0].startswith("There is a sign at the bottom")
+    assert plugins.limits("tiny-llava").rstrip(".") in page.locator(".mm-about:visible").inner_text()
+    assert "mmspec demo --model" in page.locator(".mm-about:visible").inner_text()
+    assert page.locator("#mm-live").inner_text().startswith("The same 61 tokens")
+    assert page.locator(".mm-stop:visible").is_disabled()
     assert "Built with Gradio" not in page.inner_text("footer")
     save_screenshot(page, "start")
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_accessibility(visit, size, theme):
+    page = visit(size, theme)
+    page.wait_for_timeout(500)
+    assert violations(page) == []
+    page.get_by_role("button", name=re.compile("^Settings")).locator("visible=true").click()
+    page.get_by_role("button", name="Table of probabilities").locator("visible=true").click()
+    page.wait_for_timeout(500)
+    assert violations(page) == []
+    page.locator(".mm-clear:visible").click()
+    page.locator(".mm-out:visible .mm-empty").wait_for()
+    assert violations(page) == []
+    race(page)
+    page.wait_for_timeout(500)
+    assert violations(page) == []
+
+
+def test_replay(visit):
+    page = visit()
+    hidden, slider = page.locator(".mm-lane .mm-later"), page.get_by_label("Pass", exact=True)
+    assert hidden.count() == 0
+    last = int(slider.get_attribute("max"))
+    assert page.locator(".mm-tree-head .mm-clock").inner_text().endswith(f"of {last}")
+    assert f"in {last} passes" in page.locator(".mm-lane").nth(1).inner_text()
+    page.get_by_label("Speed of the replay").select_option("100")
+    page.locator(".mm-play:visible").click()
+    assert page.locator(".mm-play").inner_text() == "Pause"
+    for phase in ("Prefill", "Drafting", "Checking", "Kept"):
+        page.locator(".mm-phase", has_text=phase).wait_for()
+    page.locator(".mm-play:visible").click()
+    assert page.locator(".mm-play").inner_text() == "Play"
+    assert hidden.count() > 0
+    slider.fill(str(last))  # the end of the last pass
+    assert page.locator(".mm-lane").nth(1).locator(".mm-later").count() == 0
+    slider.fill("1")
+    assert page.locator(".mm-tree-head .mm-clock").inner_text() == f"Pass 1 of {last}"
+    assert page.locator(".mm-tree g.bonus").count() == 1
+    assert page.locator(".mm-lane").nth(1).locator("[data-pass='1'].mm-now").count() >= 1
+    assert page.locator(".mm-lane").nth(1).locator("[data-pass='2'].mm-later").count() >= 1
+    page.get_by_label("Time of the replay").fill("1000")
+    assert hidden.count() == 0
+    page.get_by_label("Speed of the replay").select_option("1")
+    page.locator(".mm-play:visible").click()
+    page.locator(".mm-play", has_text="Replay").wait_for()
+
+
+@pytest.mark.parametrize("opening", ["click", "key"])
+def test_tree_fits_and_opens_as_a_table(visit, opening):
+    page = visit()
+    slider = page.get_by_label("Pass", exact=True)
+    for number in range(1, 1 + int(slider.get_attribute("max"))):
+        slider.fill(str(number))
+        box, node = page.locator(".mm-scroll:visible"), page.locator(".mm-tree g.bonus")
+        outer, inner = box.bounding_box(), node.bounding_box()
+        assert outer["x"] <= inner["x"] <= inner["x"] + inner["width"] <= outer["x"] + outer["width"]
+        assert page.locator(".mm-tree > title").text_content().startswith(f"Draft tree of pass {number} of")
+    if opening == "click":
+        page.locator(".mm-tree g.bonus").click()
+        assert page.locator(".mm-probabilities tr.chosen").count() == 1
+    else:
+        page.get_by_role("button", name="Table of probabilities").focus()
+        page.keyboard.press("Enter")
+    rows = page.locator(".mm-probabilities tbody tr")
+    assert rows.count() == page.locator(".mm-tree g").count()
+    assert "%" in rows.last.inner_text()
+    assert "bonus token" in rows.last.inner_text()
+
+
+def test_four_lanes(visit):
+    page = visit()
+    for name in ("MSD", "FLASH, chain"):
+        page.get_by_label(name, exact=True).locator("visible=true").check()
+    race(page)
+    assert page.locator(".mm-lane h3").all_inner_texts() == ["Plain", "FLASH", "MSD", "FLASH, chain"]
+    assert len(set(page.locator(".mm-lane .mm-text").all_inner_texts())) == 1
+    assert page.locator(".mm-table:visible tbody tr").count() == 4
+    assert page.locator(".mm-asked").count() == 2  # the race is a turn of the conversation
+    page.get_by_label("Lane of the draft tree").select_option(label="FLASH, chain")
+    assert len({round(node.bounding_box()["y"] / 4) for node in page.locator(".mm-tree g:not(.bonus)").all()}) == 1
+    save_screenshot(page, "lanes")
+    page.get_by_label("n-gram", exact=True).locator("visible=true").check()
+    page.locator(".mm-go:visible").click()
+    page.locator(".mm-note:visible", has_text="expected 2 to 4 different ones").wait_for()
+
+
+def test_copy_link_and_file(visit):
+    page = visit()
+    page.get_by_role("button", name="Copy answer").click()
+    page.get_by_text("Answer copied.").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()").startswith("There is a sign")
+    page.get_by_role("button", name="Copy link").click()
+    page.get_by_text("Link copied.").wait_for()
+    query = page.evaluate("navigator.clipboard.readText()").partition("?")[2]
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save as file").click()
+    assert [lane["method"] for lane in json.loads(Path(saved.value.path()).read_text())["lanes"]] == ["none", "flash"]
+    query = query.replace("flash", "msd").replace("temperature=0", "temperature=0.5")
+    linked = visit(query=query.replace("seed=0", "seed=5"))
+    linked.locator(".mm-note", has_text="those of the link").wait_for()
+    race(linked)
+    assert linked.locator(".mm-lane h3").all_inner_texts() == ["Plain", "MSD"]
+    visit(query="kind=image&temperature=hot").get_by_role("alert").get_by_text(
+        "temperature in the link must be a number"
+    ).wait_for()
+
+
+def test_places_in_the_queue(visit, monkeypatch):
+    """Five visitors race at once: each gets the race, and some see their place meanwhile."""
+    pages, race_at_once = [visit() for _ in range(5)], service.race
+
+    def slow(*given):
+        time.sleep(1)
+        yield from race_at_once(*given)
+
+    monkeypatch.setattr(service, "race", slow)
+    for page in pages:
+        page.evaluate(
+            """() => { window.seen = new Set(); const out = [...document.querySelectorAll('.mm-out')].find(one =>
+            one.offsetParent); new MutationObserver(() => { const at = out.querySelector('.mm-wait');
+            if (at) window.seen.add(at.textContent); }).observe(out, {childList: true, subtree: true,
+            characterData: true}); }"""
+        )
+        choose(page)
+        page.get_by_label("Prompt").locator("visible=true").fill("How many objects are there? Describe them.")
+    for page in pages:
+        page.locator(".mm-go:visible").click(no_wait_after=True)
+    for page in pages:
+        page.locator(".mm-out:visible h2", has_text="equal tokens").wait_for()
+    seen = [text for page in pages for text in page.evaluate("[...window.seen]")]
+    assert any(re.fullmatch(r"Waiting: \d requests? ahead of yours…", text) for text in seen), seen
 
 
 def test_uploaded_image_streams_a_caption(visit):
@@ -106,74 +273,37 @@ def test_uploaded_image_streams_a_caption(visit):
     page.locator("[data-testid=image] img, .image-frame img, .image-container img").first.wait_for()
     page.evaluate(
         """() => { window.seen = []; new MutationObserver(() => {
-            const at = document.querySelector('.mm-answer .mm-text'); if (at) window.seen.push(at.textContent.length);
-        }).observe(document.querySelector('.mm-answer'), {childList: true, subtree: true, characterData: true}); }"""
+            const at = document.querySelector('.mm-out .mm-text'); if (at) window.seen.push(at.textContent.length);
+        }).observe(document.querySelector('.mm-out'), {childList: true, subtree: true, characterData: true}); }"""
     )
     ask(page)
-    text = page.locator(".mm-answer .mm-text").inner_text()
+    text = page.locator(".mm-out:visible .mm-text").inner_text()
     assert text.startswith('There is a sign at the bottom that reads "HONEY".')
     lengths = page.evaluate("[...new Set(window.seen)]")
     assert len(lengths) >= 3, f"the text came at once: {lengths}"
     # The number of draft tokens depends on verify times measured on this machine.
-    assert page.locator(".mm-answer .mm-accepted").count() >= 1
-    assert page.locator(".mm-answer .mm-bonus").count() >= 1
-    assert "drafted and accepted" in page.locator(".mm-answer .mm-legend").inner_text()
+    assert page.locator(".mm-out:visible .mm-accepted").count() >= 1
+    assert page.locator(".mm-out:visible .mm-bonus").count() >= 1
+    assert "drafted and accepted" in page.locator(".mm-out:visible .mm-legend").inner_text()
     save_screenshot(page, "answer")
 
 
 def test_follow_up_question(visit):
     page = visit()
-    page.locator("button.gallery-item:visible").first.click()
-    page.locator(".image-frame img, .image-container img").first.wait_for()
+    choose(page)
     ask(page)
     prompt = page.locator(".mm-prompt:visible textarea, .mm-prompt:visible input").first
     prompt.fill("How many objects are there?")
     page.locator(".mm-ask:visible").click()
-    page.locator(".mm-answer .mm-asked").nth(1).wait_for()
-    page.locator(".mm-figures:visible").wait_for()
-    assert page.locator(".mm-answer .mm-asked").all_inner_texts() == [
+    page.locator(".mm-out:visible .mm-asked").nth(1).wait_for()
+    page.locator(".mm-play:visible").wait_for()
+    assert page.locator(".mm-out:visible .mm-asked").all_inner_texts() == [
         "Describe the image.",
         "How many objects are there?",
     ]
-    assert "three" in page.locator(".mm-answer .mm-text").nth(1).inner_text()
+    assert "three" in page.locator(".mm-out:visible .mm-text").nth(1).inner_text()
     page.locator(".mm-clear:visible").click()
-    page.locator(".mm-answer .mm-empty").wait_for()
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_race(visit, theme):
-    page = visit(theme=theme)
-    page.locator("button.gallery-item:visible").first.click()
-    page.locator(".image-frame img, .image-container img").first.wait_for()
-    race(page)
-    lanes = page.locator(".mm-lane .mm-text").all_inner_texts()
-    assert lanes[0] == lanes[1] != ""
-    verdict = page.locator(".mm-verdict").inner_text()
-    assert re.match(r"\d+\.\d\dx the decoding speed, \d+\.\d\dx end to end\. The \d+ tokens are equal\.", verdict)
-    assert "each on its own clock" in page.locator(".block.mm-race:visible").inner_text()
-    save_screenshot(page, f"race-{theme}")
-
-
-def test_slider_selects_the_tree(visit):
-    page = visit()
-    page.locator("button.gallery-item:visible").first.click()
-    page.locator(".image-frame img, .image-container img").first.wait_for()
-    ask(page)
-    slider = page.locator(".mm-step input[type=range]:visible")
-    last = int(slider.get_attribute("max"))
-    assert last > 2
-    for number in (1, last):
-        slider.fill(str(number))
-        view = page.locator(f".mm-scroll[aria-label='Draft tree of pass {number}']:visible")
-        view.wait_for()
-        assert view.locator("g.bonus").count() == 2  # the node and the legend
-        assert view.locator("g.root > title").first.text_content()
-    slider.fill("1")
-    first = page.locator(".mm-scroll[aria-label='Draft tree of pass 1']:visible")
-    first.wait_for()
-    assert first.locator("path.kept").count() >= 2
-    assert "target" in first.locator("g.kept > title").first.text_content()
-    assert page.locator(".mm-plot:visible").count() == 2
+    page.locator(".mm-out:visible .mm-empty").wait_for()
 
 
 def test_note_on_limits_of_an_embedded_model(visit, tmp_path):
@@ -198,7 +328,7 @@ def test_broken_file_shows_an_error(visit, tmp_path):
     assert "Traceback" not in page.inner_text("body")
     save_screenshot(page, "broken")
     page.locator(".mm-go:visible").click()
-    page.locator(".mm-race .mm-note:visible").wait_for()
+    page.locator(".mm-out .mm-note:visible").wait_for()
 
 
 def test_too_long_video_shows_an_error(visit, tmp_path):
@@ -212,6 +342,8 @@ def test_too_long_video_shows_an_error(visit, tmp_path):
 
 def test_missing_upload_empty_prompt_and_unknown_model(visit):
     page = visit()
+    page.locator("[aria-label*=Clear]:visible, [aria-label*=Remove]:visible").first.click()
+    page.locator(".mm-out:visible .mm-empty").wait_for()
     page.locator(".mm-ask:visible").click()
     page.locator(".mm-note:visible", has_text="no image was uploaded").wait_for()
     page.locator(".mm-prompt:visible textarea, .mm-prompt:visible input").first.fill("")
@@ -219,7 +351,7 @@ def test_missing_upload_empty_prompt_and_unknown_model(visit):
     page.locator(".mm-note:visible", has_text="the prompt must not be empty").wait_for()
     page.get_by_role("tab", name="Text").click()
     page.locator(".mm-prompt:visible textarea").fill("Hello")
-    page.get_by_text("Settings").locator("visible=true").click()
+    page.get_by_role("button", name=re.compile("^Settings")).locator("visible=true").click()
     model = page.get_by_label("Model").locator("visible=true").first
     model.fill("nobody/nothing")
     model.press("Enter")
@@ -232,30 +364,29 @@ def test_text_prompt(visit):
     page.get_by_role("tab", name="Text").click()
     page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
     ask(page)
-    assert page.locator(".mm-answer:visible .mm-text").inner_text().startswith("37 + 48 = 85")
+    assert page.locator(".mm-out:visible .mm-text").inner_text().startswith("37 + 48 = 85")
     assert "tiny-hybrid" in page.locator(".mm-made:visible").first.inner_text()
 
 
 def test_video(visit):
     page = visit(theme="dark")
     page.get_by_role("tab", name="Video").click()
-    page.locator("button.gallery-item:visible, .gallery-item:visible").first.click()
+    choose(page)
     page.locator(CHOSEN_VIDEO).first.wait_for()
     ask(page)
-    assert "cyan star moves down" in page.locator(".mm-answer:visible .mm-text").inner_text()
+    assert "cyan star moves down" in page.locator(".mm-out:visible .mm-text").inner_text()
     save_screenshot(page, "video-dark")
 
 
 def test_two_concurrent_visitors(visit):
     pages = [visit(), visit()]
     for page in pages:
-        page.locator("button.gallery-item:visible").first.click()
-        page.locator(".image-frame img, .image-container img").first.wait_for()
+        choose(page)
     for page in pages:
         page.locator(".mm-ask:visible").click()
     for page in pages:
-        page.locator(".mm-figures:visible").wait_for()
-    texts = [page.locator(".mm-answer .mm-text").inner_text() for page in pages]
+        page.locator(".mm-play:visible").wait_for()
+    texts = [page.locator(".mm-out:visible .mm-text").inner_text() for page in pages]
     assert texts[0] == texts[1]
     assert texts[0].startswith("There is a sign")
 
@@ -266,7 +397,9 @@ def test_stop_cancels_the_request(visit, monkeypatch):
     def endless(*_):
         try:
             while True:
-                yield StreamedAnswer("tiny", "none", tokens=[Token("once ", "plain", 0)])
+                yield StreamedAnswer(
+                    "tiny", "none", text="once", token_ids=[1], tokens=[Token("once ", "plain", 0)], pass_ends=[1.0]
+                )
                 time.sleep(0.02)
         finally:
             cancelled.set()
@@ -277,25 +410,36 @@ def test_stop_cancels_the_request(visit, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(service, "stream_answer", endless)
         page.locator(".mm-ask:visible").click()
-        page.locator(".mm-answer:visible .mm-text", has_text="once").wait_for()
+        page.locator(".mm-out:visible .mm-text", has_text="once").wait_for()
         page.locator(".mm-stop:visible").click()
         assert cancelled.wait(PATIENCE / 1000)
+    page.locator(".mm-mark:visible").wait_for()
+    assert page.locator(".mm-stop:visible").is_disabled()
     page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
-    ask(page)  # the next request runs
-    assert page.locator(".mm-answer:visible .mm-asked").all_inner_texts() == ["Work out: 37 + 48"]
+    ask(page)  # the next request runs, and the stopped one is a turn
+    assert page.locator(".mm-out:visible .mm-asked").all_inner_texts() == ["Tell a long story.", "Work out: 37 + 48"]
+    assert page.locator(".mm-out:visible .mm-talk .mm-mark").count() == 1
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_phone_layout(visit, theme):
     page = visit(PHONE, theme)
     assert overflow(page) <= 0
-    page.locator("button.gallery-item:visible").first.click()
-    page.locator(".image-frame img, .image-container img").first.wait_for()
+    choose(page)
     ask(page)
     assert overflow(page) <= 0
     save_screenshot(page, f"phone-{theme}")
+    page.evaluate("scrollTo(0, 0)")
     race(page)
+    page.wait_for_function("document.querySelector('.mm-out').getBoundingClientRect().top < 200")
     assert overflow(page) <= 0
+    slider = page.get_by_label("Pass", exact=True)
+    assert page.locator(".mm-pager:visible", has_text=re.compile("levels 1 to 3 of")).count() == 1
+    while page.get_by_role("button", name="Later levels").is_enabled():
+        page.get_by_role("button", name="Later levels").tap()
+    page.locator(".mm-tree g.bonus").tap()
+    page.locator(".mm-probabilities tr.chosen.bonus").wait_for()
+    assert slider.is_visible()
     boxes = [lane.bounding_box() for lane in page.locator(".mm-lane").all()]
     assert boxes[1]["y"] > boxes[0]["y"] + boxes[0]["height"]  # one below the other
     save_screenshot(page, f"phone-race-{theme}")

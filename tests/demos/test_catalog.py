@@ -3,6 +3,7 @@
 import pytest
 
 from demos.catalog import make_catalog
+from demos.methods import check_methods
 from mmspec import UserError, plugins
 
 
@@ -20,9 +21,9 @@ def test_closed_catalog_rejects_other_names():
         closed.check("llava", "/drafters/../msd")
 
 
-def test_closed_catalog_defaults_to_embedded_models():
+def test_closed_catalog_defaults_to_installed_models():
     closed = make_catalog(open=False)
-    assert closed.models == tuple(plugins.embedded())
+    assert closed.models == tuple(plugins.installed())
     assert {"tiny-hybrid", "tiny-llava"} <= set(closed.models)
     assert {"auto", "ngram", "msd", "none"} <= set(closed.drafters)
     for name in ("small:/etc", "../msd", "/"):
@@ -32,7 +33,7 @@ def test_closed_catalog_defaults_to_embedded_models():
 
 def test_open_catalog_allows_any_name():
     free = make_catalog(["llava"], ["/drafters/msd"])
-    assert free.models == ("llava", *plugins.embedded())
+    assert free.models == ("llava", *plugins.installed())
     assert free.drafters[:2] == ("auto", "/drafters/msd")
     free.check("/any/folder", "small:/another")
 
@@ -51,3 +52,26 @@ def test_default_models_are_in_the_catalog(models, open, expected):
     assert (made.default_model("image"), made.default_model("text")) == expected
     assert made.default_model("video") == expected[0]
     assert set(expected) <= set(made.models)
+
+
+def test_models_and_methods_of_a_kind():
+    free = make_catalog()
+    assert "tiny-hybrid" in free.models_for("text")
+    assert "tiny-hybrid" not in free.models_for("image")
+    assert {"tiny-llava", "tiny-hybrid", *free.models_for("video")} <= set(free.models)
+    methods = free.methods("tiny-llava")
+    assert methods[:2] == ["none", "flash"]
+    assert {"msd", "recycle", "ngram", "flash@chain", "msd@chain"} <= set(methods)
+    assert free.methods("somebody/model") == ["none", "auto", "recycle", "ngram"]
+    assert make_catalog(["tiny-llava"], ["ngram", "/d/eagle"], open=False).methods("tiny-llava") == [
+        "none",
+        "auto",
+        "ngram",
+        "/d/eagle",
+    ]
+
+
+@pytest.mark.parametrize("methods", [[], ["none"], ["msd", "msd"], ["none", "ngram", "msd", "flash", "recycle"]])
+def test_a_race_compares_two_to_four_methods(methods):
+    with pytest.raises(UserError, match="a race compares methods: expected 2 to 4 different ones, got"):
+        check_methods(methods)

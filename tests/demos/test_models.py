@@ -10,7 +10,8 @@ import pytest
 
 from demos import models as models_module
 from demos.models import LoadedModel, ModelCache, label
-from demos.streaming import StreamedAnswer, race, stream_answer
+from demos.racing import race
+from demos.streaming import StreamedAnswer, stream_answer
 from mmspec import Pipeline, UserError
 from mmspec.drafters.recycle import Recycle
 from mmspec.speculation.budget import CostTable
@@ -94,8 +95,8 @@ def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(
     both = Barrier(2)
 
     def visit(prompt, pieces=None):
-        work = stream_answer(models.get("a").pipeline(drafter), {"prompt": prompt}, KEYWORDS)
-        answers = models.in_turn(work, None)
+        work = stream_answer(models.get("a").pipeline(drafter), drafter, {"prompt": prompt}, KEYWORDS)
+        answers = models.in_turn(work, lambda ahead: None)
         running = (answer for answer in answers if answer is not None)
         next(running)
         both.wait(60)
@@ -124,7 +125,9 @@ def test_a_race_runs_alone(models):
             done.append((name, step))
             yield step
 
-    requests = {name: models.in_turn(work(name), "waiting", alone=name == "race") for name in ("a", "b", "race", "c")}
+    requests = {
+        name: models.in_turn(work(name), lambda _: "waiting", alone=name == "race") for name in ("a", "b", "race", "c")
+    }
     assert [next(requests[name]) for name in ("a", "b", "race", "c")] == [0, 0, "waiting", "waiting"]
     assert list(requests["a"]) == [1]
     assert next(requests["race"]) == "waiting"
@@ -136,7 +139,7 @@ def test_a_race_runs_alone(models):
 
 
 def test_a_cancelled_race_is_not_waited_for(models):
-    requests = [models.in_turn(iter("ab"), "waiting", alone=alone) for alone in (False, True, False)]
+    requests = [models.in_turn(iter("ab"), lambda _: "waiting", alone=alone) for alone in (False, True, False)]
     assert [next(request) for request in requests] == ["a", "waiting", "waiting"]
     requests[1].close()
     assert list(requests[2]) == ["a", "b"]
@@ -151,44 +154,70 @@ def test_closing_a_request_closes_its_generator(models):
         finally:
             ended.append(True)
 
-    request = models.in_turn(work(), None)
+    request = models.in_turn(work(), lambda _: None)
     assert next(request) == 0
     request.close()
     assert ended == [True]
 
 
+def test_places_in_the_queue_and_a_full_queue(models, monkeypatch):
+    monkeypatch.setattr(models_module, "RUNNING", 2)
+    monkeypatch.setattr(models_module, "WAITING", 1)
+    running, other, third, fourth = (models.in_turn(iter("ab"), lambda ahead: ahead) for _ in range(4))
+    assert [next(running), next(other), next(third)] == ["a", "a", 2]
+    with pytest.raises(UserError, match=r"busy: at most 3 requests run or wait, try again"):
+        next(fourth)
+    running.close()
+    assert list(third) == ["a", "b"]
+
+
 def test_race_tokens_equal_separate_runs():
     loaded = LoadedModel(*parts(), "bytes")
-    reports = list(race(loaded, "ngram", REQUEST, KEYWORDS))
-    end = reports[-1]
+    methods = ["none", "ngram", "recycle@chain", "ngram@chain"]
+    *_, end = race(loaded, methods, REQUEST, KEYWORDS)
     alone = Pipeline(*parts()).generate(**REQUEST, **KEYWORDS)
     assert end.finished
     assert end.equal
     assert end.difference is None
-    assert end.plain.token_ids == end.speculative.token_ids == alone.token_ids
-    assert end.plain.text == alone.text
-    assert end.decode_ratio == pytest.approx(
-        end.speculative.stats.tokens_per_second / end.plain.stats.tokens_per_second
-    )
-    assert end.end_to_end_ratio == pytest.approx(end.plain.seconds / end.speculative.seconds)
-    assert len(end.speculative.steps) == end.speculative.stats.num_spec_steps
+    assert [lane.drafter for lane in end.lanes] == methods
+    for lane in end.lanes:
+        assert lane.token_ids == alone.token_ids
+        assert lane.text == alone.text
+        assert lane.passes == lane.stats.num_spec_steps
+        assert lane.pass_ends == sorted(lane.pass_ends)
+    assert end.baseline is end.lanes[0]
+    assert end.speedup(end.fastest) == pytest.approx(end.baseline.seconds / min(x.seconds for x in end.lanes[1:]))
+    assert all(tree.parents == list(range(-1, len(tree.parents) - 1)) for lane in end.lanes[2:] for tree in lane.steps)
+    with pytest.raises(UserError, match="got recycle twice"):
+        next(race(loaded, ["recycle", "auto"], REQUEST, KEYWORDS))
+
+
+def test_race_with_different_tokens(monkeypatch):
+    loaded = LoadedModel(*parts(), "bytes")
+
+    def stream(pipe, method, request, keywords):
+        answer = StreamedAnswer(pipe.name, method, token_ids=[1, 2 if method == "none" else 3], seconds=1.0)
+        yield answer
+
+    monkeypatch.setattr("demos.racing.stream_answer", stream)
+    *_, end = race(loaded, ["none", "ngram"], REQUEST, KEYWORDS)
+    assert (end.equal, end.difference.position, end.difference.plain) == (False, 1, 2)
 
 
 def test_interleaved_races_do_not_interfere():
     loaded = [LoadedModel(*parts(), "one"), LoadedModel(*parts(), "other")]
     prompts = ["abcabcabd", "one, two, one, two"]
-    races = [race(one, "recycle", {"prompt": p}, KEYWORDS) for one, p in zip(loaded, prompts, strict=True)]
+    races = [race(x, ["none", "recycle"], {"prompt": p}, KEYWORDS) for x, p in zip(loaded, prompts, strict=True)]
     ends = [[state for state in states if state][-1] for states in zip(*zip_longest(*races), strict=True)]
     for prompt, end in zip(prompts, ends, strict=True):
         assert end.equal
-        assert end.plain.token_ids == Pipeline(*parts()).generate(prompt, **KEYWORDS).token_ids
+        assert end.baseline.token_ids == Pipeline(*parts()).generate(prompt, **KEYWORDS).token_ids
 
 
 def test_race_steps_the_method_that_used_less_time(monkeypatch):
     steps = []
 
-    def stream_answer(pipe, request, keywords):
-        drafter = label(pipe)
+    def stream_answer(pipe, drafter, request, keywords):
         run = StreamedAnswer(pipe.name, drafter)
         cost = 1.0 if drafter == "none" else 2.5
         while run.seconds < 10:
@@ -196,10 +225,10 @@ def test_race_steps_the_method_that_used_less_time(monkeypatch):
             steps.append(drafter)
             yield run
 
-    monkeypatch.setattr("demos.streaming.stream_answer", stream_answer)
-    monkeypatch.setattr("demos.streaming._compare", lambda *_: None)
+    monkeypatch.setattr("demos.racing.stream_answer", stream_answer)
+    monkeypatch.setattr("demos.racing._compare", lambda *_: None)
     monkeypatch.setattr(Pipeline, "generate", lambda *_, **__: None)
-    list(race(LoadedModel(*parts(), "bytes"), "ngram", REQUEST, KEYWORDS))
+    list(race(LoadedModel(*parts(), "bytes"), ["none", "ngram"], REQUEST, KEYWORDS))
     clocks = {"none": 0.0, "ngram": 0.0}
     for name in steps:
         if max(clocks.values()) < 10:  # afterwards the other one runs alone

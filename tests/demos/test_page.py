@@ -10,15 +10,21 @@ from demos import page as page_module
 from demos.catalog import make_catalog
 from demos.chat_request import Upload
 from demos.page import Conversation, build
+from demos.racing import Race
 from demos.samples import TEXTS
 from demos.service import Service
 from demos.storage import UploadFolder
-from demos.streaming import Race, StreamedAnswer
+from demos.streaming import StreamedAnswer, Token
 from mmspec import plugins
 from mmspec.engine.stats import Stats
 from vision.embedded import samples
 
-SETTINGS = ("auto", 0.0, 12, 8)  # drafter, temperature, max new tokens, frames
+SETTINGS = ("auto", 0.0, None, 12, 8)  # drafter, temperature, seed, max new tokens, frames
+
+
+def said_yes(drafter, **complete):
+    tokens = {"text": "yes", "token_ids": [1], "tokens": [Token("yes", "first", 0)], "pass_ends": [1.0], "seconds": 1.0}
+    return StreamedAnswer("m", drafter, **tokens, **({"stats": Stats(), "finish_reason": "stop"} | complete))
 
 
 class Echo(Service):
@@ -26,12 +32,11 @@ class Echo(Service):
 
     def answer(self, request):
         self.requests.append(request)
-        yield StreamedAnswer("m", "none", text="yes", stats=Stats(), finish_reason="stop")
+        yield said_yes("none")
 
-    def race(self, request):
+    def race(self, request, methods=None):
         self.requests.append(request)
-        runs = [StreamedAnswer("m", "none", text="yes", stats=Stats(), finish_reason="stop") for _ in range(2)]
-        yield Race(*runs, end_to_end_ratio=1.0, equal=True)
+        yield Race([said_yes("none"), said_yes("ngram")], equal=True)
 
 
 @pytest.fixture
@@ -47,17 +52,20 @@ def ask(service, monkeypatch):
     """Press "Ask" or "Race" in the tab of a kind; returns the final conversation and HTML."""
     tabs, init = {}, page_module._Tab.__init__
 
-    def record(self, service, kind, folder):
+    def record(self, service, kind, *rest, **options):
         tabs[kind] = self
-        init(self, service, kind, folder)
+        init(self, service, kind, *rest, **options)
 
     monkeypatch.setattr(page_module._Tab, "__init__", record)
     build(service, service.uploads.folder / "samples")
 
-    def press_button(kind, prompt, model, *media, conversation=None, press="_ask"):
+    def press_button(kind, prompt, model, *media, conversation=None, press="ask"):
         handler = getattr(tabs[kind], press)
-        return list(handler(conversation or Conversation(), prompt, model, *SETTINGS, *media))[-1][:2]
+        return list(handler(conversation or Conversation(), prompt, ["none", "ngram"], model, *SETTINGS, *media))[-1][
+            :2
+        ]
 
+    press_button.tabs = tabs
     return press_button
 
 
@@ -78,7 +86,7 @@ def test_conversations_have_different_seeds(ask, service):
     assert seeds[2] not in (0, seeds[0])
 
 
-@pytest.mark.parametrize("press", ["_ask", "_race"])
+@pytest.mark.parametrize("press", ["ask", "race"])
 def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
     Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
     own = store_upload(service, tmp_path / "lake.png")
@@ -91,7 +99,7 @@ def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
         assert html.count(plugins.limits(model or "tiny-llava")) == 1
 
 
-@pytest.mark.parametrize("press", ["_ask", "_race"])
+@pytest.mark.parametrize("press", ["ask", "race"])
 def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
     Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
     sample = store_upload(service, samples() / "scene.png")
@@ -107,9 +115,42 @@ def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
         assert "mm-limits" not in html
 
 
-@pytest.mark.parametrize("press", ["_ask", "_race"])
+@pytest.mark.parametrize("press", ["ask", "race"])
 def test_names_outside_the_catalog_raise(ask, service, press):
     _, html = ask("text", "Hello", "/etc", press=press)
-    offered = ", ".join(plugins.embedded())
+    offered = ", ".join(plugins.installed())
     assert f"model must be one that this server offers: expected {offered}, got &#x27;/etc&#x27;" in html
     assert service.requests == []
+
+
+def test_given_seed(service, ask, monkeypatch):
+    monkeypatch.setattr("tests.demos.test_page.SETTINGS", ("auto", 0.0, 7, 12, 8))
+    ask("text", "Hello", "tiny-hybrid")
+    assert service.requests[0].seed == 7
+
+
+@pytest.mark.parametrize("press", ["ask", "race"])
+def test_turns_are_kept(ask, service, press):
+    conversation, _ = ask("text", "Hello", "tiny-hybrid", press=press)
+    _, html = ask("text", "And?", "tiny-hybrid", conversation=conversation, press=press)
+    assert service.requests[1].history == [("Hello", "yes")]
+    assert html.index("Hello") < html.index("And?")
+
+
+def test_stopped_answer_is_kept_as_a_turn(ask, service):
+    conversations = []
+
+    def answer(request):
+        while True:
+            yield said_yes("none", stats=None)
+            conversations[-1].stop.set()
+
+    service.answer = answer
+    for outputs in ask.tabs["text"].ask(Conversation(), "Hello", [], "tiny-hybrid", *SETTINGS):
+        if isinstance(outputs[0], Conversation):
+            conversations.append(outputs[0])
+    assert conversations[-1].history == [("Hello", "yes")]
+    assert conversations[-1].stop is None
+    assert "stopped" in conversations[-1].turns[0][2]
+    assert "stopped" in outputs[1]
+    assert [button.interactive for button in outputs[3:]] == [True, True, False]

@@ -84,11 +84,45 @@ def test_compare_endpoint(client):
     result = client.predict("Describe the image.", handle_file(IMAGE), api_name="/compare", **SHORT)
     assert result["equal"] is True
     assert result["first_difference"] == -1
-    assert result["plain"]["text"] == result["speculative"]["text"] != ""
-    assert result["plain"]["drafter"] == "none"
-    assert result["plain"]["acceptance"] == 1.0 <= result["speculative"]["acceptance"]
-    speeds = [result[method]["tokens_per_second"] for method in ("speculative", "plain")]
-    assert result["decode_speedup"] == pytest.approx(speeds[0] / speeds[1])
+    plain, fast = result["lanes"]
+    assert plain["text"] == fast["text"] != ""
+    assert (result["baseline"], result["fastest"]) == (plain["drafter"], fast["drafter"]) == ("none", "flash")
+    assert plain["acceptance"] == 1.0 <= fast["acceptance"]
+    assert result["decode_speedup"] == pytest.approx(fast["tokens_per_second"] / plain["tokens_per_second"])
+    assert result["end_to_end_speedup"] == pytest.approx(plain["seconds"] / fast["seconds"])
+
+
+def test_compare_takes_a_video_and_methods(client):
+    methods = ["none", "msd", "msd@chain", "ngram"]
+    given = {"video": handle_file(VIDEO), "frames": 2, "methods": methods, **SHORT}
+    result = client.predict(prompt="Describe the video.", api_name="/compare", **given)
+    assert [lane["drafter"] for lane in result["lanes"]] == methods
+    assert len({lane["text"] for lane in result["lanes"]}) == 1
+    assert result["equal"]
+
+
+def test_every_parameter_is_documented(client):
+    found = client.view_api(print_info=False, return_format="dict")["named_endpoints"]
+    for endpoint in found.values():
+        assert endpoint["description"]
+        for parameter in endpoint["parameters"]:
+            assert len(parameter["python_type"]["description"]) > 10
+
+
+def test_named_subset_of_parameters_over_http(address):
+    given = {"prompt": "Work out: 3 + 4", "max_new_tokens": 12}
+    joined = httpx.post(f"{address}gradio_api/call/v2/generate", json=given, timeout=TIMEOUT).json()
+    events = httpx.get(f"{address}gradio_api/call/generate/{joined['event_id']}", timeout=TIMEOUT).text
+    assert "event: complete" in events
+    assert '"text": "3 + 4' in events
+
+
+def test_full_queue_is_a_sentence(client, models, monkeypatch):
+    monkeypatch.setattr("demos.models.RUNNING", 0)
+    monkeypatch.setattr("demos.models.WAITING", 0)
+    for name in ("/generate", "/compare"):
+        with pytest.raises(AppError, match="the server is busy: at most 0 requests run or wait, try again in a minute"):
+            client.predict("Work out: 3 + 4", api_name=name)
 
 
 def test_answers_are_streamed(client):
@@ -109,6 +143,9 @@ def test_answers_are_streamed(client):
         ("/generate", {"prompt": "x" * 4001}, "at most 4000 characters"),
         ("/generate", {"prompt": "x", "temperature": -1}, "temperature must be 0 or"),
         ("/generate", {"prompt": None}, "prompt must be of type str"),
+        ("/compare", {"prompt": "x", "methods": ["none"]}, "expected 2 to 4 different ones, got Plain"),
+        ("/compare", {"prompt": "x", "methods": "none"}, "methods must be a list of names"),
+        ("/compare", {"prompt": "x", "methods": ["none", "ngram+recycle@chain"]}, "chains need a drafter with a width"),
         ("/caption_image", {"image": None}, "no image was uploaded"),
         ("/caption_image", {"image": {"path": "/etc/hostname"}}, "the image must be uploaded"),
         ("/caption_image", {"image": {"path": "https://example.org/a.png"}}, "the image must be uploaded"),
@@ -294,7 +331,7 @@ def test_concurrent_clients_get_the_answers_that_they_would_get_alone(address, c
     ]
     assert [answer["text"] for answer in answers] == [one.text.strip() for one in alone]
     assert race["equal"]
-    assert race["plain"]["text"] == answers[0]["text"]
+    assert race["lanes"][0]["text"] == answers[0]["text"]
 
 
 def test_login(guarded):

@@ -1,15 +1,19 @@
 """Tests of the HTML of hand-written answers: tokens, statistics, races, plots."""
 
-from dataclasses import replace
+import json
+import re
+from html import unescape
 from xml.etree import ElementTree
 
 import pytest
 
-from demos.answer_details import answer_details, plots_html, tree_html
+from demos.chat_request import ChatRequest
 from demos.endpoints import answer_result
 from demos.plots import histogram, time_split
-from demos.streaming import Race, StreamedAnswer, Token
-from demos.views import conversation_html, race_html, tokens_html
+from demos.racing import Race
+from demos.recording import recording
+from demos.streaming import StreamedAnswer, Token
+from demos.views import claim_html, result_html, stopped_html, tokens_html
 from mmspec.compare import Difference
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece
@@ -39,8 +43,8 @@ def finished(drafter="msd", ids=(65, 66, 67, 68, 69, 70), seconds=2.0):
     stats.num_generated_tokens = 1
     for drafted, depth, accepted, emitted in ((3, 2, 2, 3), (0, 0, 0, 1), (1, 1, 0, 1)):
         stats.record_step(drafted, depth, accepted, emitted)
-    answer.append(Piece(text(ids), list(ids), "stop", stats, STEPS if drafter != "none" else []), text)
     answer.seconds = seconds
+    answer.append(Piece(text(ids), list(ids), "stop", stats, STEPS if drafter != "none" else []), text)
     return answer
 
 
@@ -76,27 +80,51 @@ def test_character_of_several_tokens_is_shown_when_complete():
     assert [token.text for token in answer.tokens] == ["", "é", "!"]
 
 
+def test_passes_of_one_piece_have_equal_shares_of_its_time():
+    assert finished().pass_ends == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert (finished().passes, finished("none").passes) == (3, 5)
+    answer = StreamedAnswer("tiny", "msd", seconds=1.0)
+    answer.append(Piece("A", [65]), text)
+    answer.seconds = 3.0
+    answer.append(Piece("BCD", [66, 67, 68], trees=STEPS[:1]), text)
+    assert answer.pass_ends == [1.0, 3.0]
+
+
 def test_tokens_are_coloured_and_escaped():
     html = tokens_html([Token(" <b>", "first", 0), Token(" x", "accepted", 1), Token(" y", "accepted", 1)])
-    assert html == '&lt;b&gt; <span class="mm-accepted" title="pass 1: drafted and accepted">x y</span>'
+    first = '<span data-pass="0">&lt;b&gt;</span>'
+    assert html == f'{first} <span class="mm-accepted" title="pass 1: drafted and accepted" data-pass="1">x y</span>'
     html = tokens_html([Token("a", "bonus", 2), Token("\n", "accepted", 3), Token("", "bonus", 3)])
-    assert html == '<span class="mm-bonus" title="pass 2: bonus token, the model\'s own">a</span>\n'
+    assert html == '<span class="mm-bonus" title="pass 2: bonus token, the model\'s own" data-pass="2">a</span>\n'
 
 
-def test_conversation_html():
-    html = conversation_html([("Who?", "<i>me</i>")], "<script>", finished())
+def test_answer_in_a_conversation():
+    html = result_html([("Who?", "<i>me</i>")], "<script>", Race([finished()]))
     assert html.index("Who?") < html.index("<i>me</i>") < html.index("&lt;script&gt;")
     assert "<script>" not in html
-    assert "4 passes" in html
-    assert "drafter msd" in html
-    assert conversation_html([], "", None, note="<oops>").count("&lt;oops&gt;") == 1
+    assert "6 tokens in 3 passes" in html
+    assert result_html([], note="<oops>").count("&lt;oops&gt;") == 2  # shown, and announced
+    assert "2 requests ahead" in result_html([], "Who?", Race([]), ahead=2)
 
 
 def test_note_on_limits_in_html():
     line = '<p class="mm-limits">shapes &amp; texts only</p>'
-    assert conversation_html([("Who?", "me")], "And?", finished(), limits="shapes & texts only").count(line) == 1
-    assert race_html(Race(finished(), finished("none")), limits="shapes & texts only").count(line) == 1
-    assert "mm-limits" not in conversation_html([], "And?", finished()) + race_html(Race(finished(), finished("none")))
+    assert result_html([], "And?", Race([finished()]), limits="shapes & texts only").count(line) == 1
+    assert "mm-limits" not in result_html([], "And?", Race([finished()]))
+
+
+def test_legend_names_only_the_colours_that_there_are():
+    assert "mm-legend" not in result_html([], "And?", Race([finished("none")]))
+    answer = StreamedAnswer("tiny", "msd")
+    answer.append(Piece("ABCD", [65, 66, 67, 68], trees=STEPS[:1]), text)
+    answer.tokens = [token for token in answer.tokens if token.origin != "bonus"]
+    legend = re.search('<p class="mm-legend">.*?</p>', result_html([], "And?", Race([answer])))[0]
+    assert ("drafted and accepted" in legend, "bonus" in legend) == (True, False)
+
+
+def test_stopped_answer_has_a_mark():
+    assert "stopped</span>" in result_html([], "And?", Race([finished()]), stopped=True)
+    assert stopped_html("A") == 'A <span class="mm-mark">stopped</span>'
 
 
 def test_answer_result():
@@ -113,31 +141,41 @@ def test_answer_result():
     }
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_race_html(equal):
-    fast, slow = finished(), finished("none", seconds=4.0)
-    race = Race(fast, slow)
-    assert "racing" in race_html(race)
-    assert "waiting until other requests have ended" in race_html(replace(race, waiting=True))
-    race.decode_ratio, race.end_to_end_ratio, race.equal = 2.346, 2.0, equal
-    race.difference = None if equal else Difference(3, 1, 2, 0.0123)
-    html = race_html(race)
-    assert "<b>2.35x</b> the decoding speed, <b>2.00x</b> end to end" in html
-    assert ("The 6 tokens are equal." in html) is equal
-    assert ("differ first at position 3. The logit margin there is 0.012." in html) is not equal
+@pytest.mark.parametrize(
+    ("seconds", "equal", "heading"),
+    [
+        (4.0, True, "The same 6 tokens, 2.0x sooner"),
+        (1.0, True, "The same 6 tokens, 2.0x later"),
+        (4.0, False, "The answers differ from token 4 on"),
+    ],
+)
+def test_race(seconds, equal, heading):
+    race = Race([finished("none", seconds=seconds), finished()])
+    assert "Racing" in result_html([], "Who?", race)
+    assert heading not in claim_html(race)
+    race.equal, race.difference = equal, None if equal else Difference(3, 1, 2, 0.0123)
+    assert f"<h1>{heading}</h1>" in claim_html(race)
+    html = result_html([], "Who?", race)
     assert "each on its own clock" in html
+    assert ("the logit margin at the difference is 0.012" in html) is not equal
+    rows = re.findall("<tr>(.*?)</tr>", html)
+    assert len(rows) == 3
+    assert rows[2].endswith(f"<td>{seconds / 2:.2f}x</td>")
 
 
-def test_answer_details():
-    details = answer_details(finished())
-    assert details is not None
-    assert details.best_step == 1
-    tree = ElementTree.fromstring(tree_html(details, 1))
-    kinds = [group.get("class") for group in tree.iter(f"{SVG}g")]
-    assert kinds[:5] == ["root", "kept", "kept", "rejected", "bonus"]
-    assert tree_html(details, 0) == tree_html(details, 4) == tree_html(None, 1) == ""
-    assert "Passes by accepted draft tokens" in plots_html(details)
-    assert answer_details(finished("none")) is None
+def test_recording():
+    race = Race([finished("none"), finished("msd@chain")])
+    recorded = recording(race.lanes, ChatRequest("text", "Who?", model="tiny", seed=3), None)
+    html = result_html([], "Who?", race, recorded=recorded)
+    read = json.loads(unescape(re.search('data-recording="(.*?)"', html)[1]))
+    assert read["settings"]["methods"] == ["none", "msd@chain"]
+    assert (read["settings"]["seed"], "example" in read["settings"]) == (3, False)
+    plain, chain = read["lanes"]
+    assert (plain["label"], chain["label"]) == ("Plain", "MSD, chain")
+    assert (plain["emitted"], chain["emitted"]) == ([1] * 6, [1, 3, 1, 1])
+    assert chain["trees"][0]["path"] == [0, 1, 2]
+    assert chain["texts"]["90"] == "Z"
+    assert plain["trees"] == []
 
 
 def test_plots():

@@ -13,10 +13,11 @@ from eval import hybrid
 from eval.decoding.tiny_models import mamba_network, msd_network
 from eval.decoding.trees_and_chains import compare_trees_with_chains, fastest, methods_by_kind
 from eval.decoding.unrolled import UnrolledTarget
-from eval.harness.drafters import ProfiledDrafter, as_chain
+from eval.harness.drafters import ProfiledDrafter
 from eval.harness.prompts import held_out_texts
 from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec import TokenTree, UserError
+from mmspec.drafters.chain import as_chain
 from mmspec.drafters.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle

@@ -1,0 +1,108 @@
+"""Components of one tab of the page: inputs on the left, the result on the right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from demos import views
+from demos.catalog import Catalog
+from demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Kind
+from demos.methods import FEWEST, MOST, label
+from demos.samples import examples
+from demos.uploads import ImageUpload, VideoUpload
+
+
+class Controls:
+    """The components of a tab.
+
+    Args:
+        folder: where the examples are rendered.
+        opened: whether the first example is selected.
+
+    Attributes:
+        settings: components of a request's settings, in the order of ``demos.page``.
+        media: the upload, in a list; empty for texts.
+    """
+
+    def __init__(self, catalog: Catalog, kind: Kind, folder: Path, opened: bool) -> None:
+        self.catalog, self.kind = catalog, kind
+        self.examples = examples(kind, folder)
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=2, min_width=300, elem_classes="mm-side"):
+                self._add_inputs(opened)
+                with gr.Accordion("Settings", open=False):
+                    self._add_settings()
+            with gr.Column(scale=3, min_width=300):
+                self.result = gr.HTML(
+                    views.result_html([]), elem_classes="mm-out", apply_default_css=False, min_height=200
+                )
+
+    def _add_inputs(self, opened: bool) -> None:
+        self.media: list[Any] = []
+        given = self.examples[0].value if opened else None
+        if self.kind == "image":
+            sources: Any = ["upload", "clipboard"]
+            self.media = [ImageUpload(given, label="Image", type="filepath", sources=sources, height=240, buttons=[])]
+        elif self.kind == "video":
+            self.media = [VideoUpload(given, label="Video", sources=["upload"], height=240, buttons=[])]
+        model = self.catalog.default_model(self.kind)
+        self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
+        with gr.Row(elem_classes="mm-examples"):
+            self.example_buttons = [
+                gr.Button(one.label, icon=one.icon, size="sm", elem_classes="mm-example") for one in self.examples
+            ]
+        text = self.kind == "text"
+        self.prompt = gr.Textbox(
+            given if text else DEFAULT_PROMPTS[self.kind],
+            label="Prompt",
+            lines=4 if text else 1,
+            max_lines=8,
+            max_length=MAX_PROMPT_CHARS,
+            placeholder="Ask something",
+            elem_classes="mm-prompt",
+        )
+        self.methods = gr.CheckboxGroup(
+            self.method_choices(model),
+            value=self.catalog.methods(model)[:FEWEST],
+            label=f"Methods to race, {FEWEST} to {MOST}",
+            elem_classes="mm-methods",
+        )
+        with gr.Row(elem_classes="mm-buttons"):
+            self.race = gr.Button("Race", variant="primary", size="md", elem_classes="mm-go")
+            self.ask = gr.Button("Ask", size="md", elem_classes="mm-ask")
+            self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop", interactive=False)
+            self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
+
+    def _add_settings(self) -> None:
+        catalog = self.catalog  # names are checked when a request is answered
+        self.model = gr.Dropdown(
+            catalog.models_for(self.kind),
+            value=catalog.default_model(self.kind),
+            label="Model",
+            info="or any hub id or folder" if catalog.open else None,
+            allow_custom_value=True,
+        )
+        self.drafter = gr.Dropdown(
+            list(catalog.drafters),
+            value="auto",
+            label="Drafter of Ask",
+            info="or a checkpoint's hub id or folder, which can then be raced, too" if catalog.open else None,
+            allow_custom_value=True,
+        )
+        self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy")
+        self.seed = gr.Number(None, label="Seed", info="of sampling; empty: a new one per conversation", precision=0)
+        self.length = gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Max new tokens")
+        self.frames = gr.Slider(
+            1, MAX_FRAMES, 8, step=1, label="Frames", info="sampled evenly", visible=self.kind == "video"
+        )
+        self.settings = [self.model, self.drafter, self.temperature, self.seed, self.length, self.frames]
+
+    def method_choices(self, model: str, drafter: str = "auto") -> list[tuple[str, str]]:
+        """Choices of the method picker: what the model can run, and the drafter that was entered."""
+        names = self.catalog.methods(model)
+        if drafter and drafter not in (*self.catalog.drafters, *names):
+            names.append(drafter)
+        return [(label(name), name) for name in names]

@@ -1,0 +1,389 @@
+/* Replay of recorded answers. Python renders the lanes with the pass of every token (data-pass) and the recording as JSON
+   (data-recording, see demos/recording.py); this file adds the player, the draft trees, the table of probabilities and the links to share. */
+(() => {
+"use strict";
+
+const SLOWER = [1, 3, 10, 30, 100, 300];
+const WATCH_SECONDS = 15; // of the default speed
+const CHECKED = 0.85; // share of a pass after which its verdict is shown
+const ROW = 30, BOX = 24, GAP = 8, CHAR = 7.3, PHONE = 480;
+const FATES = { root: "last token", kept: "accepted", rejected: "rejected", bonus: "bonus token" };
+
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+function shape(name, attributes, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+const percent = (share) => share == null ? "" : share < 0.001 ? "< 0.1%" : share > 0.999 ? "> 99.9%" : `${(100 * share).toFixed(1)}%`;
+const seconds = (time) => `${time.toFixed(2)} s`;
+const count = (number, noun) => `${number || "no"} ${noun}${number === 1 ? "" : "s"}`;
+const visible = (text) => text.trim() || JSON.stringify(text);
+
+/* ---------------------------------------------------------------- draft trees */
+
+/** Nodes of a pass with text, parent, level, row, fate and probabilities; the bonus token is the last one. */
+function nodesOf(lane, pass) {
+  const tree = lane.trees[pass - 1], kept = new Set(tree.path);
+  const nodes = tree.tokens.map((token, i) => ({
+    text: visible(lane.texts[token]), parent: tree.parents[i], model: i ? tree.probs[i] : null,
+    drafter: i && tree.guesses ? tree.guesses[i] : null, fate: i ? (kept.has(i) ? "kept" : "rejected") : "root",
+  }));
+  const bonus = { text: visible(lane.texts[tree.bonus]), parent: tree.path.at(-1), model: tree.bonus_prob, drafter: null,
+    fate: "bonus" };
+  nodes.push(bonus);
+  const children = nodes.map(() => []);
+  nodes.forEach((node, i) => { if (node.parent >= 0) children[node.parent].push(i); });
+  let used = 0;
+  (function place(i, level) {
+    nodes[i].level = level;
+    nodes[i].row = used;
+    children[i].forEach((child, place_) => { if (place_) used += 1; place(child, level + 1); });
+  })(0, 0);
+  return nodes;
+}
+
+/** Widths of the columns from level `first` on that fit, and how many of them do. */
+function columns(nodes, width, first) {
+  const levels = 1 + Math.max(...nodes.map((node) => node.level)), phone = width < PHONE;
+  const wide = Array.from({ length: levels }, (_, level) => Math.max(...nodes.filter((node) => node.level === level)
+    .map((node) => Math.min(Math.max(node.text.length * CHAR + 16, 34), 120))));
+  const shown = Math.min(levels, phone ? 4 : Math.floor((width + GAP) / (36 + GAP)));
+  const from = Math.max(0, Math.min(first, levels - shown)), part = wide.slice(from, from + shown);
+  const room = width - GAP * (shown - 1) - 2;
+  let cap = Math.max(...part);
+  while (cap > 30 && part.reduce((sum, one) => sum + Math.min(one, cap), 0) > room) cap -= 1;
+  return { from, shown, levels, widths: part.map((one) => Math.min(one, cap)) };
+}
+
+/** SVG of a pass. `levels`: how many levels have been drafted; `verdict`: whether the model's choice is shown. */
+function drawTree(nodes, grid, title, { levels, verdict, checking }) {
+  const left = grid.widths.map((_, i) => 1 + grid.widths.slice(0, i).reduce((sum, one) => sum + one + GAP, 0));
+  const width = left.at(-1) + grid.widths.at(-1) + 1;
+  const height = (1 + Math.max(...nodes.map((node) => node.row))) * ROW + 4;
+  const svg = shape("svg", { class: `mm-tree${checking ? " checking" : ""}`, role: "img", width, height,
+    viewBox: `0 0 ${width} ${height}` }, shape("title", {}, title));
+  const fate = (node) => verdict || node.fate === "root" ? node.fate : "drafted";
+  const shown = (node) => node.fate === "bonus" ? verdict : node.level <= levels;
+  const x = (level) => left[level - grid.from], wide = (level) => grid.widths[level - grid.from];
+  const inside = (level) => level >= grid.from && level < grid.from + grid.shown;
+  const y = (node) => node.row * ROW + BOX / 2 + 2;
+  for (const node of nodes.filter(shown)) {
+    const parent = nodes[node.parent];
+    if (!parent || !(inside(node.level) || inside(parent.level))) continue;
+    const start = inside(parent.level) ? x(parent.level) + wide(parent.level) : 0;
+    const end = inside(node.level) ? x(node.level) : width, middle = (start + end) / 2;
+    svg.append(shape("path", { class: ["kept", "bonus"].includes(fate(node)) ? "kept" : "left",
+      d: `M${start} ${y(parent)} C${middle} ${y(parent)} ${middle} ${y(node)} ${end} ${y(node)}` }));
+  }
+  nodes.forEach((node, i) => {
+    if (!shown(node) || !inside(node.level)) return;
+    const room = Math.floor((wide(node.level) - 8) / CHAR);
+    const text = node.text.length <= room ? node.text : `${node.text.slice(0, Math.max(room - 1, 1))}…`;
+    const about = [node.drafter == null ? "" : `drafter ${percent(node.drafter)}`,
+      node.model == null ? "" : `model ${percent(node.model)}`].filter(Boolean).join(", ");
+    svg.append(shape("g", { class: fate(node), "data-node": i },
+      shape("title", {}, `${node.text}: ${FATES[node.fate]}${about ? `; ${about}` : ""}`),
+      shape("rect", { x: x(node.level), y: y(node) - BOX / 2, width: wide(node.level), height: BOX, rx: 6 }),
+      shape("text", { x: x(node.level) + wide(node.level) / 2, y: y(node) + 4.5 }, text)));
+  });
+  return svg;
+}
+
+function probabilities(nodes, caption) {
+  const head = ["token", "level", "drafter", "model", "result"].map((name) => element("th", { scope: "col" }, name));
+  const rows = nodes.map((node, i) => element("tr", { class: node.fate, "data-node": i },
+    element("th", { scope: "row", style: `padding-left:${8 + 10 * Math.min(node.level, 8)}px` }, node.text),
+    element("td", {}, String(node.level)), element("td", {}, percent(node.drafter)), element("td", {}, percent(node.model)),
+    element("td", {}, FATES[node.fate])));
+  return element("table", { class: "mm-table mm-probabilities" }, element("caption", {}, caption),
+    element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
+}
+
+/* ---------------------------------------------------------------- the player */
+
+class Replay {
+  constructor(section, recorded) {
+    this.section = section;
+    this.settings = recorded.settings;
+    this.lanes = recorded.lanes;
+    this.boxes = [...section.querySelectorAll(".mm-lane")];
+    this.counts = this.boxes.map((box) => box.querySelector(".mm-count").textContent);
+    this.total = Math.max(...this.lanes.map((lane) => lane.ends.at(-1) ?? 0));
+    this.longest = Math.max(...this.lanes.map((lane) => lane.emitted.reduce((sum, one) => sum + one, 0)), 1);
+    this.time = this.total;
+    this.playing = false;
+    this.first = null; // first level that is shown; null follows the replay
+    this.drafted = this.lanes.filter((lane) => lane.trees.length);
+    this.lane = this.drafted.reduce((best, lane) => !best || lane.seconds < best.seconds ? lane : best, null);
+    this.addPlayer();
+    if (this.lane) this.addTree();
+    this.addSharing();
+    this.rest = true; // the whole text, and the pass with the longest accepted path
+    this.render();
+  }
+
+  addPlayer() {
+    const fitting = SLOWER.reduce((best, one) =>
+      Math.abs(Math.log(one * this.total / WATCH_SECONDS)) < Math.abs(Math.log(best * this.total / WATCH_SECONDS)) ? one : best);
+    this.slower = fitting;
+    this.button = element("button", { type: "button", class: "mm-play", onclick: () => this.toggle() });
+    this.scrub = element("input", { type: "range", min: 0, max: 1000, step: 1, "aria-label": "Time of the replay",
+      oninput: () => this.seek(this.total * this.scrub.value / 1000) });
+    this.clock = element("span", { class: "mm-clock" });
+    const options = SLOWER.map((one) =>
+      element("option", { value: one, ...(one === fitting ? { selected: "" } : {}) }, one === 1 ? "real time" : `${one}x slower`));
+    const speed = element("select", { "aria-label": "Speed of the replay", onchange: () => { this.slower = +speed.value; } },
+      ...options);
+    this.section.querySelector(".mm-player").append(this.button, this.scrub, this.clock, speed);
+  }
+
+  addTree() {
+    const view = this.section.querySelector(".mm-tree-view");
+    this.slider = element("input", { type: "range", min: 1, step: 1, "aria-label": "Pass",
+      oninput: () => this.seek(this.lane.ends[+this.slider.value]) });
+    this.number = element("span", { class: "mm-clock" });
+    this.phase = element("p", { class: "mm-phase" });
+    this.canvas = element("div", { class: "mm-scroll", onclick: (event) => {
+      const at = event.target.closest("[data-node]");
+      this.open(true, at && at.dataset.node);
+    } });
+    this.earlier = element("button", { type: "button", onclick: () => this.page(-1) }, "‹ Earlier levels");
+    this.later = element("button", { type: "button", onclick: () => this.page(1) }, "Later levels ›");
+    this.levels = element("span", {});
+    this.pager = element("div", { class: "mm-pager", hidden: "" }, this.earlier, this.levels, this.later);
+    this.opener = element("button", { type: "button", "aria-expanded": "false", onclick: () => this.open(!this.opened) },
+      "Table of probabilities");
+    this.table = element("div", { class: "mm-wide", tabindex: "0", role: "region", "aria-label": "Probabilities", hidden: "" });
+    const head = element("div", { class: "mm-tree-head" }, element("h3", { class: "mm-part" }, "Draft tree"));
+    if (this.drafted.length > 1) {
+      const pick = element("select", { "aria-label": "Lane of the draft tree", onchange: () => {
+        this.lane = this.drafted[+pick.value];
+        this.first = null;
+        this.rest ? this.render() : this.seek(this.time);
+      } }, ...this.drafted.map((lane, i) =>
+        element("option", { value: i, ...(lane === this.lane ? { selected: "" } : {}) }, lane.label)));
+      head.append(pick);
+    }
+    head.append(this.slider, this.number);
+    view.append(head, this.phase, this.canvas, this.pager, this.opener, this.table);
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
+    for (const box of this.boxes) {
+      box.querySelector(".mm-text").addEventListener("click", (event) => {
+        const lane = this.lanes[this.boxes.indexOf(box)], pass = +(event.target.dataset.pass ?? 0);
+        if (lane === this.lane && pass > 0) this.seek(lane.ends[pass]);
+      });
+    }
+  }
+
+  addSharing() {
+    const said = element("span", { role: "status" }), say = (text) => { said.textContent = text; };
+    const button = (name, act) => element("button", { type: "button", onclick: act }, name);
+    const copied = (text, message) => copy(text).then(() => say(message), () => say("The browser refused to copy."));
+    this.section.querySelector(".mm-share").append(
+      button("Copy answer", () => copied(this.lanes[0].text, "Answer copied.")),
+      button("Copy link", () => copied(linkTo(this.settings), this.settings.kind === "text" || this.settings.example
+        ? "Link copied." : `Link to these settings copied; the ${this.settings.kind} is not part of it.`)),
+      button("Save as file", () => {
+        const file = new Blob([JSON.stringify({ settings: this.settings, lanes: this.lanes }, null, 1)],
+          { type: "application/json" });
+        const link = element("a", { href: URL.createObjectURL(file), download: "mmspec-race.json" });
+        link.click();
+        URL.revokeObjectURL(link.href);
+        say("Saved.");
+      }), said);
+  }
+
+  toggle() {
+    this.playing = !this.playing;
+    this.first = null;
+    if (this.playing) {
+      if (this.time >= this.total) this.time = 0;
+      this.rest = false;
+      this.last = performance.now();
+      requestAnimationFrame((now) => this.frame(now));
+    }
+    this.render();
+  }
+
+  frame(now) {
+    if (!this.playing || !this.section.isConnected) return;
+    this.time = Math.min(this.time + (now - this.last) / 1000 / this.slower, this.total);
+    this.last = now;
+    if (this.time >= this.total) this.playing = false;
+    else requestAnimationFrame((next) => this.frame(next));
+    this.render();
+  }
+
+  seek(time) {
+    this.playing = this.rest = false;
+    this.first = null;
+    this.time = time;
+    this.render();
+  }
+
+  page(direction) {
+    this.first = this.grid.from + direction * Math.max(this.grid.shown - 1, 1);
+    this.draw();
+  }
+
+  open(opened, node) {
+    this.opened = opened;
+    this.opener.setAttribute("aria-expanded", String(opened));
+    this.table.hidden = !opened;
+    this.fill();
+    for (const row of this.table.querySelectorAll("tr[data-node]")) row.classList.toggle("chosen", row.dataset.node === node);
+    const chosen = this.table.querySelector(".chosen");
+    if (chosen) chosen.scrollIntoView({ block: "nearest" });
+  }
+
+  render() {
+    const end = this.time >= this.total;
+    this.button.textContent = this.playing ? "Pause" : end ? "Replay in slow motion" : "Play";
+    this.scrub.value = Math.round(1000 * this.time / this.total);
+    this.scrub.setAttribute("aria-valuetext", `${seconds(this.time)} of ${seconds(this.total)}`);
+    this.clock.textContent = seconds(this.time);
+    if (this.lane) this.place();
+    this.lanes.forEach((lane, i) => this.renderLane(lane, this.boxes[i], this.counts[i]));
+    if (this.lane) this.draw();
+  }
+
+  renderLane(lane, box, whole) {
+    const ended = lane.ends.filter((end) => end <= this.time + 1e-9).length;
+    const done = ended === lane.ends.length;
+    const tokens = lane.emitted.slice(0, ended).reduce((sum, one) => sum + one, 0);
+    box.querySelector(".mm-count").textContent = done ? whole : `${count(tokens, "token")} · ${seconds(Math.min(this.time, lane.seconds))}`;
+    box.querySelector(".mm-bar i").style.width = `${100 * tokens / this.longest}%`;
+    for (const span of box.querySelectorAll("[data-pass]")) {
+      span.classList.toggle("mm-later", +span.dataset.pass >= ended);
+      span.classList.toggle("mm-now", lane === this.lane && +span.dataset.pass === this.pass);
+    }
+  }
+
+  /** The pass of the tree's lane at the current time, and how far it is. */
+  place() {
+    const { ends, trees } = this.lane;
+    if (this.rest) {
+      this.pass = 1 + trees.reduce((best, tree, i) => tree.path.length > trees[best].path.length ? i : best, 0);
+      this.done = 1;
+      return;
+    }
+    const last = Math.min(trees.length, ends.length - 1);
+    this.pass = Math.min(Math.max(ends.findIndex((end) => end >= this.time - 1e-9), 1), last);
+    if (this.time >= ends[last]) this.pass = last;
+    this.done = Math.min(Math.max((this.time - ends[this.pass - 1]) / (ends[this.pass] - ends[this.pass - 1]), 0), 1);
+    if (this.time < ends[0]) this.done = -1;
+  }
+
+  draw() {
+    const lane = this.lane, nodes = nodesOf(lane, this.pass), width = this.canvas.clientWidth - 16;
+    if (width <= 0) return;
+    const deepest = Math.max(0, ...nodes.filter((node) => node.fate !== "bonus").map((node) => node.level));
+    const [draft, verify] = lane.shares, drafting = CHECKED * Math.min(Math.max(draft / (draft + verify || 1), 0.3), 0.7);
+    const verdict = this.done >= CHECKED, checking = !verdict && this.done >= drafting;
+    const levels = verdict || checking ? deepest : Math.max(0, Math.ceil(deepest * this.done / drafting));
+    const end = nodes.at(-1).level; // of the bonus token
+    const follow = this.rest ? 0 : verdict ? end - 3 : checking ? 0 : levels - 3;
+    this.grid = columns(nodes, width, this.first ?? (width < PHONE ? follow : 0));
+    const accepted = nodes.filter((node) => node.fate === "kept").length, drafted = nodes.length - 2;
+    const total = lane.ends.length - 1, name = `Pass ${this.pass} of ${total}`;
+    const title = `Draft tree of pass ${this.pass} of ${total}: ${count(drafted, "draft token")}, ${accepted} accepted, then the bonus token`;
+    this.slider.max = Math.min(lane.trees.length, total);
+    this.slider.value = this.pass;
+    this.slider.setAttribute("aria-valuetext", name);
+    this.number.textContent = name;
+    this.phase.textContent = this.done < 0 ? "Prefill: the model reads the prompt."
+      : verdict ? `Kept: ${count(accepted, "draft token")} of ${drafted}, and the bonus token: ${count(accepted + 1, "token")} from one pass of the model.`
+      : checking ? `Checking: the model verifies ${count(drafted, "draft token")} in one pass.`
+      : `Drafting: the drafter proposes ${count(drafted, "token")}.`;
+    const key = [lane.method, this.pass, levels, verdict, checking, this.grid.from, width].join();
+    if (key === this.key) return;
+    this.key = key;
+    this.canvas.replaceChildren(drawTree(nodes, this.grid, title, { levels, verdict, checking }));
+    this.canvas.style.minHeight = `${Math.min(this.tallest(), 420)}px`;
+    const cut = this.grid.shown < this.grid.levels, last = this.grid.from + this.grid.shown - 1;
+    this.pager.hidden = !cut;
+    this.levels.textContent = `levels ${Math.max(this.grid.from, 1)} to ${last} of ${this.grid.levels - 1}`;
+    this.earlier.disabled = this.grid.from === 0;
+    this.later.disabled = last >= this.grid.levels - 1;
+    if (this.opened && verdict) this.fill();
+  }
+
+  /** Height of the tallest tree, which the replay keeps free. */
+  tallest() {
+    const heights = this.lane.trees.map((_, i) => 1 + Math.max(...nodesOf(this.lane, i + 1).map((node) => node.row)));
+    return Math.max(...heights) * ROW + 24;
+  }
+
+  fill() {
+    const total = this.lane.ends.length - 1;
+    this.table.replaceChildren(...(this.opened
+      ? [probabilities(nodesOf(this.lane, this.pass), `Pass ${this.pass} of ${total}, ${this.lane.label}`)] : []));
+  }
+}
+
+/* ---------------------------------------------------------------- the page */
+
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = element("textarea", { class: "mm-sr" }); // addresses other than loopback need HTTPS for the clipboard
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  if (!done) throw new Error("copy");
+}
+
+function linkTo(settings) {
+  const url = new URL(location.origin + location.pathname);
+  for (const [name, value] of Object.entries(settings)) url.searchParams.set(name, Array.isArray(value) ? value.join(",") : value);
+  return url.href;
+}
+
+const live = element("div", { id: "mm-live", class: "mm-sr", role: "status", "aria-live": "polite" });
+let planned = false;
+
+function update() {
+  planned = false;
+  for (const section of document.querySelectorAll(".mm-result:not([data-on])")) {
+    const recorded = section.querySelector("[data-recording]");
+    if (!recorded) continue;
+    section.dataset.on = "";
+    new Replay(section, JSON.parse(recorded.dataset.recording));
+  }
+  const said = [...document.querySelectorAll(".mm-say")].filter((one) => one.parentElement.offsetParent).map((one) => one.textContent);
+  if (said.length && said[0] !== live.textContent) live.textContent = said[0];
+}
+
+function start() {
+  document.documentElement.lang ||= "en";
+  document.body.append(live);
+  new MutationObserver(() => {
+    if (!planned) requestAnimationFrame(update);
+    planned = true;
+  }).observe(document.body, { childList: true, subtree: true, characterData: true });
+  update();
+}
+
+if (document.body) start();
+else addEventListener("DOMContentLoaded", start);
+
+document.addEventListener("click", (event) => {
+  if (!event.target.closest(".mm-go, .mm-ask") || innerWidth > 640) return;
+  const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth";
+  const results = [...document.querySelectorAll(".mm-out")].find((one) => one.offsetParent);
+  if (results) results.scrollIntoView({ behavior, block: "start" });
+});
+})();
