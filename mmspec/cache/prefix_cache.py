@@ -62,6 +62,33 @@ class Answer:
     positions: Tensor | None
     features: list[dict[Feature, Tensor]]
 
+    @classmethod
+    def of(
+        cls,
+        row: int,
+        prompt: Prompt,
+        key: Hashable,
+        embeds: Tensor | None,
+        positions: Tensor | None,
+        features: dict[Feature, Tensor],
+    ) -> Answer:
+        """The answer to a row of a prefill of left-padded prompts.
+
+        Args:
+            prompt: the row's, without padding.
+            key: of the prompt.
+            embeds, positions, features: of all rows.
+        """
+        length = prompt.input_ids.shape[1]
+        own, last = slice(row, row + 1), slice(-length, None)
+        return cls(
+            length,
+            key,
+            None if embeds is None else embeds[own, last],
+            None if positions is None else positions[..., own, last],
+            [{name: one[own, last] for name, one in features.items()}],
+        )
+
     def prefix(self, tokens: list[int], cache: TreeCache, embed: Callable[[Tensor], Tensor]) -> Prefix:
         """The prefix of ``tokens``, which begin with the prompt's.
 
@@ -112,11 +139,11 @@ class PrefixCache:
             best, most = None, max(least, LEAST_TOKENS) - 1
             for entry in self._entries:
                 if entry.key == key and entry.features.keys() >= set(features):
-                    common = _common(entry.tokens, tokens)
-                    if common == len(tokens) and (entry.logits is None or common < len(entry.tokens)):
-                        common -= 1  # the last token's logits are not known
-                    if common > most and (common == len(entry.tokens) or not whole):
-                        best, most = entry, common
+                    shared = common(entry.tokens, tokens)
+                    if shared == len(tokens) and (entry.logits is None or shared < len(entry.tokens)):
+                        shared -= 1  # the last token's logits are not known
+                    if shared > most and (shared == len(entry.tokens) or not whole):
+                        best, most = entry, shared
             if best is None:
                 return None
             self._entries.remove(best)
@@ -156,7 +183,7 @@ def continued(positions: Tensor | None, common: int, length: int) -> Tensor | No
     return torch.cat([known, new], dim=-1)
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def common(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of equal elements that two sequences begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))

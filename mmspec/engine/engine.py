@@ -11,6 +11,7 @@ from collections import abc, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import perf_counter as clock
+from typing import Any, TypeGuard
 
 import torch
 
@@ -27,7 +28,7 @@ from mmspec.speculation.constrain import constrain
 from mmspec.speculation.trace import judge
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import verify_greedy
-from mmspec.targets.target import Prompt, Step, Target
+from mmspec.targets.target import KeepsPrefixes, Prompt, Step, Target
 
 SLOTS = 32
 """Default maximum batch size."""
@@ -288,7 +289,7 @@ class Engine:
     def _schedule(self, tokens: int) -> _PromptBatch | None:
         """Next prompts to prefill: compatible ones are stacked up to ``tokens`` tokens, padding included."""
         found: list[_PromptBatch] = []
-        longest, rows, caches = 0, len(self.running), getattr(self.target, "prefix_cache", None) is not None
+        longest, rows = 0, len(self.running)
         with self._changed:
             while self._waiting:
                 batch = self._waiting[0]
@@ -301,9 +302,8 @@ class Engine:
                     found.append(batch)
                 else:
                     compatible = (batch.nodes, batch.kind) == (self._nodes, self._kind)
-                    # Prefixes are those of single prompts.
-                    fits = not found or (not caches and longest * (rows - len(self.running)) <= tokens)
-                    if not (compatible and fits and rows <= self.slots):
+                    fits = not found or longest * (rows - len(self.running)) <= tokens
+                    if not (compatible and fits and rows <= self.slots) or self._resumes(batch, found):
                         break
                     found.append(batch)
                 self._waiting.popleft()
@@ -317,6 +317,13 @@ class Engine:
             self._prefilling = found[0] if found else None
         self.target.features = features(self.drafter)
         return self._prefilling
+
+    def _resumes(self, batch: _PromptBatch, found: list[_PromptBatch]) -> bool:
+        """Whether a prompt or the first of those before it has a known prefix, which takes a prefill of its own."""
+        if not found or not _keeps_prefixes(self.target):
+            return False
+        earlier = [one.prompt for one in found]
+        return self.target.resumes(batch.prompt, earlier) or self.target.resumes(earlier[0], [])
 
     def _start(self, batch: _PromptBatch, step: Step) -> None:
         """Emit the first token of each prefilled sequence and add them to the batch."""
@@ -342,9 +349,9 @@ class Engine:
         if kept and self._prefilled:
             self._prepare()  # the drafter must have the target's rows
         self._prefilled = []
-        if getattr(self.target, "prefix_cache", None) is not None:
+        if _keeps_prefixes(self.target):
             ended = [row for row, sequence in enumerate(self.running) if sequence.done]
-            self.target.retain(ended, [self.running[row].history for row in ended])  # type: ignore[attr-defined]
+            self.target.retain(ended, [self.running[row].history for row in ended])
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)
@@ -375,3 +382,7 @@ class Engine:
         self.target.select([])
         if self.drafter is not None:
             self.drafter.select([])
+
+
+def _keeps_prefixes(target: Any) -> TypeGuard[KeepsPrefixes]:
+    return isinstance(target, KeepsPrefixes) and target.prefix_cache is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,12 +49,20 @@ class Prompt:
         attention_mask: (batch, length), 0 at padding; None without padding.
         inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
         padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
+        stacked: the prompts that were stacked to this one.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
     padding_in_history: bool = False
+    stacked: Sequence[Prompt] = ()
+
+    @property
+    def singles(self) -> Sequence[Prompt]:
+        """A prompt of each row, without padding; empty if they are not known."""
+        alone = len(self.input_ids) == 1 and self.attention_mask is None
+        return [self] if alone else self.stacked
 
     def histories(self) -> list[list[int]]:
         """Token ids of each row, without padding unless ``padding_in_history``."""
@@ -105,7 +113,10 @@ class Prompt:
         ]
         mask = torch.cat([padded(one, mask) for one, mask in zip(prompts, masks, strict=True)])
         ids = torch.cat([padded(one, one.input_ids) for one in prompts])
-        return Prompt(ids, None if bool(mask.all()) else mask, inputs)
+        singles = [one for prompt in prompts for one in prompt.singles]
+        return Prompt(
+            ids, None if bool(mask.all()) else mask, inputs, stacked=singles if len(singles) == len(ids) else ()
+        )
 
 
 @dataclass
@@ -128,6 +139,24 @@ class Step:
     embeds: Tensor | None = None
     positions: Tensor | None = None
     cached_tokens: int = 0
+
+
+@runtime_checkable
+class KeepsPrefixes(Protocol):
+    """Interface of a target that keeps states of prompts and answers for later prompts."""
+
+    prefix_cache: Any
+
+    def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
+        """Whether at least half of a prompt's tokens have kept states, or will have after ``others``."""
+
+    def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
+        """Keep the states of sequences that have ended.
+
+        Args:
+            rows: theirs.
+            histories: tokens of each, of the prompt and the answer.
+        """
 
 
 class Target(Protocol):

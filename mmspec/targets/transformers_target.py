@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from mmspec.cache.prefix_cache import Answer, Prefix, PrefixCache, continued, media_key
+from mmspec.cache.prefix_cache import Answer, Prefix, PrefixCache, common, continued, media_key
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
@@ -137,7 +137,8 @@ class TransformersTarget:
         shortest = length if mask is None else int(mask.sum(1).min())
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
         reserve = length + min(longest, 4096) + 64
-        keeps = self.prefix_cache is not None and batch == 1 and mask is None
+        singles = prompt.singles if self.prefix_cache is not None else ()
+        keeps = len(singles) == 1
         # Rows that are copied to another cache need no slots for the answer.
         cache = self.decoder.new_cache(length + 1 if self.in_place or self.rows or keeps else reserve, False)
         found = self._resumed(prompt, cache) if keeps else None
@@ -184,15 +185,12 @@ class TransformersTarget:
         self._position.append(position)
         self._last_position.append(last)
         kept = {name: features[name] for name in self.features}
-        answers: list[Answer | None] = [None] * batch
+        answers = [Answer.of(row, one, self._prefix_key(one), embeds, known, kept) for row, one in enumerate(singles)]
+        self._answers += answers or [None] * batch
         if keeps:
             assert self.prefix_cache is not None
-            key = self._prefix_key(prompt)
-            answers = [Answer(length, key, embeds, known, [kept])]
-            self.prefix_cache.add(
-                Prefix(ids[0].tolist(), key, cache, logits, kept, embeds, known), self._states_are_whole
-            )
-        self._answers += answers
+            whole = Prefix(ids[0].tolist(), answers[0].key, cache, logits, kept, embeds, known)
+            self.prefix_cache.add(whole, self._states_are_whole)
         yield Step(logits, kept, self._visual(prompt), embeds, known, first)
 
     def _resumed(self, prompt: Prompt, cache: TreeCache) -> tuple[dict[str, Any], Prefix, int] | None:
@@ -216,6 +214,14 @@ class TransformersTarget:
             cache.truncate(common)
         return given, prefix, common
 
+    def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
+        if self.prefix_cache is None or len(prompt.singles) != 1:
+            return False
+        ids, key, whole = prompt.input_ids[0].tolist(), self._prefix_key(prompt), self._states_are_whole
+        alike = [one.input_ids[0].tolist() for one in others if self._prefix_key(one) == key]
+        found = self.prefix_cache.find(ids, key, self.features, 0, whole)
+        return 2 * max([common(ids, one) for one in alike] + ([found[1]] if found else []), default=0) >= len(ids)
+
     def _prefix_key(self, prompt: Prompt) -> Hashable:
         return self.kind(prompt), media_key(prompt), self.device, self.dtype
 
@@ -229,13 +235,7 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        """Keep the states of sequences that have ended, in the prefix cache.
-
-        Args:
-            rows: theirs.
-            histories: tokens of each, of the prompt and the answer. Recurrent states that contain draft tokens after
-                a stop are of no use and are not kept.
-        """
+        # Recurrent states that contain draft tokens after a stop are of no use.
         for row, history in zip(rows, histories, strict=True):
             answer, length = self._answers[row], self.cache.lengths[row]
             if self.prefix_cache is None or answer is None or length == answer.prompt:

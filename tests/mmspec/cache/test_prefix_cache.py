@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -260,6 +261,36 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
         assert found == expected
         least = prompt.input_ids.shape[1]
         assert known >= least + (0 if name in RECURRENT else len(row.token_ids) - 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bamba", "llava", "qwen3_vl", "qwen3_5"])
+def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
+    """Different prompts are stacked, a copy of one is not; follow-ups go on from the answers."""
+    model, turns = prompts_of(name, 1)
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target.prefix_cache, prefill, batches = PrefixCache(BYTES), target.prefill_chunks, []
+
+    def counted(prompt, *args):
+        batches.append(len(prompt.input_ids))
+        return prefill(prompt, *args)
+
+    monkeypatch.setattr(target, "prefill_chunks", counted)
+    prompts = [turns[0][0], *(Prompt(text_inputs(1, length, length)["input_ids"]) for length in (12, 17))]
+    if hasattr(model.config, "vision_config"):
+        prompts = [turns[0][0], replace(prompt_of(vision_inputs(name, 1, 2)), attention_mask=None)]
+        prompts[1].inputs["pixel_values"] = prompts[1].inputs["pixel_values"] * 0.5
+    prompts.append(prompts[0])
+    engine = Engine(target, None, lambda batch, nodes: Budget(0), slots=8)
+    sampler, stopper = SamplingParams().sampler(), Stopper(9, criteria=[])
+    rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert batches == [len(prompts) - 1, 1]
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert row.token_ids == answered(plain, None, prompt, new=9)[0]
+        again = followed(prompt, row.token_ids)
+        found, known = answered(target, None, again)
+        assert found == answered(plain, None, again)[0]
+        assert known >= again.input_ids.shape[1] - 5  # the last token of the answer and the question are new
 
 
 def test_threads_share_prefixes():
