@@ -353,6 +353,7 @@ function linkTo(settings) {
 }
 
 const live = element("div", { id: "mm-live", class: "mm-sr", role: "status", "aria-live": "polite" });
+let following = false;
 let planned = false;
 
 function update() {
@@ -365,6 +366,12 @@ function update() {
   }
   const said = [...document.querySelectorAll(".mm-say")].filter((one) => one.parentElement.offsetParent).map((one) => one.textContent);
   if (said.length && said[0] !== live.textContent) live.textContent = said[0];
+  follow();
+}
+
+function follow() {
+  const results = [...document.querySelectorAll(".mm-out")].find((one) => one.offsetParent);
+  if (following && results) results.scrollIntoView({ block: "start" });
 }
 
 function start() {
@@ -380,10 +387,10 @@ function start() {
 if (document.body) start();
 else addEventListener("DOMContentLoaded", start);
 
+// On a phone, the results stay in view from the tap until the next tap or scroll.
 document.addEventListener("click", (event) => {
-  if (!event.target.closest(".mm-go, .mm-ask") || innerWidth > 640) return;
-  const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth";
-  const results = [...document.querySelectorAll(".mm-out")].find((one) => one.offsetParent);
-  if (results) results.scrollIntoView({ behavior, block: "start" });
+  following = innerWidth <= 640 && Boolean(event.target.closest(".mm-go, .mm-ask"));
+  follow();
 });
+for (const kind of ["wheel", "touchmove"]) document.addEventListener(kind, () => { following = false; }, { passive: true });
 })();
