@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cache.rows import RowTensor
+from mmspec.cache.rows import RowTensor, row_index
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
 from ssm.convolutions import Convolutions, Key
@@ -221,7 +221,7 @@ class StateCache(TreeCache):
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
         assert isinstance(prompt, StateCache)
-        index = list(range(prompt.rows) if chosen is None else chosen)
+        index = row_index(range(prompt.rows) if chosen is None else chosen, self._state.data.device)
         self._conv.append(prompt._conv, index)
         if self._recurrence is not None:
             self._state.append(prompt._state.data[index])

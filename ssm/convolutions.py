@@ -72,8 +72,8 @@ class Convolutions:
         self.state.append(torch.cat(list(self._prompt.values()), dim=1) if self._prompt else without)
         self._prompt = {}
 
-    def append(self, prompt: Convolutions, rows: list[int]) -> None:
-        """Append rows of other states, of a prefill for example."""
+    def append(self, prompt: Convolutions, rows: Tensor) -> None:
+        """Append rows (count,) int64 of other states, of a prefill for example."""
         self._channels = prompt._channels
         self.state.append(prompt.state.data[rows])
 
