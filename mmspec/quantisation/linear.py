@@ -124,6 +124,7 @@ class Bfloat16Linear(PackedLinear):
     """bfloat16 weights in oneDNN's layout; as they are on CPUs for which it has none, whose rows torch rounds alike."""
 
     _least_rows = 4  # measured to be a sixth faster than one row
+    _MOST_ROWS = 32  # with AMX, oneDNN sums products of more rows in another order
 
     def _single_differs(self) -> bool:
         return self._weight.is_mkldnn
@@ -146,7 +147,9 @@ class Bfloat16Linear(PackedLinear):
     def _product(self, rows: Tensor) -> Tensor:
         if not self._weight.is_mkldnn:
             return F.linear(rows, self._weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self.bias, "none", [], "")
+        parts = rows.split(self._MOST_ROWS) if torch.cpu._is_amx_tile_supported() else (rows,)
+        done = [torch.ops.mkldnn._linear_pointwise(part, self._weight, self.bias, "none", [], "") for part in parts]
+        return done[0] if len(done) == 1 else torch.cat(done)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_weight": self.weight}  # the layout is this machine's

@@ -90,5 +90,5 @@ def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
 def test_its_table_drafts_from_the_first_request_on() -> None:
     request = {"prompt": "Describe the image.", "images": [picture(SCENES[0])], "nodes": 14}
     found, empty = (mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", Recycle()))
-    assert found.generate(**request).stats.mean_acceptance_length > 1.8
-    assert empty.generate(**request).stats.mean_acceptance_length < 1.8
+    lengths = [pipe.generate(**request).stats.mean_acceptance_length for pipe in (found, empty)]
+    assert lengths[0] > lengths[1] + 0.1
