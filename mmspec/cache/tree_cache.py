@@ -269,7 +269,7 @@ class TreeCache(Cache):
                 self._used, self._places = prompt._used[:], dict(prompt._places)
             self.allocate(rows, slots)
             for ours, theirs in zip(self._buffers, prompt._buffers, strict=True):
-                taken = theirs[:, : prompt.rows] if chosen is None else theirs[:, list(chosen)]
+                taken = theirs[:, : prompt.rows] if chosen is None else theirs[:, row_index(chosen, theirs.device)]
                 ours[:, self.rows : rows, :, :longest] = taken[:, :, :, :longest]
         self.lengths = self.lengths + lengths
         self._changed()

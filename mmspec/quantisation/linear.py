@@ -147,7 +147,8 @@ class Bfloat16Linear(PackedLinear):
     def _product(self, rows: Tensor) -> Tensor:
         if not self._weight.is_mkldnn:
             return F.linear(rows, self._weight, self.bias)
-        parts = rows.split(self._MOST_ROWS) if torch.cpu._is_amx_tile_supported() else (rows,)
+        has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+        parts = rows.split(self._MOST_ROWS) if has_amx else (rows,)
         done = [torch.ops.mkldnn._linear_pointwise(part, self._weight, self.bias, "none", [], "") for part in parts]
         return done[0] if len(done) == 1 else torch.cat(done)
 
