@@ -163,6 +163,7 @@ class ConversationSampler:
         size: factor on the batch sizes.
         kinds: of conversations, once short lists are known.
         lists_until: progress until which conversations are short lists.
+        split: determines the scenes, with their numbers.
     """
 
     def __init__(
@@ -171,7 +172,9 @@ class ConversationSampler:
         size: float = 1.0,
         kinds: Mapping[str, ConversationKind] | None = None,
         lists_until: float = LISTS_UNTIL,
+        split: str = "train",
     ) -> None:
+        self.split = split
         self.encode, self.size, self.kinds, self.lists_until = encode, size, kinds or CONVERSATIONS, lists_until
         self.info: dict[str, Any] = {}
         self._step, self._progress = 0, 0.0
@@ -207,7 +210,7 @@ class ConversationSampler:
             size = max(2, round(kinds[name].batch * factor * self.size))
             first = (number * KINDS_PER_POOL + index) << 12
             indices = range(first, first + size * BATCHES_PER_KIND)
-            rows = _make(kinds[name], "train", indices, self.encode)
+            rows = _make(kinds[name], self.split, indices, self.encode)
             rows.sort(key=lambda row: len(row.ids))
             batches += [rows[start : start + size] for start in range(0, len(rows), size)]
         rng.shuffle(batches)

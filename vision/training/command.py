@@ -61,6 +61,13 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Continue from this trained model, with the last stage only.",
 )
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of the scenes; with --start, take another one than the earlier run.",
+)
 @click.option("--compile", is_flag=True, help="Use torch.compile: half the time per step, a minute at the start.")
 def smol_llava(
     out: Path,
@@ -68,6 +75,7 @@ def smol_llava(
     steps: tuple[int, ...] | None,
     size: float,
     start: Path | None,
+    seed: int,
     compile: bool,
     **rest: Any,
 ) -> None:
@@ -79,7 +87,7 @@ def smol_llava(
     from vision.training.smol import stages
 
     budget: dict[str, Any] = {"minutes": None if steps else minutes, "steps": steps}
-    _train(lambda: stages(out, size, **budget, start=start, compile=compile), **rest)
+    _train(lambda: stages(out, size, **budget, start=start, seed=seed, compile=compile), **rest)
 
 
 def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, scenes: int) -> None:

@@ -216,6 +216,7 @@ def stages(
     steps: tuple[int, ...] | None = None,
     checkpoint_minutes: float = 4.0,
     start: Path | None = None,
+    seed: int = 0,
     compile: bool = False,
     language: tuple[Any, PreTrainedTokenizerFast] | None = None,
 ) -> Iterator[tuple[str, Trainer]]:
@@ -228,6 +229,7 @@ def stages(
         steps: of each stage, instead of `minutes`.
         checkpoint_minutes: interval between checkpoints.
         start: folder of a trained model to continue from, with the last stage only.
+        seed: of the scenes. A run that continues from another one takes another seed, to see other scenes.
         compile: run the language model's layers through `torch.compile`.
         language: model and tokenizer; by default SmolLM2 from its package.
     """
@@ -248,11 +250,13 @@ def stages(
         export = partial(export_connector, network, tokenizer)
         chat = chat_format(tokens)
         rates = {"tower": 0.02, "connector": 0.5, "language": 1.0}
-        continued = start is not None
-        return ConversationTask(network, rates, tokenizer, export, size, chat, KINDS, PER_SLOT, continued)
+        split = f"train {seed}" if seed else "train"
+        return ConversationTask(
+            network, rates, tokenizer, export, size, chat, KINDS, PER_SLOT, start is not None, split
+        )
 
     shares = {"whole": 1.0} if start else SHARES
-    started = {"start": str(start)} if start else {}
+    settings = {"size": size, **({"start": str(start)} if start else {}), **({"seed": seed} if seed else {})}
     done = [(folder / stage / CHECKPOINT).exists() for stage in shares]
     for index, (stage, share) in enumerate(shares.items()):
         if any(done[index + 1 :]):
@@ -265,7 +269,7 @@ def stages(
             checkpoint_minutes=checkpoint_minutes,
             report_minutes=8.0,
         )
-        yield stage, Trainer(folder / stage, plan, task(stage), accelerator, {"size": size, **started}, MODEL)
+        yield stage, Trainer(folder / stage, plan, task(stage), accelerator, settings, MODEL)
 
 
 def export_connector(network: SmolLlava, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
