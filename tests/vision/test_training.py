@@ -167,6 +167,17 @@ def test_a_conversation_sampler_resumes_at_any_step(tokenizer_folder: Path) -> N
     assert in_order[0] != in_order[1]
 
 
+def test_seeds_have_different_conversations(tokenizer_folder: Path) -> None:
+    def ids(seed: int) -> list[list[int]]:
+        sampler = ConversationSampler(partial(encode, tokenizer=tokenizer), 0.1, seed=seed)
+        return [row.ids for _ in range(3) for row in sampler.next(0.9)]
+
+    tokenizer = load_tokenizer(tokenizer_folder)
+    first, again, other = ids(0), ids(0), ids(1)
+    assert first == again
+    assert not any(row in first for row in other)
+
+
 def test_labels_are_the_next_tokens_of_answers(tokenizer_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     batch = collate(ConversationSampler(partial(encode, tokenizer=tokenizer), 0.1).next(0.5), tokenizer.pad_token_id)

@@ -163,7 +163,7 @@ class ConversationSampler:
         size: factor on the batch sizes.
         kinds: of conversations, once short lists are known.
         lists_until: progress until which conversations are short lists.
-        split: determines the scenes, with their numbers.
+        seed: of the conversations.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class ConversationSampler:
         size: float = 1.0,
         kinds: Mapping[str, ConversationKind] | None = None,
         lists_until: float = LISTS_UNTIL,
-        split: str = "train",
+        seed: int = 0,
     ) -> None:
-        self.split = split
+        self.seed = seed
         self.encode, self.size, self.kinds, self.lists_until = encode, size, kinds or CONVERSATIONS, lists_until
         self.info: dict[str, Any] = {}
         self._step, self._progress = 0, 0.0
@@ -208,9 +208,9 @@ class ConversationSampler:
         batches: list[list[EncodedExample]] = []
         for index, name in enumerate(_draw_kinds(kinds, rng.random())):
             size = max(2, round(kinds[name].batch * factor * self.size))
-            first = (number * KINDS_PER_POOL + index) << 12
+            first = (self.seed << 32) + (number * KINDS_PER_POOL + index << 12)
             indices = range(first, first + size * BATCHES_PER_KIND)
-            rows = _make(kinds[name], self.split, indices, self.encode)
+            rows = _make(kinds[name], "train", indices, self.encode)
             rows.sort(key=lambda row: len(row.ids))
             batches += [rows[start : start + size] for start in range(0, len(rows), size)]
         rng.shuffle(batches)

@@ -66,7 +66,7 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Of the scenes; with --start, take another one than the earlier run.",
+    help="Of the conversations; with --start, take another one than the earlier run.",
 )
 @click.option("--compile", is_flag=True, help="Use torch.compile: half the time per step, a minute at the start.")
 def smol_llava(

@@ -229,7 +229,7 @@ def stages(
         steps: of each stage, instead of `minutes`.
         checkpoint_minutes: interval between checkpoints.
         start: folder of a trained model to continue from, with the last stage only.
-        seed: of the scenes. A run that continues from another one takes another seed, to see other scenes.
+        seed: of the conversations. A run that continues from another one takes another seed, to see others.
         compile: run the language model's layers through `torch.compile`.
         language: model and tokenizer; by default SmolLM2 from its package.
     """
@@ -250,10 +250,7 @@ def stages(
         export = partial(export_connector, network, tokenizer)
         chat = chat_format(tokens)
         rates = {"tower": 0.02, "connector": 0.5, "language": 1.0}
-        split = f"train {seed}" if seed else "train"
-        return ConversationTask(
-            network, rates, tokenizer, export, size, chat, KINDS, PER_SLOT, start is not None, split
-        )
+        return ConversationTask(network, rates, tokenizer, export, size, chat, KINDS, PER_SLOT, start is not None, seed)
 
     shares = {"whole": 1.0} if start else SHARES
     settings = {"size": size, **({"start": str(start)} if start else {}), **({"seed": seed} if seed else {})}

@@ -185,7 +185,7 @@ class ConversationTask:
         kinds: of the conversations.
         per_slot: patches along a side of a character's slot.
         continued: the network was exported and has lost its perception heads: neither their loss nor a phase of lists.
-        split: determines the scenes, with their numbers.
+        seed: of the conversations.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ConversationTask:
         kinds: Mapping[str, ConversationKind] = CONVERSATIONS,
         per_slot: int = 1,
         continued: bool = False,
-        split: str = "train",
+        seed: int = 0,
     ) -> None:
         self.network, self.tokenizer, self.kinds, self.per_slot = network, tokenizer, kinds, per_slot
         self.perception = 0.0 if continued else PERCEPTION_WEIGHT
@@ -208,7 +208,7 @@ class ConversationTask:
         rest = [(model.multi_modal_projector, rates["connector"]), (model.language_model, rates["language"])]
         self.optimisers = Optimisers([*towers, *rest])
         self.encode = partial(encode, tokenizer=tokenizer, chat=chat)
-        self.sampler = ConversationSampler(self.encode, size, kinds, 0.0 if continued else LISTS_UNTIL, split)
+        self.sampler = ConversationSampler(self.encode, size, kinds, 0.0 if continued else LISTS_UNTIL, seed)
         self.save = export
 
     def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
