@@ -264,7 +264,7 @@ def stages(
             warmup=20,
             hold=0.3,
             checkpoint_minutes=checkpoint_minutes,
-            report_minutes=8.0,
+            report_minutes=25.0,
         )
         yield stage, Trainer(folder / stage, plan, task(stage), accelerator, settings, MODEL)
 
