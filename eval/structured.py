@@ -13,6 +13,7 @@ back) over seconds of the requests.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -157,10 +158,26 @@ class _TimedGrammar(Grammar):
             setattr(self, name, pipe.timed(getattr(grammar, name)))
 
 
+def _formats() -> jsonschema.FormatChecker:
+    """jsonschema's formats, and those for which it needs another package."""
+    checker = jsonschema.FormatChecker(())
+    checker.checkers = dict(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
+    for name, read in (("time", datetime.time.fromisoformat), ("date-time", datetime.datetime.fromisoformat)):
+
+        def check(value: object, read: Callable[[str], object] = read) -> bool:
+            return not isinstance(value, str) or read(value) is not None
+
+        checker.checks(name, ValueError)(check)
+    return checker
+
+
+_FORMATS = _formats()
+
+
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
-    """Whether a text is JSON of a schema; formats are checked where jsonschema can."""
+    """Whether a text is JSON of a schema, its numbers read as doubles; formats are checked where jsonschema can."""
     try:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.Draft202012Validator(schema, format_checker=_FORMATS).validate(json.loads(text))
     except (json.JSONDecodeError, jsonschema.ValidationError):
         return False
     return True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import ROUND_CEILING, Decimal
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +31,8 @@ _LIMITS = {
     "max_grammar_size": 500_000,
 }
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # of json.dumps
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by name
+_VALUES = {"const", "enum", "default", "examples"}  # no schemas
 _STACK_SIZE = threading.Lock()  # the size for new threads is global
 
 Result = TypeVar("Result")
@@ -229,10 +233,38 @@ def _source(kind: str, text: str) -> str:
     make = _library().LLMatcher
     try:
         if kind == "json_schema":
+            if "exclusiveMinimum" in text:
+                text = json.dumps(_with_closed_bounds(json.loads(text)))
             return str(make.grammar_from_json_schema(text, defaults=_LAYOUT))
         return str(make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text))
-    except ValueError as error:  # of JSON that nests too deeply
+    except (ValueError, RecursionError) as error:  # of JSON that nests too deeply
         raise _invalid(kind, str(error)) from error
+
+
+def _with_closed_bounds(schema: Any) -> Any:
+    """A schema whose positive exclusive minima of numbers are inclusive ones of the next number with 15 decimals.
+
+    A model that writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0.
+    Other bounds stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least
+    one is -4.99.
+    """
+    if isinstance(schema, list):
+        return [_with_closed_bounds(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            found[key] = {name: _with_closed_bounds(one) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _with_closed_bounds(value)
+    bound, other = schema.get("exclusiveMinimum"), schema.get("minimum")
+    # Doubles beyond 100000 are coarser than 15 decimals.
+    if type(bound) in (int, float) and 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":
+        above = Decimal(repr(math.nextafter(bound, math.inf))).quantize(Decimal("1e-15"), ROUND_CEILING)
+        del found["exclusiveMinimum"]
+        found["minimum"] = max(float(above), other) if type(other) in (int, float) else float(above)
+    return found
 
 
 def _invalid(kind: str, reason: str) -> UserError:

@@ -14,6 +14,21 @@ def test_validity():
     assert not is_valid('{"a": "2023-02-29"}', SCHEMA)
     assert not is_valid('{"b": 1}', SCHEMA)
     assert not is_valid('{"a": "2024-02-29"', SCHEMA)
+    assert not is_valid("1.0000000000000001", {"exclusiveMinimum": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("time", "20:00:00.5-01:00", "25:00:00Z"),
+        ("date-time", "2024-02-29T10:00:00Z", "2023-02-29T10:00:00Z"),
+        ("ipv4", "127.0.0.1", "127.0.0.256"),
+    ],
+)
+def test_formats(name, valid, invalid):
+    assert is_valid(f'"{valid}"', {"format": name})
+    assert not is_valid(f'"{invalid}"', {"format": name})
+    assert is_valid("3", {"format": name})
 
 
 def test_a_request_is_answered_with_and_without_its_schema():

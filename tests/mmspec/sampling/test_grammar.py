@@ -114,6 +114,40 @@ def test_embedded_tokenizers_spell_every_character(name):
     assert tokenizer.decode(said, skip_special_tokens=True) == text
 
 
+BOUNDS = [
+    ({"exclusiveMinimum": 1, "maximum": 10}, ["1", "1.0", "1.0000000000000001"], ["1.000000000000001", "1.5", "10"]),
+    ({"minimum": 0, "exclusiveMaximum": 1}, ["1", "1.0"], ["0", "0.999999999999999", "0.9"]),
+    ({"exclusiveMinimum": 0.1, "maximum": 1}, ["0.1", "0.10000000000000001"], ["0.11", "0.5"]),
+    ({"exclusiveMinimum": 2.5, "minimum": 4, "maximum": 9}, ["3", "2.6"], ["4", "8.25"]),
+    ({"exclusiveMinimum": -5, "maximum": 5}, ["-5", "-5.1"], ["-4.9", "0.5"]),
+    ({"exclusiveMinimum": 0, "maximum": 5}, ["0", "0.0"], ["0.01", "4"]),
+]
+
+
+@pytest.mark.parametrize(("bounds", "outside", "inside"), BOUNDS)
+def test_exclusive_bounds_hold_for_numbers_as_doubles(bounds, outside, inside):
+    schemas = [{"type": "number", **bounds}, {"$defs": {"it": {"type": "number", **bounds}}, "$ref": "#/$defs/it"}]
+    for schema in schemas:
+        for text in outside + inside:
+            assert spells(schema, text) == (text in inside), text
+
+
+def test_exclusive_bounds_of_integers_and_in_values_stay():
+    assert spells({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 4}, "2")
+    assert not spells({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 4}, "1")
+    value = {"exclusiveMinimum": 1}
+    assert spells({"const": value}, json.dumps(value))
+    assert spells(
+        {"properties": {"exclusiveMinimum": {"type": "null"}}, "type": "object"}, '{"exclusiveMinimum": null}'
+    )
+
+
+def spells(schema, text):
+    """Whether the masks of a schema allow a text, and its end."""
+    matcher, path = Matcher(compiled("json_schema", schema), []), (*ids_of(text), EOS)
+    return all(matcher.allowed([], path[:n], VOCAB)[path[n]] for n in range(len(path)))
+
+
 def test_layout():
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}, "minItems": 2}}}
     schema |= {"required": ["a"], "additionalProperties": False}
