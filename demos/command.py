@@ -94,7 +94,7 @@ def demo(
         options["api"] = served.app(cache)
     try:
         with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, **options) as page:
-            click.echo(f"mmspec demo: {_addresses(page.local_url, api)} (Ctrl-C to stop)")
+            click.echo(f"mmspec demo: {_addresses(str(page.local_url), api)} (Ctrl-C to stop)")
             if page.share_url:
                 click.echo(f"public address: {_addresses(str(page.share_url), api)}")
             Event().wait()
