@@ -169,6 +169,19 @@ def replicas(children: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in children if "ServeReplica" in " ".join(one.cmdline())]
 
 
+def sessions_by_replica(url: str) -> dict[str, str]:
+    """A session of each replica."""
+    found: dict[str, str] = {}
+    for session in map(str, range(20)):
+        before = metrics(url, "request_success_total")
+        assert post(url, question(max_tokens=1), session).status_code == 200
+        after = metrics(url, "request_success_total")
+        found.update({name: session for name in after if after[name] > before.get(name, 0)})
+        if len(found) == 2:
+            break
+    return found
+
+
 def error_of(lines: list[str]) -> dict[str, Any] | None:
     """The error that a stream ends with; None if it ends without one."""
     *_, last, done = filter(None, lines)
@@ -187,9 +200,10 @@ def test_a_lost_replica(pipe: Pipeline) -> None:
             assert post(url, body, session).json()["choices"][0]["message"]["content"] == expected
 
     with process(*OPTIONS) as (server, url), ThreadPoolExecutor(2) as threads:
+        first, second = sessions_by_replica(url).values()
         before = set(metrics(url, "num_requests_running"))
-        with stream(url) as one, stream(url) as other:
-            whole = [threads.submit(post, url, question(**LONG)) for _ in range(2)]
+        with stream(url, first) as one, stream(url, second) as other:
+            whole = [threads.submit(post, url, question(**LONG), session) for session in (first, second)]
             assert eventually(lambda: running(url) == [2, 2])
             replicas(processes(server))[0].kill()
             errors = [error_of(list(one)), error_of(list(other))]
