@@ -9,8 +9,9 @@ from threading import Event
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from mmspec.cli.listening import Secret, listen_options
+from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options
 from mmspec.cli.options import device_options
 from mmspec.errors import UserError
 from mmspec.extras import missing
@@ -35,6 +36,8 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 @device_options
 @listen_options(7860)
 @LOGIN.declared
+@click.option("--api", is_flag=True, help="Also answer OpenAI's API under /v1, with the first model and drafter.")
+@API_KEY.declared
 @click.option("--share", is_flag=True, help="Also create a public link through gradio's servers.")
 @click.option(
     "--upload-space",
@@ -53,6 +56,8 @@ def demo(
     port: int,
     auth: str | None,
     no_auth: bool,
+    api: bool,
+    api_key: str | None,
     share: bool,
     upload_space: int,
 ) -> None:
@@ -60,10 +65,14 @@ def demo(
 
     On a loopback address, such as the default one, visitors can load any hub id or local folder. With another --host or
     with --share, only the models and drafters of --model and --drafter are available (by default the embedded models
-    and registered drafters), and --auth or --no-auth is required.
+    and registered drafters), and --auth (with --api also --api-key) or --no-auth is required.
     """
     public = share or not is_loopback(host)
     login = _login(auth, no_auth, public)
+    if api:
+        check_api_key(api_key, no_auth, public)
+    elif click.get_current_context().get_parameter_source("api_key") is ParameterSource.COMMANDLINE:
+        raise UserError("--api-key goes with --api: got no --api")
     try:
         import gradio  # noqa: F401
     except ImportError:
@@ -77,14 +86,25 @@ def demo(
     for name in reversed(models or (catalog.default,)):
         cache.get(name)  # fails now if a model is missing, not at the first request
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
+    if api:
+        from demos.api import API
+
+        drafter = drafters[0] if drafters else "auto"
+        served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key)
+        options["api"] = served.app(cache)
     try:
         with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, **options) as page:
-            click.echo(f"mmspec demo: {page.local_url} (Ctrl-C to stop)")
+            click.echo(f"mmspec demo: {_addresses(str(page.local_url), api)} (Ctrl-C to stop)")
             if page.share_url:
-                click.echo(f"public address: {page.share_url}")
+                click.echo(f"public address: {_addresses(str(page.share_url), api)}")
             Event().wait()
     except OSError as error:
         raise UserError(f"cannot listen on {host}, port {port}: {error}") from error
+
+
+def _addresses(url: str, api: bool) -> str:
+    """Address of the page, and of the API if there is one."""
+    return f"{url} and {url.rstrip('/')}/v1" if api else url
 
 
 def _login(auth: str | None, no_auth: bool, public: bool) -> tuple[str, str] | None:

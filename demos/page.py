@@ -24,7 +24,7 @@ from mmspec.errors import UserError
 
 _IDLE_SECONDS = 1800  # after which an idle visitor's conversation is dropped
 _OPENING_TOKENS = 128
-# Requests wait for their turn in ``ModelCache.in_turn``, which knows their place and rejects too many of them.
+# Requests wait for their turn in ``Turns.run``, which knows their place and rejects too many of them.
 _QUEUED: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
 _UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 

@@ -11,16 +11,20 @@ from typing import Any
 from unittest import mock
 
 import gradio as gr
+from fastapi import FastAPI
 from gradio.blocks import Block
 from starlette.middleware import Middleware
 
+from demos.api import Dispatcher
 from demos.catalog import Catalog
 from demos.chat_request import MAX_UPLOAD_MIB
-from demos.models import RUNNING, WAITING, ModelCache
+from demos.models import ModelCache
 from demos.page import build
 from demos.request_filter import RequestFilter, refuse_urls
 from demos.service import Service
 from demos.storage import UploadFolder, temporary_folder
+from demos.turns import RUNNING, WAITING
+from mmspec.serving.server import GRACE
 
 _PORT_ATTEMPTS = 5
 _CSS = Path(__file__).with_name("style.css")
@@ -34,6 +38,7 @@ def run_server(
     models: ModelCache,
     catalog: Catalog,
     *,
+    api: FastAPI | None = None,
     upload_space: int = 2048,
     cleanup: tuple[float, float] = (60, 1800),
     **launch: Any,
@@ -43,6 +48,7 @@ def run_server(
     Args:
         models: cache of loaded models.
         catalog: models and drafters that visitors may select.
+        api: answers the paths of OpenAI's API; None for the page alone.
         upload_space: limit on the total size of uploads, in MiB.
         cleanup: interval at which unused uploads are removed, and the age from which they are, in seconds.
         **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
@@ -59,7 +65,7 @@ def run_server(
         uploads.exempt_existing()
         _launch(
             demo,
-            app_kwargs={"middleware": [Middleware(RequestFilter, uploads=uploads)]},
+            app_kwargs=_app_options(uploads, api),
             prevent_thread_lock=True,
             quiet=True,
             css_paths=_CSS,
@@ -80,8 +86,17 @@ def run_server(
             with uploads.periodic_cleanup(*cleanup):
                 yield demo
         finally:
-            uploads.remove_unused(age=0)  # first: closing waits for open pages
+            uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
+            demo.server.config.timeout_graceful_shutdown = GRACE
             demo.close(verbose=False)
+
+
+def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
+    """Options of gradio's application."""
+    restricted = Middleware(RequestFilter, uploads=uploads)
+    if api is None:
+        return {"middleware": [restricted]}
+    return {"middleware": [Middleware(Dispatcher, api=api), restricted], "lifespan": api.router.lifespan_context}
 
 
 def _theme() -> gr.themes.Base:

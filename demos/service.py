@@ -40,7 +40,7 @@ class Service:
         def waiting(ahead: int) -> StreamedAnswer:
             return StreamedAnswer(chat.model, chat.drafter, ahead=ahead)
 
-        return self.models.in_turn(_user_errors(self._answer(chat)), waiting)
+        return self.models.turns.run(_user_errors(self._answer(chat)), waiting)
 
     def race(self, chat: ChatRequest, methods: Sequence[str] | None = None) -> Iterator[Race]:
         """Stream a race of methods, by default the model's first two, while no other request runs; see ``answer``."""
@@ -48,7 +48,7 @@ class Service:
         def waiting(ahead: int) -> Race:
             return Race([], ahead=ahead)
 
-        return self.models.in_turn(_user_errors(self._race(chat, methods)), waiting, alone=True)
+        return self.models.turns.run(_user_errors(self._race(chat, methods)), waiting, alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
         """The race that the page opens on: it runs for the first visitor, later ones get its result."""

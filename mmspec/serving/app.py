@@ -30,7 +30,7 @@ from mmspec.serving.metrics import Metrics
 from mmspec.serving.protocol import ChatMessage, ChatRequest, CompletionRequest, TextPart, parse
 from mmspec.serving.responses import ChatFormat, Format, TextFormat
 from mmspec.serving.runner import Runner, Work
-from mmspec.serving.slots import Slots
+from mmspec.serving.slots import Admission, Slots
 
 BODY_SECONDS = 60.0
 """Time in which a request's body must arrive."""
@@ -49,6 +49,7 @@ def create_app(
     origins: Sequence[str] = (),
     allow_urls: bool = False,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
+    slots: Admission | None = None,
 ) -> FastAPI:
     """The application.
 
@@ -60,11 +61,12 @@ def create_app(
         origins: origins of web pages that may call the server.
         allow_urls: download images and videos from public addresses.
         scrape: collects the metrics that ``GET /metrics`` returns; None for those of this application.
+        slots: lets requests in; None for slots of its own.
     """
     limits = limits or Limits()
     if limits.max_model_len and limits.max_model_len < (pipe.context_limit or limits.max_model_len + 1):
         pipe.context_limit = limits.max_model_len
-    slots = Slots(limits.max_running, limits.max_waiting)
+    slots = slots or Slots(limits.max_running, limits.max_waiting)
     metrics = Metrics(pipe.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
     endpoints = Endpoints(Runner(pipe, media, slots, metrics), limits, scrape)

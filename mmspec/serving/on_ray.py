@@ -20,6 +20,7 @@ from mmspec.serving.settings import Settings
 
 _NAME = "mmspec"
 _ROUTER = "mmspec.serving.ray_router.SessionRouter"
+_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.ray_proxy.middleware"}
 
 
 class Replica:
@@ -45,8 +46,9 @@ class Replica:
         """The metrics of all replicas: a scrape reaches only one of them."""
         from ray import serve
 
-        handle = serve.get_deployment_handle(_NAME, _NAME)
-        return ReplicaMetrics(dict(await handle.broadcast("metrics").results_async(timeout_s=10)))
+        found = serve.get_deployment_handle(_NAME, _NAME).broadcast("metrics")
+        answers = await found.results_async(timeout_s=10, return_exceptions=True)
+        return ReplicaMetrics(dict(one for one in answers if isinstance(one, tuple)))  # without lost replicas
 
 
 @contextmanager
@@ -67,7 +69,7 @@ def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterato
     own = not os.environ.get("RAY_ADDRESS")
     cpus = max(1, (os.cpu_count() or 1) // replicas)
     started: dict[str, Any] = {"num_cpus": cpus * replicas, "include_dashboard": False} if own else {}
-    ray.init(log_to_driver=False, logging_level=logging.ERROR, **started)
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": _PROXY}, **started)
     try:
         serve.start(http_options={"host": host.strip("[]"), "port": port}, logging_config={"log_level": "ERROR"})
         gpus = 1 if ray.cluster_resources().get("GPU") else 0

@@ -13,7 +13,7 @@ from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.slots import Slots
+from mmspec.serving.slots import Admission
 
 Pieces = AsyncIterator[tuple[int, Piece]]
 """Pieces of a request's choices as they arrive, each with the number of its choice."""
@@ -46,12 +46,12 @@ class Runner:
     """Runs requests: a choice has a slot from the reading of the request's media until its last token.
 
     Args:
-        pipe: answers; its ``slots`` are at least those of ``slots``.
+        pipe: answers; its ``slots`` are at least as many.
         media: reads images and videos.
         slots, metrics: of the server.
     """
 
-    def __init__(self, pipe: Pipeline, media: MediaReader, slots: Slots, metrics: Metrics) -> None:
+    def __init__(self, pipe: Pipeline, media: MediaReader, slots: Admission, metrics: Metrics) -> None:
         self.pipe, self.media, self.slots, self.metrics = pipe, media, slots, metrics
 
     @asynccontextmanager

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Protocol
 
 from mmspec.serving.errors import APIError
+
+
+class Admission(Protocol):
+    """What lets requests in: a server's own ``Slots``, or those that it shares."""
+
+    @property
+    def running(self) -> int:
+        """Slots in use."""
+
+    @property
+    def waiting(self) -> int:
+        """Slots that are waited for."""
+
+    async def acquire(self, count: int) -> None:
+        """Wait for slots; see ``Slots.acquire``."""
+
+    def release(self, count: int = 1) -> None:
+        """Give slots back."""
 
 
 class Slots:

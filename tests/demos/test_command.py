@@ -10,6 +10,7 @@ from subprocess import PIPE
 import pytest
 from click.testing import CliRunner
 
+from demos.api import API
 from demos.catalog import make_catalog
 from demos.command import _signals_raise, demo
 from mmspec import UserError
@@ -33,7 +34,8 @@ def test_missing_model_raises_at_start():
 @pytest.fixture
 def served(monkeypatch):
     """Run the command up to its server; returns the server's arguments."""
-    monkeypatch.delenv("MMSPEC_DEMO_AUTH", raising=False)
+    for name in ("MMSPEC_DEMO_AUTH", "MMSPEC_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("demos.models.ModelCache.get", lambda self, name: seen["models"].append(name))
     seen = {"models": []}
 
@@ -96,6 +98,33 @@ def test_login_options(served):
     assert served("--host", "0.0.0.0", "--no-auth")["auth"] is None
     with pytest.raises(UserError, match="exclude each other"):
         served("--host", "0.0.0.0", "--no-auth", "--auth", "ann:secret")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], None),
+        (["--api"], API("tiny-llava", "auto", "127.0.0.1", None)),
+        (["--api", "--host", "localhost", "--api-key", "k"], API("tiny-llava", "auto", "localhost", "k")),
+        (["--api", "--share", "--no-auth", "--model", "x", "--drafter", "d"], API("x", "d", None, None)),
+        (["--api", "--host", "0.0.0.0", "--auth", "a:b", "--api-key", "k"], API("tiny-llava", "auto", None, "k")),
+    ],
+)
+def test_api_of_the_command(served, monkeypatch, options, expected):
+    monkeypatch.setattr("demos.api.API.app", lambda self, models: self)
+    assert served(*options).get("api") == expected
+
+
+@pytest.mark.parametrize("public", PUBLIC)
+def test_api_on_a_public_address_requires_a_key(served, public):
+    with pytest.raises(UserError, match="a public address needs a key: expected --api-key KEY, MMSPEC_API_KEY or"):
+        served("--api", *public, "--auth", "a:b")
+
+
+def test_a_key_without_the_api(served):
+    with pytest.raises(UserError, match="--api-key goes with --api: got no --api"):
+        served("--api-key", "k")
+    assert "api" not in served(env={"MMSPEC_API_KEY": "k"})  # which is for mmspec serve, too
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ from threading import Barrier
 import pytest
 
 from demos import models as models_module
+from demos import turns
 from demos.models import LoadedModel, ModelCache, label
 from demos.racing import race
 from demos.streaming import StreamedAnswer, stream_answer
@@ -43,7 +44,7 @@ def models(monkeypatch):
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
     monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
-    monkeypatch.setattr(models_module, "_POLL", 0.01)
+    monkeypatch.setattr(turns, "_POLL", 0.01)
     made = ModelCache(capacity=2)
     made.opened = opened
     return made
@@ -64,6 +65,17 @@ def test_least_recently_used_model_is_evicted(models):
         models.get("nobody/nothing")
     with pytest.raises(UserError, match="choose a model"):
         models.get("")
+
+
+def test_what_is_kept_is_not_evicted(models):
+    kept = models.keep("a", "recycle")
+    for name in "bcd":
+        models.get(name)
+    assert len(models) == 2
+    for drafter in ("none", *(f"recycle{'+ngram' * count}" for count in range(1, 9))):
+        models.get("a").pipeline(drafter)
+    assert models.get("a").pipeline("recycle") is kept
+    assert models.opened == ["a", "b", "c", "d"]
 
 
 def test_requests_do_not_share_learned_drafts():
@@ -96,7 +108,7 @@ def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(
 
     def visit(prompt, pieces=None):
         work = stream_answer(models.get("a").pipeline(drafter), drafter, {"prompt": prompt}, KEYWORDS)
-        answers = models.in_turn(work, lambda ahead: None)
+        answers = models.turns.run(work, lambda ahead: None)
         running = (answer for answer in answers if answer is not None)
         next(running)
         both.wait(60)
@@ -126,7 +138,8 @@ def test_a_race_runs_alone(models):
             yield step
 
     requests = {
-        name: models.in_turn(work(name), lambda _: "waiting", alone=name == "race") for name in ("a", "b", "race", "c")
+        name: models.turns.run(work(name), lambda _: "waiting", alone=name == "race")
+        for name in ("a", "b", "race", "c")
     }
     assert [next(requests[name]) for name in ("a", "b", "race", "c")] == [0, 0, "waiting", "waiting"]
     assert list(requests["a"]) == [1]
@@ -139,7 +152,7 @@ def test_a_race_runs_alone(models):
 
 
 def test_a_cancelled_race_is_not_waited_for(models):
-    requests = [models.in_turn(iter("ab"), lambda _: "waiting", alone=alone) for alone in (False, True, False)]
+    requests = [models.turns.run(iter("ab"), lambda _: "waiting", alone=alone) for alone in (False, True, False)]
     assert [next(request) for request in requests] == ["a", "waiting", "waiting"]
     requests[1].close()
     assert list(requests[2]) == ["a", "b"]
@@ -154,16 +167,16 @@ def test_closing_a_request_closes_its_generator(models):
         finally:
             ended.append(True)
 
-    request = models.in_turn(work(), lambda _: None)
+    request = models.turns.run(work(), lambda _: None)
     assert next(request) == 0
     request.close()
     assert ended == [True]
 
 
 def test_places_in_the_queue_and_a_full_queue(models, monkeypatch):
-    monkeypatch.setattr(models_module, "RUNNING", 2)
-    monkeypatch.setattr(models_module, "WAITING", 1)
-    running, other, third, fourth = (models.in_turn(iter("ab"), lambda ahead: ahead) for _ in range(4))
+    monkeypatch.setattr(turns, "RUNNING", 2)
+    monkeypatch.setattr(turns, "WAITING", 1)
+    running, other, third, fourth = (models.turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
     assert [next(running), next(other), next(third)] == ["a", "a", 2]
     with pytest.raises(UserError, match=r"busy: at most 3 requests run or wait, try again"):
         next(fourth)

@@ -118,8 +118,8 @@ def test_named_subset_of_parameters_over_http(address):
 
 
 def test_full_queue_is_a_sentence(client, models, monkeypatch):
-    monkeypatch.setattr("demos.models.RUNNING", 0)
-    monkeypatch.setattr("demos.models.WAITING", 0)
+    monkeypatch.setattr("demos.turns.RUNNING", 0)
+    monkeypatch.setattr("demos.turns.WAITING", 0)
     for name in ("/generate", "/compare"):
         with pytest.raises(AppError, match="the server is busy: at most 0 requests run or wait, try again in a minute"):
             client.predict("Work out: 3 + 4", api_name=name)

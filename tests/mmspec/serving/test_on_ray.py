@@ -161,9 +161,65 @@ def test_requests_beyond_a_replicas_queue_are_refused(url: str) -> None:
 def processes(running: subprocess.Popen[str]) -> list[psutil.Process]:
     """All processes of a server and its Ray, of which some leave its process tree."""
     children = psutil.Process(running.pid).children(recursive=True)
-    replicas = [one for one in children if "ServeReplica" in " ".join(one.cmdline())]
-    assert len(replicas) == 2
+    assert len(replicas(children)) == 2
     return children
+
+
+def replicas(children: list[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in children if "ServeReplica" in " ".join(one.cmdline())]
+
+
+def sessions_by_replica(url: str) -> dict[str, str]:
+    """A session of each replica."""
+    found: dict[str, str] = {}
+    for session in map(str, range(20)):
+        before = metrics(url, "request_success_total")
+        assert post(url, question(max_tokens=1), session).status_code == 200
+        after = metrics(url, "request_success_total")
+        found.update({name: session for name in after if after[name] > before.get(name, 0)})
+        if len(found) == 2:
+            break
+    return found
+
+
+def error_of(lines: list[str]) -> dict[str, Any] | None:
+    """The error that a stream ends with; None if it ends without one."""
+    *_, last, done = filter(None, lines)
+    assert done == "data: [DONE]"
+    return json.loads(last.removeprefix("data: ")).get("error")
+
+
+@pytest.mark.slow
+def test_a_lost_replica(pipe: Pipeline) -> None:
+    """Its requests get an error, those of the other one and later ones their answers; another replica replaces it."""
+    body = question(QUESTION, data_uri(SCENE))
+    expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
+
+    def check_answers() -> None:
+        for session in "abcdef":
+            assert post(url, body, session).json()["choices"][0]["message"]["content"] == expected
+
+    with process(*OPTIONS) as (server, url), ThreadPoolExecutor(2) as threads:
+        first, second = sessions_by_replica(url).values()
+        before = set(metrics(url, "num_requests_running"))
+        with stream(url, first) as one, stream(url, second) as other:
+            whole = [threads.submit(post, url, question(**LONG), session) for session in (first, second)]
+            assert eventually(lambda: running(url) == [2, 2])
+            replicas(processes(server))[0].kill()
+            errors = [error_of(list(one)), error_of(list(other))]
+        assert sorted(found.result().status_code for found in whole) == [200, 503]
+        (refused,) = (found.result() for found in whole if found.result().status_code == 503)
+        assert refused.headers["retry-after"] == "1"
+        errors.remove(None)  # the stream of the other replica
+        assert errors == [refused.json()["error"]]
+        assert errors[0]["type"] == "server_error"
+        assert "the replica that ran the request was lost" in errors[0]["message"]
+        check_answers()
+        assert eventually(lambda: len(metrics(url, "num_requests_running")) == 2, 120)
+        assert len(set(metrics(url, "num_requests_running")) & before) == 1
+        check_answers()
+        with stream(url), stream(url):
+            assert running(url) == [1, 1]
 
 
 @pytest.mark.slow
@@ -184,8 +240,7 @@ def test_an_orderly_end() -> None:
         with long_stream(url) as lines:
             started = time.monotonic()
             running.send_signal(signal.SIGTERM)
-            with pytest.raises(httpx.RemoteProtocolError):  # cancelled after the grace period
-                list(lines)
+            assert error_of(list(lines))  # cancelled after the grace period
             assert time.monotonic() - started > GRACE / 2
         assert running.wait(60) == 0
         assert not answers(url)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
 import pytest
 
 from mmspec.cli import main
+from mmspec.pipeline import Pipeline
 from mmspec.serving.server import GRACE, listen
 from tests.serve_process import KEY, answers, gone, long_stream, process
-from tests.served import QUESTION, SCENE, data_uri, eventually, question
+from tests.served import LONG, QUESTION, SCENE, data_uri, eventually, question
 
 
 def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]:
@@ -25,29 +27,74 @@ def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]
     return workers
 
 
-def test_a_kill_a_restart_and_an_orderly_end() -> None:
-    with process("--port", "0", "--drafter", "none") as (running, url):
-        workers = workers_of(running, url)
-        with long_stream(url):
+class RetryingClient:
+    """openai-python in a thread, which asks for a long stream until it has all of it.
+
+    Args:
+        url: the server's.
+
+    Attributes:
+        attempts: pieces that each attempt received.
+    """
+
+    def __init__(self, url: str) -> None:
+        openai = pytest.importorskip("openai")
+        self._client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+        self._mistakes = (openai.APIConnectionError, httpx.TransportError)
+        self.attempts: list[int] = []
+
+    def ask(self) -> str:
+        """The answer."""
+        with self._client:
+            while True:
+                try:
+                    return self._ask_once()
+                except self._mistakes:
+                    time.sleep(0.1)
+
+    def _ask_once(self) -> str:
+        self.attempts.append(0)
+        pieces = []
+        for chunk in self._client.chat.completions.create(**question(stream=True, **LONG)):
+            pieces.append(chunk.choices[0].delta.content)
+            self.attempts[-1] += 1
+        return "".join(pieces)
+
+
+def test_a_kill_a_restart_and_an_orderly_end(pipe: Pipeline) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with process("--port", "0", "--drafter", "none") as (running, url):
+            workers = workers_of(running, url)
+            client = RetryingClient(url)
+            answer = threads.submit(client.ask)
+            assert eventually(lambda: client.attempts and client.attempts[0] > 20)
             running.kill()
             running.wait()
-        assert eventually(lambda: gone(workers))
-    port = url.removesuffix("/v1").rpartition(":")[2]  # free at once
-    with process("--port", port, "--drafter", "none", "--api-key", "secret") as (running, again):
-        assert again == url
-        assert httpx.get(f"{url}/models").status_code == 401
-        workers = workers_of(running, url)
-        with long_stream(url) as lines:
-            started = time.monotonic()
-            running.send_signal(signal.SIGTERM)
-            assert eventually(lambda: not answers(url), 2)
-            assert running.poll() is None
-            with pytest.raises(httpx.RemoteProtocolError):  # cancelled after the grace period
-                list(lines)
-            assert time.monotonic() - started > GRACE / 2
-        assert running.wait(GRACE + 10) == 0
-        assert time.monotonic() - started < GRACE + 7
-        assert eventually(lambda: gone(workers))
+            assert eventually(lambda: gone(workers))
+        port = url.removesuffix("/v1").rpartition(":")[2]  # free at once
+        with process("--port", port, "--drafter", "none", "--api-key", "secret") as (running, again):
+            assert again == url
+            assert answer.result(60) == pipe.generate(QUESTION, max_new_tokens=2000, temperature=5.0, seed=11).text
+            assert len(client.attempts) > 1
+            assert 20 < client.attempts[0] < client.attempts[-1]
+            check_an_orderly_end(running, url)
+
+
+def check_an_orderly_end(running: subprocess.Popen[str], url: str) -> None:
+    """A server with a key ends within its grace period after SIGTERM."""
+    assert httpx.get(f"{url}/models").status_code == 401
+    workers = workers_of(running, url)
+    with long_stream(url) as lines:
+        started = time.monotonic()
+        running.send_signal(signal.SIGTERM)
+        assert eventually(lambda: not answers(url), 2)
+        assert running.poll() is None
+        with pytest.raises(httpx.RemoteProtocolError):  # cancelled after the grace period
+            list(lines)
+        assert time.monotonic() - started > GRACE / 2
+    assert running.wait(GRACE + 10) == 0
+    assert time.monotonic() - started < GRACE + 7
+    assert eventually(lambda: gone(workers))
 
 
 @pytest.mark.parametrize(

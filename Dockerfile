@@ -1,0 +1,29 @@
+# mmspec serve (docs/serving.md, Docker).
+#   docker build -t mmspec .
+#   docker build -t mmspec-cuda --build-arg TORCH=torch .    # with NVIDIA's libraries
+FROM python:3.11-slim
+
+# Compiles the CPU kernels of packed decoders, at their first use.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
+# What pip installs as torch: a requirement and options.
+ARG TORCH="torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"
+RUN pip install --no-cache-dir ${TORCH}
+
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY mmspec mmspec
+COPY vision vision
+COPY ssm ssm
+COPY eval eval
+COPY demos demos
+RUN pip install --no-cache-dir ".[serve,structured,real]"
+
+RUN useradd --create-home mmspec
+USER mmspec
+WORKDIR /home/mmspec
+
+# Fewer of glibc's arenas: a third less memory, as docs/serving.md measures.
+ENV MALLOC_ARENA_MAX=2
+EXPOSE 8000
+ENTRYPOINT ["mmspec", "serve", "--host", "0.0.0.0"]

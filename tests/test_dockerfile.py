@@ -1,0 +1,45 @@
+"""The Dockerfile against the project: what it copies, installs and runs exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+from mmspec.serving.command import serve
+
+ROOT = Path(__file__).parent.parent
+LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def instructions(name: str) -> list[str]:
+    return [line.removeprefix(f"{name} ") for line in LINES if line.startswith(f"{name} ")]
+
+
+def test_copied_paths_are_those_that_the_build_needs() -> None:
+    copied = {source for line in instructions("COPY") for source in shlex.split(line)[:-1]}
+    assert all((ROOT / source).exists() for source in copied)
+    packages = {pattern.removesuffix("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert copied == {*packages, "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+
+
+def test_installed_extras_exist() -> None:
+    (extras,) = (re.findall(r'"\.\[(.+)\]"', line)[0] for line in instructions("RUN") if '".[' in line)
+    assert {"serve"} <= set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_torch_is_that_of_the_makefile() -> None:
+    (requirement,) = re.findall(r"^CPU_TORCH := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert instructions("ARG")[0].startswith(f'TORCH="{requirement} ')
+
+
+def test_the_entry_point_parses_and_needs_a_key() -> None:
+    (entry,) = instructions("ENTRYPOINT")
+    program, command, *options = re.findall(r'"(.+?)"', entry)
+    assert program in PROJECT["project"]["scripts"]
+    assert command in PROJECT["project"]["entry-points"]["mmspec.commands"]
+    given = serve.make_context(command, options).params
+    assert given["host"] == "0.0.0.0"  # so that it starts with a key or --no-auth only
+    assert instructions("EXPOSE") == [str(given["port"])]
