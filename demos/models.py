@@ -120,9 +120,7 @@ class ModelCache:
         request = [alone]
         with self._changed:
             if len(self._requests) >= RUNNING + WAITING:
-                raise UserError(
-                    f"the server is busy: at most {RUNNING + WAITING} requests run or wait, try again in a minute"
-                )
+                raise UserError(f"the server is busy with {RUNNING + WAITING} requests: try again in a minute")
             self._requests.append(request)
         try:
             seconds = 0.0  # the place is known at once

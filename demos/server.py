@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ def run_server(
         temporary_folder() as folder,
         mock.patch.dict(os.environ, _gradio_environment(folder)),
         mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
+        mock.patch("gradio.routes.DEFAULT_TEMP_DIR", str(folder), create=True),
     ):
         uploads = UploadFolder(folder, upload_space * 2**20)
         samples = folder / "samples"
@@ -80,8 +82,7 @@ def run_server(
             with uploads.periodic_cleanup(*cleanup):
                 yield demo
         finally:
-            uploads.remove_unused(age=0)  # first: closing waits for open pages
-            demo.close(verbose=False)
+            _close(demo)
 
 
 def _theme() -> gr.themes.Base:
@@ -118,6 +119,13 @@ def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int
         except OSError:
             if server_port or attempt == _PORT_ATTEMPTS - 1:
                 raise
+
+
+def _close(demo: gr.Blocks) -> None:
+    """Close the server without waiting for open pages and running requests."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for each; reset at a launch
+    demo.server.force_exit = True
+    demo.close(verbose=False)
 
 
 def _bindable_port(host: str, port: int) -> int:

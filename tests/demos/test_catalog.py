@@ -45,6 +45,9 @@ def test_open_catalog_allows_any_name():
         (["llava"], True, ("llava", "tiny-hybrid")),
         (["llava", "tiny-hybrid"], False, ("llava", "tiny-hybrid")),
         (["llava", "other"], False, ("llava", "llava")),
+        (["tiny-hybrid"], True, ("tiny-llava", "tiny-hybrid")),
+        (["smollm2"], True, ("tiny-llava", "smollm2")),
+        (["smollm2", "llava"], False, ("llava", "smollm2")),
     ],
 )
 def test_default_models_are_in_the_catalog(models, open, expected):

@@ -121,7 +121,7 @@ def test_full_queue_is_a_sentence(client, models, monkeypatch):
     monkeypatch.setattr("demos.models.RUNNING", 0)
     monkeypatch.setattr("demos.models.WAITING", 0)
     for name in ("/generate", "/compare"):
-        with pytest.raises(AppError, match="the server is busy: at most 0 requests run or wait, try again in a minute"):
+        with pytest.raises(AppError, match="the server is busy with 0 requests: try again in a minute"):
             client.predict("Work out: 3 + 4", api_name=name)
 
 
