@@ -17,7 +17,7 @@ class Catalog:
 
     Attributes:
         models, drafters: names listed on the page.
-        default: default model for images and videos.
+        default: the first model: the default for texts if it reads text only, else for images and videos.
         open: whether any other hub id or folder is allowed, too.
     """
 
@@ -28,9 +28,14 @@ class Catalog:
 
     def default_model(self, kind: Kind) -> str:
         """The model for requests that name none."""
-        if kind != "text":
-            return self.default
-        return DEFAULT_MODELS["text"] if DEFAULT_MODELS["text"] in self.models else self.models[0]
+        suited = self.models_for(kind)
+        first = [self.default] if (kind == "text") == self.opens_on_text else []
+        return next((name for name in (*first, DEFAULT_MODELS[kind], *suited) if name in suited), self.default)
+
+    @property
+    def opens_on_text(self) -> bool:
+        """Whether the first model reads text only."""
+        return plugins.reads_text_only(self.default)
 
     def models_for(self, kind: Kind) -> list[str]:
         """The models listed for requests of a kind: all but those that are known not to take it."""

@@ -109,9 +109,8 @@ class ChatRequest:
     def _media(self) -> dict[str, Any]:
         if self.kind == "text":
             return {}
-        article = "an image" if self.kind == "image" else "a video"
         if self.upload is None:
-            raise UserError(f"no {self.kind} was uploaded: expected {article}, upload one or select an example")
+            raise UserError(f"no {self.kind} was uploaded: upload one or select an example")
         if not Path(self.upload.path).is_file():
             raise UserError(f"{self.upload.name} was removed (uploads are kept for a limited time): upload it again")
         path, name = self.upload.path, self.upload.name

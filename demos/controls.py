@@ -37,7 +37,10 @@ class Controls:
                     self._add_settings()
             with gr.Column(scale=3, min_width=300):
                 self.result = gr.HTML(
-                    views.result_html([]), elem_classes="mm-out", apply_default_css=False, min_height=200
+                    views.result_html([], self.prompt.value if opened else ""),
+                    elem_classes="mm-out",
+                    apply_default_css=False,
+                    min_height=200,
                 )
 
     def _add_inputs(self, opened: bool) -> None:
@@ -45,9 +48,21 @@ class Controls:
         given = self.examples[0].value if opened else None
         if self.kind == "image":
             sources: Any = ["upload", "clipboard"]
-            self.media = [ImageUpload(given, label="Image", type="filepath", sources=sources, height=240, buttons=[])]
+            self.media = [
+                ImageUpload(
+                    given,
+                    label="Image",
+                    type="filepath",
+                    sources=sources,
+                    height=200,
+                    buttons=[],
+                    elem_classes="mm-media",
+                )
+            ]
         elif self.kind == "video":
-            self.media = [VideoUpload(given, label="Video", sources=["upload"], height=240, buttons=[])]
+            self.media = [
+                VideoUpload(given, label="Video", sources=["upload"], height=200, buttons=[], elem_classes="mm-media")
+            ]
         model = self.catalog.default_model(self.kind)
         self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
@@ -64,17 +79,17 @@ class Controls:
             placeholder="Ask something",
             elem_classes="mm-prompt",
         )
+        with gr.Row(elem_classes="mm-buttons"):
+            self.race = gr.Button("Race", variant="primary", size="md", elem_classes="mm-go")
+            self.ask = gr.Button("Ask", size="md", elem_classes="mm-ask")
+            self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop", interactive=False)
+            self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
         self.methods = gr.CheckboxGroup(
             self.method_choices(model),
             value=self.catalog.methods(model)[:FEWEST],
             label=f"Methods to race, {FEWEST} to {MOST}",
             elem_classes="mm-methods",
         )
-        with gr.Row(elem_classes="mm-buttons"):
-            self.race = gr.Button("Race", variant="primary", size="md", elem_classes="mm-go")
-            self.ask = gr.Button("Ask", size="md", elem_classes="mm-ask")
-            self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop", interactive=False)
-            self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
 
     def _add_settings(self) -> None:
         catalog = self.catalog  # names are checked when a request is answered
@@ -93,7 +108,9 @@ class Controls:
             allow_custom_value=True,
         )
         self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy")
-        self.seed = gr.Number(None, label="Seed", info="of sampling; empty: a new one per conversation", precision=0)
+        self.seed = gr.Number(
+            0, label="Seed", info="of sampling; 0: another one for each conversation", precision=0, minimum=0
+        )
         self.length = gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Max new tokens")
         self.frames = gr.Slider(
             1, MAX_FRAMES, 8, step=1, label="Frames", info="sampled evenly", visible=self.kind == "video"

@@ -59,8 +59,11 @@ _PARAMETERS = {
     "video": f"video file of at most {MAX_VIDEO_SECONDS} s; with gradio_client: handle_file(PATH)",
     "prompt": f"question or instruction, at most {MAX_PROMPT_CHARS} characters",
     "model": "name of a model that the server offers; empty: its default",
-    "drafter": "drafter's name, auto or none",
-    "methods": f"{FEWEST} to {MOST} of none (plain), a drafter, DRAFTER@chain; empty: none and the default one",
+    "drafter": "a drafter's name, auto (the model's default) or none (plain decoding)",
+    "methods": (
+        f"{FEWEST} to {MOST} of: none (plain decoding), a drafter, DRAFTER@chain (chains instead of trees); "
+        "empty: plain decoding and the default drafter"
+    ),
     "max_new_tokens": f"limit on new tokens, 1 to {MAX_NEW_TOKENS}",
     "temperature": "0 (greedy) to 5",
     "seed": "seed of sampling",

@@ -60,6 +60,7 @@ def build(service: Service, folder: Path) -> gr.Blocks:
         folder: where example media are rendered.
     """
     kinds = [kind for kind in get_args(Kind) if service.catalog.models_for(kind)]
+    kinds.sort(key=lambda kind: (kind == "text") != service.catalog.opens_on_text)
     with gr.Blocks(title="mmspec", analytics_enabled=False) as page:
         claim = gr.HTML(views.claim_html(), elem_id="mm-head", apply_default_css=False)
         tabs: dict[str, _Tab] = {}
@@ -159,7 +160,7 @@ class _Tab:
             temperature=temperature,
             max_new_tokens=length,
             frames=frames,
-            seed=conversation.seed if seed is None else int(seed),
+            seed=int(seed or conversation.seed),
         )
 
     def _limits(self, chat: ChatRequest) -> str:
@@ -250,8 +251,12 @@ class _Opening:
         except UserError as error:
             return {first.result: views.result_html([], note=str(error))}
         if link is None or link.chat.kind not in self.tabs:
-            return {first.result: gr.skip()}
-        return {self.selected: gr.Tabs(selected=link.chat.kind), **self._linked(link)}
+            return {first.result: gr.skip() if link is None else views.result_html([])}
+        return {
+            first.result: views.result_html([]),
+            self.selected: gr.Tabs(selected=link.chat.kind),
+            **self._linked(link),
+        }
 
     def _linked(self, link: LinkSettings) -> dict[Any, Any]:
         tab, chat = self.tabs[link.chat.kind], link.chat
@@ -266,7 +271,7 @@ class _Opening:
             one.model: model,
             one.drafter: drafter,
             one.temperature: chat.temperature,
-            one.seed: chat.seed or None,
+            one.seed: chat.seed,
             one.length: chat.max_new_tokens,
             one.frames: chat.frames,
             one.methods: gr.CheckboxGroup(choices, value=list(link.methods)) if raced else gr.skip(),

@@ -7,7 +7,7 @@ const SLOWER = [1, 3, 10, 30, 100, 300];
 const WATCH_SECONDS = 15; // of the default speed
 const CHECKED = 0.85; // share of a pass after which its verdict is shown
 const ROW = 30, BOX = 24, GAP = 8, CHAR = 7.3, PHONE = 480;
-const FATES = { root: "last token", kept: "accepted", rejected: "rejected", bonus: "bonus token" };
+const FATES = { root: "last token", kept: "accepted", rejected: "rejected", bonus: "bonus token", after: "after the end" };
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -33,22 +33,23 @@ const visible = (text) => text.trim() || JSON.stringify(text);
 
 /* ---------------------------------------------------------------- draft trees */
 
-/** Nodes of a pass with text, parent, level, row, fate and probabilities; the bonus token is the last one. */
+/** Nodes of a pass with text, parent, level, row, fate and probabilities; the bonus token is the last one. Those that the model
+    accepted after the answer's last token are "after". */
 function nodesOf(lane, pass) {
-  const tree = lane.trees[pass - 1], kept = new Set(tree.path);
+  const tree = lane.trees[pass - 1], emitted = lane.emitted[pass];
+  const kept = new Set(tree.path.slice(1, 1 + emitted)), after = new Set(tree.path.slice(1 + emitted));
   const nodes = tree.tokens.map((token, i) => ({
     text: visible(lane.texts[token]), parent: tree.parents[i], model: i ? tree.probs[i] : null,
-    drafter: i && tree.guesses ? tree.guesses[i] : null, fate: i ? (kept.has(i) ? "kept" : "rejected") : "root",
+    drafter: i && tree.guesses ? tree.guesses[i] : null, fate: !i ? "root" : kept.has(i) ? "kept" : after.has(i) ? "after" : "rejected",
   }));
-  const bonus = { text: visible(lane.texts[tree.bonus]), parent: tree.path.at(-1), model: tree.bonus_prob, drafter: null,
-    fate: "bonus" };
-  nodes.push(bonus);
+  nodes.push({ text: visible(lane.texts[tree.bonus]), parent: tree.path.at(-1), model: tree.bonus_prob, drafter: null,
+    fate: emitted < tree.path.length ? "after" : "bonus", bonus: true });
   const children = nodes.map(() => []);
   nodes.forEach((node, i) => { if (node.parent >= 0) children[node.parent].push(i); });
   let used = 0;
+  let placed = 0;
   (function place(i, level) {
-    nodes[i].level = level;
-    nodes[i].row = used;
+    Object.assign(nodes[i], { level, row: used, order: placed++ });
     children[i].forEach((child, place_) => { if (place_) used += 1; place(child, level + 1); });
   })(0, 0);
   return nodes;
@@ -58,7 +59,7 @@ function nodesOf(lane, pass) {
 function columns(nodes, width, first) {
   const levels = 1 + Math.max(...nodes.map((node) => node.level)), phone = width < PHONE;
   const wide = Array.from({ length: levels }, (_, level) => Math.max(...nodes.filter((node) => node.level === level)
-    .map((node) => Math.min(Math.max(node.text.length * CHAR + 16, 34), 120))));
+    .map((node) => Math.min(Math.max(node.text.length * CHAR + 10, 26), 120))));
   const shown = Math.min(levels, phone ? 4 : Math.floor((width + GAP) / (36 + GAP)));
   const from = Math.max(0, Math.min(first, levels - shown)), part = wide.slice(from, from + shown);
   const room = width - GAP * (shown - 1) - 2;
@@ -75,7 +76,7 @@ function drawTree(nodes, grid, title, { levels, verdict, checking }) {
   const svg = shape("svg", { class: `mm-tree${checking ? " checking" : ""}`, role: "img", width, height,
     viewBox: `0 0 ${width} ${height}` }, shape("title", {}, title));
   const fate = (node) => verdict || node.fate === "root" ? node.fate : "drafted";
-  const shown = (node) => node.fate === "bonus" ? verdict : node.level <= levels;
+  const shown = (node) => node.bonus ? verdict : node.level <= levels;
   const x = (level) => left[level - grid.from], wide = (level) => grid.widths[level - grid.from];
   const inside = (level) => level >= grid.from && level < grid.from + grid.shown;
   const y = (node) => node.row * ROW + BOX / 2 + 2;
@@ -101,12 +102,14 @@ function drawTree(nodes, grid, title, { levels, verdict, checking }) {
   return svg;
 }
 
-function probabilities(nodes, caption) {
+/** Table of a pass in the order of the tree: each token is followed by its continuations. */
+function probabilities(nodes, caption, verdict) {
   const head = ["token", "level", "drafter", "model", "result"].map((name) => element("th", { scope: "col" }, name));
-  const rows = nodes.map((node, i) => element("tr", { class: node.fate, "data-node": i },
-    element("th", { scope: "row", style: `padding-left:${8 + 10 * Math.min(node.level, 8)}px` }, node.text),
+  const ordered = [...nodes.entries()].filter(([, node]) => verdict || !node.bonus).sort(([, one], [, other]) => one.order - other.order);
+  const rows = ordered.map(([i, node]) => element("tr", { class: verdict ? node.fate : "", "data-node": i },
+    element("th", { scope: "row", style: `--level: ${Math.min(node.level, 8)}` }, node.text),
     element("td", {}, String(node.level)), element("td", {}, percent(node.drafter)), element("td", {}, percent(node.model)),
-    element("td", {}, FATES[node.fate])));
+    element("td", {}, verdict || node.fate === "root" ? FATES[node.fate] : "")));
   return element("table", { class: "mm-table mm-probabilities" }, element("caption", {}, caption),
     element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
 }
@@ -146,7 +149,7 @@ class Replay {
       element("option", { value: one, ...(one === fitting ? { selected: "" } : {}) }, one === 1 ? "real time" : `${one}x slower`));
     const speed = element("select", { "aria-label": "Speed of the replay", onchange: () => { this.slower = +speed.value; } },
       ...options);
-    this.section.querySelector(".mm-player").append(this.button, this.scrub, this.clock, speed);
+    this.section.querySelector(".mm-player").append(this.button, speed, this.scrub, this.clock);
   }
 
   addTree() {
@@ -159,14 +162,14 @@ class Replay {
       const at = event.target.closest("[data-node]");
       this.open(true, at && at.dataset.node);
     } });
-    this.earlier = element("button", { type: "button", onclick: () => this.page(-1) }, "‹ Earlier levels");
-    this.later = element("button", { type: "button", onclick: () => this.page(1) }, "Later levels ›");
+    this.earlier = element("button", { type: "button", "aria-label": "Earlier levels", onclick: () => this.page(-1) }, "‹ Earlier");
+    this.later = element("button", { type: "button", "aria-label": "Later levels", onclick: () => this.page(1) }, "Later ›");
     this.levels = element("span", {});
     this.pager = element("div", { class: "mm-pager", hidden: "" }, this.earlier, this.levels, this.later);
     this.opener = element("button", { type: "button", "aria-expanded": "false", onclick: () => this.open(!this.opened) },
       "Table of probabilities");
     this.table = element("div", { class: "mm-wide", tabindex: "0", role: "region", "aria-label": "Probabilities", hidden: "" });
-    const head = element("div", { class: "mm-tree-head" }, element("h3", { class: "mm-part" }, "Draft tree"));
+    const head = element("div", { class: "mm-tree-head" }, element("h3", { class: "mm-part" }, this.drafted.length > 1 ? "Draft tree" : `Draft tree of ${this.lane.label}`));
     if (this.drafted.length > 1) {
       const pick = element("select", { "aria-label": "Lane of the draft tree", onchange: () => {
         this.lane = this.drafted[+pick.value];
@@ -289,38 +292,39 @@ class Replay {
   draw() {
     const lane = this.lane, nodes = nodesOf(lane, this.pass), width = this.canvas.clientWidth - 16;
     if (width <= 0) return;
-    const deepest = Math.max(0, ...nodes.filter((node) => node.fate !== "bonus").map((node) => node.level));
-    const [draft, verify] = lane.shares, drafting = CHECKED * Math.min(Math.max(draft / (draft + verify || 1), 0.3), 0.7);
-    const verdict = this.done >= CHECKED, checking = !verdict && this.done >= drafting;
+    const deepest = Math.max(0, ...nodes.filter((node) => !node.bonus).map((node) => node.level));
+    const [draft, verify] = lane.shares, name = `Pass ${this.pass} of ${lane.ends.length - 1}`;
+    const drafting = CHECKED * Math.min(Math.max(draft / (draft + verify || 1), 0.3), 0.7);
+    const verdict = this.verdict = this.done >= CHECKED, checking = !verdict && this.done >= drafting;
     const levels = verdict || checking ? deepest : Math.max(0, Math.ceil(deepest * this.done / drafting));
     const end = nodes.at(-1).level; // of the bonus token
     const follow = this.rest ? 0 : verdict ? end - 3 : checking ? 0 : levels - 3;
     this.grid = columns(nodes, width, this.first ?? (width < PHONE ? follow : 0));
     const accepted = nodes.filter((node) => node.fate === "kept").length, drafted = nodes.length - 2;
-    const total = lane.ends.length - 1, name = `Pass ${this.pass} of ${total}`;
-    const title = `Draft tree of pass ${this.pass} of ${total}: ${count(drafted, "draft token")}, ${accepted} accepted, then the bonus token`;
-    this.slider.max = Math.min(lane.trees.length, total);
+    const bonus = nodes.at(-1).fate === "bonus", all = count(accepted + bonus, "token");
+    const title = `Draft tree of ${name.toLowerCase()}: ${count(drafted, "draft token")}, ${accepted} accepted${bonus ? ", then the bonus token" : ""}`;
+    this.slider.max = Math.min(lane.trees.length, lane.ends.length - 1);
     this.slider.value = this.pass;
     this.slider.setAttribute("aria-valuetext", name);
     this.number.textContent = name;
     this.phase.textContent = this.done < 0 ? "Prefill: the model reads the prompt."
-      : verdict ? `Kept: ${count(accepted, "draft token")} of ${drafted}, and the bonus token: ${count(accepted + 1, "token")} from one pass of the model.`
+      : verdict ? `Kept: ${count(accepted, "draft token")} of ${drafted}, ${bonus ? "and the bonus token" : "up to the end of the answer"}: ${all} from one pass of the model.`
       : checking ? `Checking: the model verifies ${count(drafted, "draft token")} in one pass.`
       : `Drafting: the drafter proposes ${count(drafted, "token")}.`;
     const key = [lane.method, this.pass, levels, verdict, checking, this.grid.from, width].join();
     if (key === this.key) return;
     this.key = key;
     this.canvas.replaceChildren(drawTree(nodes, this.grid, title, { levels, verdict, checking }));
-    this.canvas.style.minHeight = `${Math.min(this.tallest(), 420)}px`;
+    this.canvas.style.minHeight = this.rest ? "" : `${Math.min(this.tallest(), 420)}px`;
     const cut = this.grid.shown < this.grid.levels, last = this.grid.from + this.grid.shown - 1;
     this.pager.hidden = !cut;
     this.levels.textContent = `levels ${Math.max(this.grid.from, 1)} to ${last} of ${this.grid.levels - 1}`;
     this.earlier.disabled = this.grid.from === 0;
     this.later.disabled = last >= this.grid.levels - 1;
-    if (this.opened && verdict) this.fill();
+    if (this.opened) this.fill();
   }
 
-  /** Height of the tallest tree, which the replay keeps free. */
+  /** Height of the tallest tree, which the replay reserves: what lies below does not move. */
   tallest() {
     const heights = this.lane.trees.map((_, i) => 1 + Math.max(...nodesOf(this.lane, i + 1).map((node) => node.row)));
     return Math.max(...heights) * ROW + 24;
@@ -329,7 +333,7 @@ class Replay {
   fill() {
     const total = this.lane.ends.length - 1;
     this.table.replaceChildren(...(this.opened
-      ? [probabilities(nodesOf(this.lane, this.pass), `Pass ${this.pass} of ${total}, ${this.lane.label}`)] : []));
+      ? [probabilities(nodesOf(this.lane, this.pass), `Pass ${this.pass} of ${total}, ${this.lane.label}`, this.verdict)] : []));
   }
 }
 

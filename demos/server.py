@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ def run_server(
         temporary_folder() as folder,
         mock.patch.dict(os.environ, _gradio_environment(folder)),
         mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
+        mock.patch("gradio.routes.DEFAULT_TEMP_DIR", str(folder), create=True),
     ):
         uploads = UploadFolder(folder, upload_space * 2**20)
         samples = folder / "samples"
@@ -87,8 +89,7 @@ def run_server(
                 yield demo
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
-            demo.server.config.timeout_graceful_shutdown = GRACE
-            demo.close(verbose=False)
+            _close(demo)
 
 
 def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
@@ -133,6 +134,13 @@ def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int
         except OSError:
             if server_port or attempt == _PORT_ATTEMPTS - 1:
                 raise
+
+
+def _close(demo: gr.Blocks) -> None:
+    """Close the server; open pages and running requests have ``GRACE`` seconds to end."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for each; reset at a launch
+    demo.server.config.timeout_graceful_shutdown = GRACE
+    demo.close(verbose=False)
 
 
 def _bindable_port(host: str, port: int) -> int:

@@ -20,7 +20,7 @@ _log = logging.getLogger("mmspec.demo")
 
 
 class Service:
-    """Answers requests: together, but for races.
+    """Answers requests: several at once, races alone.
 
     Args:
         models: cache of loaded models.

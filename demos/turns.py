@@ -49,9 +49,7 @@ class Turns:
         """
         with self._changed:
             if len(self._turns) + count > RUNNING + WAITING:
-                raise UserError(
-                    f"the server is busy: at most {RUNNING + WAITING} requests run or wait, try again in a minute"
-                )
+                raise UserError(f"the server is busy with {RUNNING + WAITING} requests: try again in a minute")
             joined = [Turn(alone) for _ in range(count)]
             self._turns += joined
             return joined

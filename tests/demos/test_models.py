@@ -178,7 +178,7 @@ def test_places_in_the_queue_and_a_full_queue(models, monkeypatch):
     monkeypatch.setattr(turns, "WAITING", 1)
     running, other, third, fourth = (models.turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
     assert [next(running), next(other), next(third)] == ["a", "a", 2]
-    with pytest.raises(UserError, match=r"busy: at most 3 requests run or wait, try again"):
+    with pytest.raises(UserError, match=r"busy with 3 requests: try again"):
         next(fourth)
     running.close()
     assert list(third) == ["a", "b"]

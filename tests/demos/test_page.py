@@ -19,7 +19,7 @@ from mmspec import plugins
 from mmspec.engine.stats import Stats
 from vision.embedded import samples
 
-SETTINGS = ("auto", 0.0, None, 12, 8)  # drafter, temperature, seed, max new tokens, frames
+SETTINGS = ("auto", 0.0, 0, 12, 8)  # drafter, temperature, seed, max new tokens, frames
 
 
 def said_yes(drafter, **complete):
@@ -119,7 +119,7 @@ def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
 def test_names_outside_the_catalog_raise(ask, service, press):
     _, html = ask("text", "Hello", "/etc", press=press)
     offered = ", ".join(plugins.installed())
-    assert f"model must be one that this server offers: expected {offered}, got &#x27;/etc&#x27;" in html
+    assert f"Model must be one that this server offers: expected {offered}, got &#x27;/etc&#x27;" in html
     assert service.requests == []
 
 

@@ -3,7 +3,7 @@
 import itertools
 import re
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,10 +14,19 @@ from gradio_client.exceptions import AppError
 
 import mmspec
 from demos import service
+from demos.catalog import make_catalog
 from demos.chat_request import MAX_UPLOAD_MIB
 from demos.models import ModelCache
 from demos.streaming import StreamedAnswer
-from tests.demos.serving import SHORT, TIMEOUT, demo_server, save_ten_minute_video, stored_path, upload
+from tests.demos.serving import (
+    SHORT,
+    TIMEOUT,
+    demo_server,
+    needs_smollm2,
+    save_ten_minute_video,
+    stored_path,
+    upload,
+)
 from vision.embedded import samples
 
 IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")
@@ -101,6 +110,24 @@ def test_compare_takes_a_video_and_methods(client):
     assert result["equal"]
 
 
+@pytest.mark.slow
+@needs_smollm2
+def test_race_of_a_text_only_model():
+    """It is the default for texts, and images have one that takes them."""
+    with demo_server(catalog=make_catalog(["smollm2"])) as url:
+        client = Client(url, verbose=False, httpx_kwargs={"timeout": TIMEOUT})
+        methods = ["none", "recycle+ngram", "recycle@chain"]
+        result = client.predict("Count from one to ten.", methods=methods, max_new_tokens=24, api_name="/compare")
+        assert [(lane["model"], lane["drafter"]) for lane in result["lanes"]] == [("smollm2", name) for name in methods]
+        assert result["equal"]
+        assert result["lanes"][0]["text"] == result["lanes"][2]["text"]
+        assert "two" in result["lanes"][0]["text"].lower() or "2" in result["lanes"][0]["text"]
+        seen = client.predict(handle_file(IMAGE), api_name="/caption_image", **SHORT)
+        assert (seen["model"], seen["tokens"]) == ("tiny-llava", 12)
+        with pytest.raises(AppError, match="reads text only"):
+            client.predict(handle_file(IMAGE), model="smollm2", api_name="/caption_image")
+
+
 def test_every_parameter_is_documented(client):
     found = client.view_api(print_info=False, return_format="dict")["named_endpoints"]
     for endpoint in found.values():
@@ -121,7 +148,7 @@ def test_full_queue_is_a_sentence(client, models, monkeypatch):
     monkeypatch.setattr("demos.turns.RUNNING", 0)
     monkeypatch.setattr("demos.turns.WAITING", 0)
     for name in ("/generate", "/compare"):
-        with pytest.raises(AppError, match="the server is busy: at most 0 requests run or wait, try again in a minute"):
+        with pytest.raises(AppError, match="the server is busy with 0 requests: try again in a minute"):
             client.predict("Work out: 3 + 4", api_name=name)
 
 
@@ -294,6 +321,28 @@ def test_cancelling_closes_the_generator(client, monkeypatch):
     assert seen[-1] == "cancelled"
     monkeypatch.undo()
     assert client.predict("Work out: 3 + 4", api_name="/generate", **SHORT)["text"].startswith("3 + 4")
+
+
+def test_closing_does_not_wait_for_running_requests(models, monkeypatch):
+    def endless(*_):
+        while not ended:
+            yield StreamedAnswer("tiny", "none", text="once")
+            time.sleep(0.02)
+
+    ended = []
+    monkeypatch.setattr(service, "stream_answer", endless)
+    with ExitStack() as opened:
+        server = opened.enter_context(ExitStack())
+        url = server.enter_context(demo_server(models=models))
+        joined = httpx.post(f"{url}gradio_api/call/v2/generate", json={"prompt": "x"}, timeout=TIMEOUT).json()
+        path = f"{url}gradio_api/call/generate/{joined['event_id']}"
+        events = opened.enter_context(httpx.stream("GET", path, timeout=TIMEOUT))
+        next(line for line in events.iter_lines() if "once" in line)
+        start = time.monotonic()
+        server.close()
+        taken = time.monotonic() - start
+        ended.append(True)
+    assert taken < 4  # gradio waits for five seconds
 
 
 def test_stopped_stream_frees_its_slot(client, models, monkeypatch):

@@ -1,0 +1,51 @@
+"""Fixtures of the browser tests."""
+
+import shutil
+
+import pytest
+
+from tests.demos.browsing import PATIENCE, PHONE, WIDE
+from tests.demos.serving import demo_server
+
+
+@pytest.fixture(scope="module")
+def address():
+    with demo_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs Chromium on the path: install the system's package")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, address):
+    """Open the page as a new visitor; fails on JavaScript errors."""
+    contexts, errors = [], []
+
+    def opened(size=WIDE, theme="light", query=""):
+        context = browser.new_context(
+            viewport=size, permissions=["clipboard-read", "clipboard-write"], has_touch=size == PHONE
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(f"{address}?__theme={theme}&{query}")
+        page.locator(".mm-ask:visible").wait_for()
+        if not query:
+            page.locator(".mm-play:visible").wait_for()
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert errors == []
