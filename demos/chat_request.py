@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmspec.errors import UserError
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from vision.decoding import Decoder
 
 Kind = Literal["image", "video", "text"]

@@ -32,7 +32,7 @@ from eval.harness.output import benchmark, wide_console
 from eval.harness.prompts import FIRST_INDEX, SUITES, suite_conversations
 from mmspec.drafters.drafter import Drafter, learns
 from mmspec.errors import UserError
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.speculation.calibrate import describe
 
 _COUNTS = {

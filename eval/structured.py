@@ -28,7 +28,7 @@ from eval.harness.schemas import SchemaRequest, schema_requests
 from mmspec.drafters.drafter import fork
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.grammar import Grammar
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.speculation.calibrate import describe
 
 _ALL = "all"

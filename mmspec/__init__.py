@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from mmspec.errors import UserError
     from mmspec.hook import decode, generate
     from mmspec.pipeline import Generation, Piece, Pipeline, load
+    from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
-    from mmspec.sampling.sampler import SamplingParams
     from mmspec.speculation.tree import TokenTree
     from mmspec.speculation.verify import Verdict, verify, verify_greedy
 
@@ -41,7 +41,7 @@ _HOMES = {
     "hook": ("decode", "generate"),
     "pipeline": ("Generation", "Piece", "Pipeline", "load"),
     "sampling.processors": ("TreeProcessor",),
-    "sampling.sampler": ("SamplingParams",),
+    "sampling.params": ("SamplingParams",),
     "engine.stats": ("Stats",),
     "speculation.tree": ("TokenTree",),
     "speculation.verify": ("Verdict", "verify", "verify_greedy"),

@@ -14,7 +14,7 @@ from mmspec.drafters.drafter import Drafter
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.grammar import KINDS
 from mmspec.sampling.matcher import Matcher
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.speculation.tree import TokenTree
 from mmspec.targets.target import Prompt, Target
 

@@ -23,7 +23,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.sampling.grammar import Grammar, Grammars
 from mmspec.sampling.logprobs import TokenLogprob
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
 from mmspec.speculation.calibrate import cost_table, stored_cost
 from mmspec.speculation.trace import JudgedTree

@@ -193,7 +193,7 @@ def check(model, inputs, drafter, **asked):
     def gains(target, b, said, paths):
         hidden, embeds = states_of(model, rows[b], said, lambda states: plain_states(drafter.network, states))
         visual = torch.zeros(len(embeds), dtype=torch.bool)
-        marks = target._visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
+        marks = target.visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
         if marks is not None:
             visual[: marks.shape[1]] = marks[0]
         return [plain_gain(drafter, target, hidden, embeds, visual, path) for path in paths]

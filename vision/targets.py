@@ -29,7 +29,7 @@ class VisionTarget(TransformersTarget):
             return None
         return super()._prompt_positions(ids, mask)
 
-    def _visual(self, prompt: Prompt) -> Tensor | None:
+    def visual(self, prompt: Prompt) -> Tensor | None:
         return self._is_visual(prompt.input_ids)
 
     def _is_visual(self, ids: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from mmspec.compare import Comparison, compare
 from mmspec.drafters.drafter import Drafter, members
 from mmspec.engine.engine import SLOTS
 from mmspec.pipeline import Generation, Piece, Pipeline, load
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 from mmspec.targets.loading import make_drafter
 

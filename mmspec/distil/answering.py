@@ -11,7 +11,7 @@ from typing import Any
 from mmspec.distil import data
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 
 _POOL = 8  # batches sorted together, so that answers of similar lengths are generated together
 _GROUP = 2  # batches generated before they are yielded: a sequence that has ended leaves its place to the next

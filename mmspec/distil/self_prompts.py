@@ -16,7 +16,7 @@ from mmspec.distil.answering import PendingConversation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.targets.target import Prompt
 
 MAX_TOKENS = 128

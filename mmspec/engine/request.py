@@ -10,8 +10,8 @@ from typing import Any
 from mmspec.checks import Checked, Rule, is_text, option, optional, shown, whole
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import LOGPROBS
+from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.processors import TreeProcessor
-from mmspec.sampling.sampler import SamplingParams
 
 _KEYS = ("prompt", "images", "videos", "params")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))

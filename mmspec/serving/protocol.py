@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mmspec.checks import shown
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import MOST_LOGPROBS
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 

@@ -10,7 +10,7 @@ from time import perf_counter as clock
 from typing import Any
 
 from mmspec.pipeline import Piece, Pipeline
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.slots import Admission

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from mmspec.cache.prefix_cache import Answer, Prefix, PrefixCache, common, continued, media_key
+from mmspec.cache.prefix_cache import Prefix, PrefixCache
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
@@ -23,6 +23,7 @@ from mmspec.speculation.verify import Verdict
 from mmspec.targets.attention import NAME, PASS, PassAttention, TreePass
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
+from mmspec.targets.kept import KeptStates
 from mmspec.targets.layers import TreeLayers
 from mmspec.targets.masks import tail_mask
 from mmspec.targets.processor import Processor
@@ -67,7 +68,7 @@ class TransformersTarget:
         # (rows,) position of the next token, and the last position within the context limit
         self._position, self._last_position = RowTensor(), RowTensor()
         self._verified: dict[Feature, Tensor] = {}  # of the last tree
-        self._answers: list[Answer | None] = []  # of each row; None where its states are not kept
+        self._kept = KeptStates(self)
         self._tail_depth: Tensor | None = None  # (batch, offset) depths of uncommitted nodes of earlier passes
         self._check = Graphed(self._pass)
         self._keep = Graphed(self.absorb)
@@ -132,125 +133,96 @@ class TransformersTarget:
     @torch.inference_mode()
     def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
         ids, mask = prompt.input_ids, prompt.attention_mask
-        batch, length = ids.shape
+        length = ids.shape[1]
         longest = room if isinstance(room, int) else max(room)
         shortest = length if mask is None else int(mask.sum(1).min())
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
         reserve = length + min(longest, 4096) + 64
-        singles = prompt.singles if self.prefix_cache is not None else ()
-        keeps = len(singles) == 1
         # Rows that are copied to another cache need no slots for the answer.
-        cache = self.decoder.new_cache(length + 1 if self.in_place or self.rows or keeps else reserve, False)
-        found = self._resumed(prompt, cache) if keeps else None
-        given: dict[str, Any] | None
-        prefix: Prefix | None = None
-        first = 0
-        if found is not None:
-            given, prefix, first = found
-            positions = given["position_ids"]
+        copies = self.in_place or bool(self.rows) or self._kept.looks_up(prompt)
+        cache = self.decoder.new_cache(length + 1 if copies else reserve, False)
+        resumed = self._kept.resume(prompt, cache)
+        if resumed is not None:
+            step = yield from self._prefill_rest(prompt, *resumed, chunk, cache)
         else:
-            positions = prompt.inputs.get("position_ids")
-            if positions is None:
-                positions = self._prompt_positions(ids, mask)
-            call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
-            splits = chunk is not None and batch == 1 and length > chunk
-            given = self.decoder.chunk_inputs(call, cache) if splits else None
-        if first == length:
-            assert prefix is not None
-            assert prefix.logits is not None
-            logits, features = prefix.logits, prefix.features
-        elif given is None:
-            logits, given, features = self.decoder.prefill(call, cache, self.features)
+            step = yield from self._prefill_whole(prompt, chunk, cache)
+        position = self._next_position(prompt, step.positions)
+        self._join(cache, reserve, copies)
+        self._position.append(position)
+        self._last_position.append(
+            (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
+        )
+        self._kept.start(prompt, step, cache)
+        yield step
+
+    def _prefill_whole(self, prompt: Prompt, chunk: int | None, cache: TreeCache) -> Generator[None, None, Step]:
+        """Prefill into an empty cache; yields between passes."""
+        ids, mask = prompt.input_ids, prompt.attention_mask
+        batch, length = ids.shape
+        positions = prompt.inputs.get("position_ids")
+        if positions is None:
+            positions = self._prompt_positions(ids, mask)
+        call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        splits = chunk is not None and batch == 1 and length > chunk
+        given = self.decoder.chunk_inputs(call, cache) if splits else None
+        if given is not None:
+            found, logits = yield from self._prefill_passes(given, 0, length, chunk, cache)
+        else:
+            logits, given, found = self.decoder.prefill(call, cache, self.features)
             cache.commit_prompt(length, mask, batch)
-            self._head.check(features["last"][:, -1:], logits)
-        else:
-            passes = [] if prefix is None else [{name: one[:, :first] for name, one in prefix.features.items()}]
-            for start in range(first, length, chunk or length):
-                if start > first:
-                    yield None
-                part = slice(start, min(start + (chunk or length), length))
-                passes.append(self.decoder.prefill_chunk(given, part, cache, self.features))
-            features = {name: torch.cat([one[name] for one in passes], dim=1) for name in self.features}
-            logits = self.head(passes[-1]["last"][:, -1:])
-            self._head.check(passes[-1]["last"][:, -1:], logits)
-        assert given is not None
+            self._head.check(found["last"][:, -1:], logits)
+        features = {name: found[name] for name in self.features}
         # Decoders without attention, or with ALiBi, have no position_ids.
         known = given.get("position_ids") if self.decoder.takes_positions else positions
-        embeds = given.get("inputs_embeds")
-        if prefix is not None and prefix.embeds is not None:
-            embeds = torch.cat([prefix.embeds[:, :first], self.embed(ids[:, first:])], dim=1)
-        position = self._next_position(prompt, known)
-        last = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
-        self._join(cache, reserve, keeps)
-        self._position.append(position)
-        self._last_position.append(last)
-        kept = {name: features[name] for name in self.features}
-        answers = [Answer.of(row, one, self._prefix_key(one), embeds, known, kept) for row, one in enumerate(singles)]
-        self._answers += answers or [None] * batch
-        if keeps:
-            assert self.prefix_cache is not None
-            whole = Prefix(ids[0].tolist(), answers[0].key, cache, logits, kept, embeds, known)
-            self.prefix_cache.add(whole, self._states_are_whole)
-        yield Step(logits, kept, self._visual(prompt), embeds, known, first)
+        return Step(logits, features, self.visual(prompt), given.get("inputs_embeds"), known)
 
-    def _resumed(self, prompt: Prompt, cache: TreeCache) -> tuple[dict[str, Any], Prefix, int] | None:
-        """The decoder's inputs for a prompt that begins like an earlier one, the earlier one and the number of tokens
-        in common, whose states are copied to ``cache``; None if there is none."""
-        assert self.prefix_cache is not None
-        ids, whole = prompt.input_ids, self._states_are_whole
-        visual = self._visual(prompt)
-        media = 0 if visual is None or not bool(visual.any()) else int(visual[0].nonzero()[-1]) + 1
-        found = self.prefix_cache.find(ids[0].tolist(), self._prefix_key(prompt), self.features, media, whole)
-        if found is None:
-            return None
-        prefix, common = found
+    def _prefill_rest(
+        self, prompt: Prompt, given: dict[str, Any], prefix: Prefix, first: int, chunk: int | None, cache: TreeCache
+    ) -> Generator[None, None, Step]:
+        """Prefill what follows the ``first`` tokens, whose states are in the cache; yields between passes."""
+        ids = prompt.input_ids
         length = ids.shape[1]
-        call = {"input_ids": ids, "position_ids": continued(prefix.positions, common, length)}
-        given = self.decoder.chunk_inputs(call, cache)
-        if given is None:
-            return None
-        cache.append(prefix.cache, length + 1)
-        if common < len(prefix.tokens):
-            cache.truncate(common)
-        return given, prefix, common
+        if first == length:
+            assert prefix.logits is not None
+            logits, features = prefix.logits, prefix.features
+        else:
+            rest, logits = yield from self._prefill_passes(given, first, length, chunk, cache)
+            features = {name: torch.cat([prefix.features[name][:, :first], rest[name]], 1) for name in self.features}
+        features = {name: features[name] for name in self.features}
+        embeds = prefix.embeds
+        if embeds is not None:
+            embeds = torch.cat([embeds[:, :first], self.embed(ids[:, first:])], dim=1)
+        positions = given["position_ids"]
+        return Step(logits, features, self.visual(prompt), embeds, positions, first)
+
+    def _prefill_passes(
+        self, given: dict[str, Any], first: int, length: int, chunk: int | None, cache: TreeCache
+    ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
+        """Features and last logits of the tokens ``first`` to ``length``, in passes over ``chunk`` of them."""
+        passes = []
+        for start in range(first, length, chunk or length):
+            if start > first:
+                yield
+            part = slice(start, min(start + (chunk or length), length))
+            passes.append(self.decoder.prefill_chunk(given, part, cache, self.features))
+        last = passes[-1]["last"][:, -1:]
+        logits = self.head(last)
+        self._head.check(last, logits)
+        return {name: torch.cat([one[name] for one in passes], dim=1) for name in self.features}, logits
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
-        if self.prefix_cache is None or len(prompt.singles) != 1:
-            return False
-        ids, key, whole = prompt.input_ids[0].tolist(), self._prefix_key(prompt), self._states_are_whole
-        alike = [one.input_ids[0].tolist() for one in others if self._prefix_key(one) == key]
-        found = self.prefix_cache.find(ids, key, self.features, 0, whole)
-        return 2 * max([common(ids, one) for one in alike] + ([found[1]] if found else []), default=0) >= len(ids)
+        return self._kept.resumes(prompt, others)
 
-    def _prefix_key(self, prompt: Prompt) -> Hashable:
-        return self.kind(prompt), media_key(prompt), self.device, self.dtype
-
-    @property
-    def _states_are_whole(self) -> bool:
-        """Whether states of fewer tokens cannot be cut from those of a prompt."""
-        return self.layers is not None
+    @torch.inference_mode()
+    def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
+        self._kept.retain(rows, histories)
 
     def kind(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1])
 
     @torch.inference_mode()
-    def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        # Recurrent states that contain draft tokens after a stop are of no use.
-        for row, history in zip(rows, histories, strict=True):
-            answer, length = self._answers[row], self.cache.lengths[row]
-            if self.prefix_cache is None or answer is None or length == answer.prompt:
-                continue
-            if length > len(history) and self._states_are_whole:
-                continue
-            cache = self.decoder.new_cache(length + 1, False)
-            cache.append(self.cache, length + 1, [row])
-            if length > len(history):
-                cache.truncate(len(history))
-            self.prefix_cache.add(answer.prefix(history[:length], cache, self.embed), self._states_are_whole)
-
-    @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
-        self._answers = [self._answers[row] for row in rows]
+        self._kept.select(rows)
         if self._cache is not None:
             self._tail_depth = None
             for part in (self._cache, self._position, self._last_position):
@@ -283,15 +255,8 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
-        rows = [path for path, _ in verdict.host]
-        if any(answer is not None for answer in self._answers):
-            nodes = verdict.path.clamp(min=0)
-            index = torch.arange(len(nodes), device=nodes.device)[:, None]
-            features = {name: one[index, nodes] for name, one in self._verified.items()}  # (batch, depth, hidden)
-            for row, (answer, path) in enumerate(zip(self._answers, rows, strict=True)):
-                if answer is not None and path:
-                    answer.features.append({name: one[row : row + 1, : len(path)] for name, one in features.items()})
-        self.commit_nodes(verdict.path, rows)
+        self._kept.commit(verdict, self._verified)
+        self.commit_nodes(verdict.path, [path for path, _ in verdict.host])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embedding(token_ids)
@@ -397,7 +362,8 @@ class TransformersTarget:
             return positions[-3:].amax((0, 2)) + 1
         return positions[:, -1].expand(prompt.input_ids.shape[0]) + 1
 
-    def _visual(self, prompt: Prompt) -> Tensor | None:
+    def visual(self, prompt: Prompt) -> Tensor | None:
+        """(batch, length) bool, positions of image or video features; None for text models."""
         return None
 
 

@@ -9,7 +9,7 @@ from mmspec import compare as module
 from mmspec.compare import compare, first_difference, next_token_scores
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Generation, Pipeline
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.targets.processor import Processor
 from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget

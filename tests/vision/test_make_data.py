@@ -14,7 +14,7 @@ import mmspec
 from mmspec.distil import data
 from mmspec.distil.answering import AnswerGenerator, PendingConversation, without_answers
 from mmspec.errors import UserError
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from tests.standin import save_llava, save_text_model
 from vision.distil.make_data import Dataset, make_data
 from vision.distil.scenes import KINDS, scene_conversations

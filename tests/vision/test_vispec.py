@@ -99,7 +99,7 @@ def check(model, inputs, drafter, tensors, **asked):
     def gains(target, b, said, paths):
         hidden, embeds = states_of(model, rows[b], said)
         visual = torch.zeros(len(embeds), dtype=torch.bool)
-        marks = target._visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
+        marks = target.visual(prompt_of({**inputs, "input_ids": rows[b]["input_ids"]}))
         visual[: marks.shape[1]] = marks[0]
         return [plain_gain(drafter, tensors, target, hidden, embeds, visual, path) for path in paths]
 

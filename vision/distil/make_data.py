@@ -104,7 +104,7 @@ def make_data(
     from mmspec.distil.recorded import Recorder
     from mmspec.distil.self_prompts import draw_prompts
     from mmspec.pipeline import Pipeline
-    from mmspec.sampling.sampler import SamplingParams
+    from mmspec.sampling.params import SamplingParams
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)

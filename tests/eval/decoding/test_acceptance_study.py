@@ -17,7 +17,7 @@ from eval.harness.prompts import Conversation
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.engine import Engine
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.speculation.tree import build_tree
 from tests.standin import save_llava
 from vision.drafters.msd import MSD

@@ -14,7 +14,7 @@ from mmspec.distil.features import Extractor
 from mmspec.distil.recorded import RecordedFeatures, Recorder
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from tests.standin import save_text_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"

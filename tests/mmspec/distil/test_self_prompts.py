@@ -8,7 +8,7 @@ import torch
 import mmspec
 from mmspec.distil.self_prompts import _usable, draw_prompts, prompt_id, user_opening
 from mmspec.errors import UserError
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from tests.standin import save_text_model
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"

@@ -13,7 +13,8 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
-from mmspec.sampling.sampler import Sampler, SamplingParams
+from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.sampler import Sampler
 from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable
 from mmspec.speculation.tree import build_tree
 from mmspec.targets.target import Prompt, Step

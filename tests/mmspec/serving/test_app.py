@@ -12,7 +12,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.sampler import SamplingParams
+from mmspec.sampling.params import SamplingParams
 from mmspec.serving.limits import Limits
 from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
 
