@@ -9,7 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import PIPE
-from threading import Event
+from threading import Barrier, Event
 
 import httpx
 import psutil
@@ -86,15 +86,22 @@ def test_both_at_once_give_the_answers_that_each_gives_alone(address, client, mo
     sampled = {"temperature": 1.0, "seed": 5}
     options = [(QUESTION, {}), ("What is it?", sampled), ("Which colour is it?", sampled)]
     expected = [plain.generate(prompt, images=str(SCENE), max_new_tokens=24, **given).text for prompt, given in options]
-    step, batches = engine.step, []
+    pipe = models.get("tiny-llava").pipeline("auto")
+    encode, step, batches = pipe.encode, engine.step, []
+    encoded = Barrier(2 * len(options))  # so that all start together
 
-    def step_once_all_have_turns():
-        eventually(lambda: batches or len(models.turns._turns) == 2 * len(options))
+    def encode_and_wait(*given, **options):
+        prompt = encode(*given, **options)
+        encoded.wait(60)
+        return prompt
+
+    def count_and_step():
         batches.append(len(engine.running))
         time.sleep(0.02)
         step()
 
-    monkeypatch.setattr(engine, "step", step_once_all_have_turns)
+    monkeypatch.setattr(pipe, "encode", encode_and_wait)
+    monkeypatch.setattr(engine, "step", count_and_step)
     jobs = [
         client.submit(handle_file(str(SCENE)), prompt, api_name="/caption_image", max_new_tokens=24, **given)
         for prompt, given in options
