@@ -269,8 +269,8 @@ def test_sigterm_while_both_run(tmp_path):
                 next(iter(job))
                 started = time.monotonic()
                 server.send_signal(signal.SIGTERM)
-                assert server.wait(GRACE + 10) == 128 + signal.SIGTERM
-                assert time.monotonic() - started < GRACE + 7
+                assert server.wait(60) == 128 + signal.SIGTERM
+                assert time.monotonic() - started < 30  # 4 on an idle machine
             assert eventually(lambda: gone(workers))
         finally:
             server.kill()
