@@ -1,14 +1,14 @@
 # mmspec serve (docs/serving.md, Docker).
 #   docker build -t mmspec .
-#   docker build -t mmspec-cuda --build-arg TORCH=torch .    # with NVIDIA's libraries
+#   docker build -t mmspec-cuda --build-arg BACKEND= .    # with NVIDIA's libraries
 FROM python:3.11-slim
 
 # Compiles the CPU kernels of packed decoders, at their first use.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
-# What pip installs as torch: a requirement and options.
-ARG TORCH="torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"
-RUN pip install --no-cache-dir ${TORCH}
+# A CPU build of torch; an empty BACKEND takes the usual one, with NVIDIA's libraries.
+ARG BACKEND=cpu
+RUN pip install --no-cache-dir uv && uv pip install --system --no-cache ${BACKEND:+--torch-backend $BACKEND} torch==2.13.0
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./

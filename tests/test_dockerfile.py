@@ -31,8 +31,9 @@ def test_installed_extras_exist() -> None:
 
 
 def test_torch_is_that_of_the_makefile() -> None:
-    (requirement,) = re.findall(r"^CPU_TORCH := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert instructions("ARG")[0].startswith(f'TORCH="{requirement} ')
+    (version,) = re.findall(r"^CPU_TORCH := torch==(.+)\+cpu$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (line,) = (line for line in instructions("RUN") if "torch" in line)
+    assert line.endswith(f" torch=={version}")
 
 
 def test_the_entry_point_parses_and_needs_a_key() -> None:
