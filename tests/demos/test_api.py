@@ -23,7 +23,6 @@ from demos.api import API, SharedSlots
 from demos.models import ModelCache
 from demos.turns import Turns
 from mmspec.serving.errors import APIError
-from mmspec.serving.server import GRACE
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, stored_path
 from tests.process import ROOT
 from tests.serve_process import gone
