@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,5 +183,6 @@ def tree_form(processor: Any) -> Any | None:
     return next((form for form in forms if form is not None), None)
 
 
+@cache  # reading them takes 10 ms or more: the metadata of every installed package
 def _entries(group: str) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=f"mmspec.{group}"))

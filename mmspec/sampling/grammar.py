@@ -252,19 +252,23 @@ def _with_closed_bounds(schema: Any) -> Any:
         return [_with_closed_bounds(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
             found[key] = {name: _with_closed_bounds(one) for name, one in value.items()}
         else:
             found[key] = value if key in _VALUES else _with_closed_bounds(value)
-    bound, other = schema.get("exclusiveMinimum"), schema.get("minimum")
+    bound, other = (_number(schema.get(key), default=-math.inf) for key in ("exclusiveMinimum", "minimum"))
     # Doubles beyond 100000 are coarser than 15 decimals.
-    if type(bound) in (int, float) and 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":
+    if 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":
         above = Decimal(repr(math.nextafter(bound, math.inf))).quantize(Decimal("1e-15"), ROUND_CEILING)
         del found["exclusiveMinimum"]
-        found["minimum"] = max(float(above), other) if type(other) in (int, float) else float(above)
+        found["minimum"] = max(float(above), other)
     return found
+
+
+def _number(value: Any, default: float) -> float:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def _invalid(kind: str, reason: str) -> UserError:
