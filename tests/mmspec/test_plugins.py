@@ -15,7 +15,7 @@ def test_entry_points_are_read_once(monkeypatch):
 
 
 def test_unknown_names():
-    with pytest.raises(UserError, match="^unknown drafter: expected one of .*ngram.*, got 'nothing'$"):
+    with pytest.raises(UserError, match=r"^unknown drafter: expected one of .*ngram.*, got 'nothing'$"):
         plugins.find("drafters", "nothing")
     assert plugins.model_path("some/folder") == "some/folder"
     assert plugins.limits("some/folder") is None
