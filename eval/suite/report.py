@@ -14,7 +14,8 @@ from mmspec.files import write_text
 Figures = dict[str, Any]
 COLUMNS = (
     "method",
-    "tokens per pass",
+    "tokens per step",
+    "longer by",
     "whole request",
     "vs llama.cpp",
     "decoding",
@@ -67,6 +68,7 @@ def _cells(row: Figures, brief: bool = False) -> list[str]:
     return [
         row["method"],
         f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
+        _longer(row["acceptance_difference"], brief),
         _ratio(row["end_to_end"], brief),
         _ratio(row["end_to_end_llama"], brief),
         _ratio(row["decoding"], brief),
@@ -103,6 +105,12 @@ def _ratio(found: dict[str, float] | None, brief: bool) -> str:
     return f"{found['median']:.2f}x" + ("" if brief else f" ({found['low']:.2f} to {found['high']:.2f})")
 
 
+def _longer(found: dict[str, Any] | None, brief: bool) -> str:
+    if found is None:
+        return ""
+    return f"{found['difference']:+.2f}" + ("" if brief else f" ({found['low']:+.2f} to {found['high']:+.2f})")
+
+
 def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
     threads = f", {_count(about['threads'], 'thread')}" if about["threads"] else ""
     return (
@@ -113,9 +121,10 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
         "their median over the conversations with its 95 % bootstrap interval: `whole request` (preprocessing and "
         "prefill included) and `decoding` (after the first token) against transformers' `generate`, `vs none` "
         "decoding against our own plain decoding, `vs llama.cpp` the whole request against its plain decoding of the "
-        "same GGUF file (its arithmetic differs: its answers are not compared). `equal` counts answers with the same "
-        "tokens as `generate` at temperature 0, and as `none` with the same seed above. Memory is the peak of the "
-        "process on a CPU, of torch's tensors on a GPU."
+        "same GGUF file (its arithmetic differs: its answers are not compared). `longer by` is the difference in "
+        "tokens per verify step to the first method that drafts, on the same conversations. `equal` counts answers "
+        "with the same tokens as `generate` at temperature 0, and as `none` with the same seed above. Memory is the "
+        "peak of the process on a CPU, of torch's tensors on a GPU."
     )
 
 

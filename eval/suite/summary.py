@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from eval.harness.acceptance import AcceptanceStats
+from eval.harness.acceptance import AcceptanceStats, acceptance_difference
 from eval.harness.intervals import median_interval
 from eval.harness.timing import PHASES
 from eval.suite.methods import BASELINE, LLAMA, PLAIN
@@ -30,7 +30,8 @@ def summarise(
     Returns:
         Rows of plain JSON values. Ratios are speedups in seconds per token over transformers' ``generate``, over our
         plain decoding and over llama.cpp's, by batch of conversations: their ``median`` with its 95 % bootstrap
-        interval, ``low`` and ``high``.
+        interval, ``low`` and ``high``. ``acceptance_difference`` compares tokens per verify step with those of the
+        first method that drafts (``against``), on the conversations that both answered.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -39,10 +40,14 @@ def summarise(
             cells.setdefault((name, record["temperature"], record["batch"]), []).append(record)
     rows = []
     for (task, temperature, batch), found in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
-        for method in dict.fromkeys(m for record in found for m in record["turns"][0]["methods"]):
-            measured = [record for record in found if method in record["turns"][0]["methods"]]
+        methods = dict.fromkeys(m for record in found for m in record["turns"][0]["methods"])
+        drafting = [method for method in methods if _acceptance(_measured(found, method), method).drafted]
+        for method in methods:
+            measured = _measured(found, method)
             row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
             row |= _figures(measured, method)
+            compared = method in drafting[1:]
+            row["acceptance_difference"] = _difference(measured, method, drafting[0]) if compared else None
             row["categories"] = _by_category(measured, method)
             if task != ALL:
                 row |= _scores(measured, method, samples[task], scorers[task])
@@ -70,23 +75,38 @@ def _spent(record: Record, method: str) -> dict[str, float]:
 def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tokens: str) -> dict[str, float] | None:
     """Speedup over ``other`` in seconds per token, where it was measured."""
     ratios = []
-    for record in records:
-        if other not in record["turns"][0]["methods"]:
-            continue
+    for record in _measured(records, other):
         own, base = _spent(record, method), _spent(record, other)
         if min(own[tokens], base[tokens]) > 0:
             ratios.append(base[seconds] / base[tokens] / (own[seconds] / own[tokens]))
     return median_interval(ratios) if ratios else None
 
 
-def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
-    spent = [_spent(record, method) for record in records]
-    results = [one["methods"][method] for record in records for one in record["turns"]]
+def _measured(records: Sequence[Record], method: str) -> list[Record]:
+    return [record for record in records if method in record["turns"][0]["methods"]]
+
+
+def _acceptance(records: Sequence[Record], method: str) -> AcceptanceStats:
     acceptance = AcceptanceStats()
     for group, record in enumerate(records):
         for turn in record["turns"]:
             for figures, equal in zip(turn["methods"][method]["stats"], turn["methods"][method]["equal"], strict=False):
                 acceptance.add(group, Stats(**figures), bool(equal))
+    return acceptance
+
+
+def _difference(records: Sequence[Record], method: str, other: str) -> dict[str, Any] | None:
+    """Paired difference in tokens per verify step to ``other``, where both were measured."""
+    both = _measured(records, other)
+    if not both:
+        return None
+    return {"against": other, **acceptance_difference(_acceptance(both, method), _acceptance(both, other))}
+
+
+def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+    spent = [_spent(record, method) for record in records]
+    results = [one["methods"][method] for record in records for one in record["turns"]]
+    acceptance = _acceptance(records, method)
     shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
     if shares:
         shares["rest"] = 1 - sum(shares.values())

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ class FeatureCache:
     """Features of conversations in a folder: safetensors shards of several conversations each, and `index.json`.
 
     Calling the cache with conversations returns their `Features`. Shards are written atomically; `fill` computes those
-    that are missing.
+    that are missing. A folder that was created with more layers serves extractors of some of them.
 
     Args:
         folder: created if missing.
-        extractor: computes missing features. Its target and settings must be those that the folder was created with.
+        extractor: computes missing features. Its target and settings must be those that the folder was created with,
+            except that it may read fewer layers.
         conversations: all conversations of the cache.
         dtype: of hidden states and visual features on disk; by default the target's.
         shard: conversations per file.
@@ -52,7 +54,8 @@ class FeatureCache:
         dtype: torch.dtype | None = None,
         shard: int = 256,
     ) -> None:
-        self.folder, self.extractor, self.conversations = folder, extractor, conversations
+        self.folder, self.extractor, self.conversations = folder, copy(extractor), conversations
+        self._wanted = extractor.layers
         self.target: TransformersTarget = extractor.target
         self.dtype, self.shard = dtype or self.target.model.dtype, shard
         self._places = {_fingerprint(one): place for place, one in enumerate(conversations)}
@@ -147,11 +150,18 @@ class FeatureCache:
         if span.start == span.stop:
             return None
         part = {name: file.get_slice(name)[span] for name in _BY_TOKEN}
-        layers = file.get_slice("layers")[span] if self.extractor.layers else None
+        layers = self._selected(file.get_slice("layers")[span]) if self._wanted else None
         # safetensors cannot slice a tensor of no rows.
         features = file.get_slice("shown")[shown] if shown.start < shown.stop else part["hidden"][:0]
         tokens, hidden, visual, answer = (part[name] for name in _BY_TOKEN)
         return ConversationFeatures(tokens.long(), hidden, features, visual, answer, layers)
+
+    def _selected(self, layers: Tensor) -> Tensor:
+        """The layers of this cache's extractor, of all on disk: (tokens, n * hidden) each."""
+        if self._wanted == self.extractor.layers:
+            return layers
+        columns = [self.extractor.layers.index(layer) for layer in self._wanted]
+        return layers.unflatten(1, (len(self.extractor.layers), -1))[:, columns].flatten(1)
 
     def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
         """A shard's file, and the offsets of its conversations' tokens and visual features."""
@@ -162,25 +172,28 @@ class FeatureCache:
         return file, rows, shown
 
     def _check_index(self) -> None:
+        path, found = self.folder / _INDEX, None
+        if path.exists():
+            with explained(f"{path}: expected the index of a feature cache", OSError, ValueError, AttributeError):
+                found = json.loads(path.read_text())
+                stored = found.get("settings", {}).get("layers", [])
+            if set(self._wanted) <= set(stored):
+                self.extractor.layers = tuple(stored)
         prints = hashlib.sha256("".join(self._places).encode()).hexdigest()
         wanted = {
             "verifier": verifier_of(self.target),
             "conversations": {"number": len(self.conversations), "sha256": prints},
             "settings": {**self.extractor.settings, "dtype": str(self.dtype), "shard": self.shard},
         }
-        path = self.folder / _INDEX
-        if path.exists():
-            with explained(f"{path}: expected the index of a feature cache", OSError, ValueError, AttributeError):
-                found = json.loads(path.read_text())
-                different = [name for name in wanted if found.get(name) != wanted[name]]
-            if different:
-                name = different[0]
+        if found is None:
+            write_text(path, json.dumps(wanted, indent=2) + "\n")
+            return
+        for name in wanted:
+            if found.get(name) != wanted[name]:
                 raise UserError(
                     f"{self.folder} holds features of another {name}: expected {wanted[name]}, received "
                     f"{found.get(name)}"
                 )
-            return
-        write_text(path, json.dumps(wanted, indent=2) + "\n")
 
 
 def _fingerprint(conversation: Conversation) -> str:

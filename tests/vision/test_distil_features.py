@@ -425,6 +425,26 @@ def test_cache_returns_the_same_features(layers, tmp_path):
         cache([CONVERSATIONS["words"]])
 
 
+@pytest.mark.parametrize("layers", [(), (1,), (1, 0), (output_of(1), 0)])
+def test_cache_of_more_layers_serves_fewer(layers, tmp_path):
+    """Missing shards are filled with all layers of the folder, whoever fills them."""
+    pipe, talks, every = tiny_llava(), on_disk(tmp_path), (0, output_of(1), 1)
+    whole = FeatureCache(tmp_path / "cache", Extractor(pipe, layers=every), talks, shard=3)
+    whole.fill()
+    whole._path(1).unlink()
+    extractor = Extractor(pipe, layers=layers)
+    part = FeatureCache(tmp_path / "cache", extractor, talks, shard=3)
+    part.fill()
+    assert extractor.layers == layers
+    want, got = extractor(talks), part(talks)
+    assert (got.layers is None) == (not layers)
+    for name in ("hidden", "embeds", *(["layers"] if layers else [])):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(whole(talks).layers, Extractor(pipe, layers=every)(talks).layers, atol=2e-5, rtol=2e-5)
+    with pytest.raises(UserError, match="another settings"):
+        FeatureCache(whole.folder, Extractor(pipe, layers=(0, output_of(0))), talks, shard=3)
+
+
 def test_a_killed_cache_is_resumed(tmp_path):
     pipe, talks = tiny_llava(), on_disk(tmp_path)
 

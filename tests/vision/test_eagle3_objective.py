@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def random_batch(target: TransformersTarget, states: int) -> Features:
     return Features(tokens, hidden, embeds, visual, answer, keep, layers)
 
 
-def plain_losses(plain, target, batch, passes):
+def plain_losses(plain, target, batch, passes, loss):
     """Losses of each depth, over chains that are each run separately from the target's states."""
     found = [[] for _ in range(passes)]
     for row in range(len(batch.tokens)):
@@ -46,7 +48,10 @@ def plain_losses(plain, target, batch, passes):
             levels = plain.levels(tokens[1 : start + 1], [s[:start] for s in states], positions, followed)
             for depth, logits in enumerate(levels):
                 goal = target.head(batch.hidden[row, start + depth])[plain.ids].softmax(-1)
-                found[depth].append(-(goal * logits.log_softmax(-1)).sum())
+                kl = -(goal * logits.log_softmax(-1)).sum()
+                accepted = sum(min(p, q) for p, q in zip(goal, logits.softmax(-1), strict=True))
+                share = math.exp(-3 * accepted.item())
+                found[depth].append(kl if loss == "kl" else share * kl + (1 - share) * (1 - accepted))
     return [torch.stack(losses) for losses in found if losses]
 
 
@@ -58,8 +63,8 @@ def plain_losses(plain, target, batch, passes):
         (cut(GEMMA4, [0, 1], norm_before_fc=True, num_hidden_layers=2), "B"),
     ],
 )
-@pytest.mark.parametrize("passes", [1, 4])
-def test_passes_equal_chains(config, layout, passes, tmp_path):
+@pytest.mark.parametrize(("passes", "loss"), [(1, "kl"), (4, "kl"), (4, "lk")])
+def test_passes_equal_chains(config, layout, passes, loss, tmp_path):
     target = TransformersTarget(shared_model("llama"))
     tensors = {
         name: value.requires_grad_() if value.is_floating_point() else value
@@ -68,8 +73,8 @@ def test_passes_equal_chains(config, layout, passes, tmp_path):
     shape, ours, draft_ids, _ = convert(config, {name: value.detach() for name, value in tensors.items()}, "here")
     network = network_from(shape, ours, tmp_path)
     batch = random_batch(target, shape.states)
-    output = Eagle3Objective(passes, decay=0.5)(network, target, batch, draft_ids)
-    plain = plain_losses(PlainHead(config, tensors, target.embed), target, batch, passes)
+    output = Eagle3Objective(passes, decay=0.5, loss=loss)(network, target, batch, draft_ids)
+    plain = plain_losses(PlainHead(config, tensors, target.embed), target, batch, passes, loss)
     assert len(plain) == passes
     total = sum(0.5**depth * losses.sum() / len(plain[0]) for depth, losses in enumerate(plain))
     torch.testing.assert_close(output.total, total, rtol=1e-4, atol=1e-5)

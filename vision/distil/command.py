@@ -36,6 +36,13 @@ PASSES = (
         help="Forward passes over a batch, each fed with the predictions before.",
     ),
     click.option("--decay", type=POSITIVE, default=0.8, show_default=True, help="Weight of a pass to the one before."),
+    click.option(
+        "--loss",
+        type=click.Choice(["kl", "lk"]),
+        default="kl",
+        show_default=True,
+        help="Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881).",
+    ),
 )
 LOSSES = (
     click.option(
@@ -47,13 +54,6 @@ LOSSES = (
     ),
     click.option("--token-weight", type=Number(0), default=1.0, show_default=True, help="Weight of the token loss."),
     click.option("--noise", type=Number(0), default=0.1, show_default=True, help="Noise on the input hidden states."),
-    click.option(
-        "--loss",
-        type=click.Choice(["kl", "lk"]),
-        default="kl",
-        show_default=True,
-        help="Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881).",
-    ),
 )
 START = (
     click.option(

@@ -15,6 +15,7 @@ from mmspec.distil.features import Features
 from mmspec.targets.target import Target
 from mmspec.training.loss import LossOutput
 from vision.distil.pass_cache import PassCache
+from vision.distil.token_loss import TokenLoss, token_loss
 from vision.drafters.eagle3_network import Eagle3Network
 from vision.drafters.latents import packing, take
 from vision.drafters.rope import rotary_of
@@ -22,8 +23,8 @@ from vision.drafters.rope import rotary_of
 
 @dataclass(frozen=True)
 class Eagle3Objective:
-    """Cross-entropy with the target's next-token distribution over several passes (training-time test, arXiv
-    2503.01840, section 3.2).
+    """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
+    section 3.2).
 
     The first pass takes the target's states at all entries. In pass s, an entry takes the state that the pass before
     predicted for it, and attends to the s - 1 entries before it of earlier passes, and before these to the first pass:
@@ -34,10 +35,12 @@ class Eagle3Objective:
     Attributes:
         passes: passes over a batch.
         decay: weight of a pass relative to the one before.
+        loss: as for ``token_loss``.
     """
 
     passes: int = 5
     decay: float = 0.8
+    loss: TokenLoss = "kl"
 
     def __call__(
         self,
@@ -90,7 +93,7 @@ class Eagle3Objective:
                 state, _ = network.begin(network(network.combine(take(embeds, entry), state), rotary(entry), attend))
             scores = _scores(network, target, state[valid], draft_ids)
             truth = goal[index.gather(1, entry)[valid]]
-            loss = -(truth * scores.float().log_softmax(-1)).sum(-1).mean()
+            loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
             # Normalised by the entries of the first pass, so that the losses of several processes add up.
             total = total + self.decay**number * len(truth) / count * loss
             right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()

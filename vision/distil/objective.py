@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +17,10 @@ from mmspec.distil.features import Features
 from mmspec.targets.target import Target
 from mmspec.training.loss import LossOutput
 from vision.distil.pass_cache import PassCache
+from vision.distil.token_loss import TokenLoss, token_loss
 from vision.drafters.latents import packing, take
 from vision.drafters.layer import Rotary, rotary_frequencies
 from vision.drafters.network import MSDNetwork
-
-_ETA = 3.0  # decay of the share of cross-entropy in the LK loss; the best value of arXiv 2602.23881
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ class HiddenStateObjective:
         token_weight: of the cross-entropy with the target's next-token distribution. The papers of MSD and EAGLE weight
             the two 1 and 0.1.
         noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
-        loss: "kl", the cross-entropy above; "lk", ``w * kl + (1 - w) * (1 - a)`` with the expected acceptance
-            a = sum(min(p, q)) of a draft, w = exp(-3 a): the hybrid LK loss (arXiv 2602.23881).
+        loss: of tokens, as for ``token_loss``; the cross-entropy above by default.
         top_k: children per node, whose total probability ``MSDConfig.confidence`` learns.
         glancing: share of wrong predictions that are replaced by the target's states before the next pass, at the start
             of the training; decays linearly to 0 (Falcon, arXiv 2412.12639, replaces tokens: here the tokens of a block
@@ -61,7 +58,7 @@ class HiddenStateObjective:
     hidden_weight: float = 0.1
     token_weight: float = 1.0
     noise: float = 0.1
-    loss: Literal["kl", "lk"] = "kl"
+    loss: TokenLoss = "kl"
     top_k: int = 10
     glancing: float = 0.0
 
@@ -151,16 +148,6 @@ class HiddenStateObjective:
             states.append(losses.add(state, carried, own, position, valid, number * slots + slot + 1, weight))
             valid = valid & entries.wanted.gather(1, (entry + slot + 1).clamp(max=last))
         return torch.stack(states, dim=2), valid
-
-    def token_loss(self, goal: Tensor, scores: Tensor) -> Tensor:
-        """Loss of drafted distributions; ``goal`` are the target's probabilities, ``scores`` log probabilities of
-        drafts, (predictions, draft tokens) each."""
-        token = -(goal * scores).sum(-1)
-        if self.loss == "lk":
-            accepted = torch.minimum(goal, scores.exp()).sum(-1)
-            share = (-_ETA * accepted.detach()).exp()
-            token = share * token + (1.0 - share) * (1.0 - accepted)
-        return token.mean()
 
     def _noisy(self, hidden: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.noise == 0.0:
@@ -257,7 +244,7 @@ class _LossSum:
         truth, goal = self._states[row, entry[valid]], self._goal[self._index.gather(1, entry)[valid]]
         logits = network.cell.scores(inner) if own else self._head(predicted)
         scores = logits.float().log_softmax(-1)
-        token = objective.token_loss(goal, scores)
+        token = token_loss(objective.loss, goal, scores)
         loss, metrics = objective.token_weight * token, {"token": token}
         if not own:
             metrics["hidden"] = F.smooth_l1_loss(predicted.float(), truth.float())

@@ -185,3 +185,17 @@ def test_figures_by_category_are_those_of_its_conversations():
     assert {name: one["conversations"] for name, one in found.items()} == {"qa": 1, "rag": 2}
     assert [found[name]["end_to_end_plain"]["median"] for name in ("qa", "rag")] == [1.0, 0.375]
     assert rows_of(mixed)["none"]["categories"] == rows_of(record(0, {}))["none"]["categories"] == {}
+
+
+def test_acceptance_is_compared_with_the_first_method_that_drafts():
+    """Paired by conversation: the second one's was not decoded by the last method, which is left out there."""
+    plain = method(1.0, stats=(steps(0, drafted=0),))
+    both = {"none": plain, "msd": method(1.0, stats=(steps(1, 1),)), "flash": method(1.0, stats=(steps(3),))}
+    more = {"none": plain, "msd": method(1.0, stats=(steps(1),))}
+    rows = rows_of(record(0, both), record(1, both), record(2, more))
+    assert rows["generate"]["acceptance_difference"] is rows["none"]["acceptance_difference"] is None
+    assert rows["msd"]["acceptance_difference"] is None
+    expected = {"against": "msd", "difference": 4.0 - 2.0, "low": 2.0, "high": 2.0}
+    assert rows["flash"]["acceptance_difference"] == expected
+    apart = rows_of(record(0, {"msd": both["msd"]}), record(1, {"flash": both["flash"]}))
+    assert apart["flash"]["acceptance_difference"] is None
