@@ -350,7 +350,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         arguments = (port, tmp_path / "both", stop_at)
-        torch.multiprocessing.start_processes(_process, args=arguments, nprocs=2, start_method="fork")
+        # Not "fork": locks of the threads of this process would stay locked in its children.
+        torch.multiprocessing.start_processes(_process, args=arguments, nprocs=2, start_method="spawn")
     for rank in range(2):
         found = torch.load(tmp_path / "both" / f"rank{rank}" / "weights.pt")
         for name, value in weights(alone).items():
