@@ -55,7 +55,6 @@ CRASH, EXIT, MEMORY, EXCEPTION, HANG, POISON = range(1, 7)
 
 @pytest.fixture
 def decoder():
-    chat_request._decoder.cache_clear()  # ends workers that tests of the demo started
     decoder = Decoder()
     yield decoder
     decoder.close()
@@ -75,8 +74,19 @@ def write(path, width, height, colour="red"):
     return path
 
 
+OTHERS: set[int] = set()
+"""Processes that tests of other modules left in this process, such as workers of servers."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def others():
+    chat_request._decoder.cache_clear()  # ends workers that tests of the demo started
+    OTHERS.update(child.pid for child in psutil.Process().children())
+
+
 def children():
-    return [child for child in psutil.Process().children() if "decode_worker" in " ".join(child.cmdline())]
+    own = [child for child in psutil.Process().children() if child.pid not in OTHERS]
+    return [child for child in own if "decode_worker" in " ".join(child.cmdline())]
 
 
 def frames_of(video):
