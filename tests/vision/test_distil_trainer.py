@@ -170,8 +170,9 @@ def test_a_low_rank_head_excludes_further_passes(train: Callable[..., str], tmp_
 EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
 
 
-def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path) -> None:
-    options = ["--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path, loss: str) -> None:
+    options = ["--loss", loss, "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
     said = train(tmp_path, *options, command=eagle3)
     first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
     assert last["loss"] < 0.8 * first["loss"]

@@ -170,6 +170,8 @@ def test_the_report_has_figures_and_plots(whole):
     assert text.count("- `lookup`, batch 2: ValueError") == 1  # once for both temperatures
     assert "The plots show temperature 0, batch 2." in text
     assert ", 1 round after a warm-up" in text
+    found = next(row["acceptance_difference"] for row in whole[1]["rows"] if row["acceptance_difference"])
+    assert f"| {found['difference']:+.2f} ({found['low']:+.2f} to {found['high']:+.2f}) |" in text
     for name in ("speedup", "tasks", "accepted", "positions", "time", "tree-size"):
         assert f"(plots/{name}.svg)" in text
         assert (whole[0] / "plots" / f"{name}.svg").read_text().startswith("<?xml")
