@@ -15,6 +15,8 @@ from typing import Any
 from mmspec.errors import UserError
 
 _MAKING = threading.Lock()
+_UMASK = os.umask(0)
+os.umask(_UMASK)
 
 
 def cache_folder() -> Path:
@@ -57,11 +59,15 @@ def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, and renames it to `path` if the block succeeds. Creates parent folders."""
+    """Yields a temporary path to write to, and renames it to `path` if the block succeeds. Creates parent folders.
+
+    The file has the permissions of other new files: safetensors writes its own for the owner only.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
         yield part
+        os.chmod(part, 0o666 & ~_UMASK)
         os.replace(part, path)
     except BaseException:
         if part.is_file():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mmspec import ops
+from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import Reach, grow_tree
@@ -21,6 +21,7 @@ from mmspec.ops.transfer import on_device
 from mmspec.speculation.budget import Budget
 from mmspec.speculation.tree import TokenTree
 from mmspec.speculation.verify import Verdict
+from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import read_whole
 from mmspec.targets.target import Prompt, Step, Target
@@ -151,5 +152,6 @@ class Small(CapturedDrafter):
 
 
 def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
-    with cache_if_offline("drafter", name) as found:
-        return read_whole(AutoModelForCausalLM, name, trust_remote_code=trust_remote_code, **found)
+    folder = completed.resolved(gguf.resolved(plugins.model_path(name)))
+    with cache_if_offline("drafter", folder) as found:
+        return read_whole(AutoModelForCausalLM, folder, trust_remote_code=trust_remote_code, **found)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable
 from time import monotonic as clock
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpcore
 
@@ -55,6 +55,7 @@ def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
             no answer in time.
     """
     end = clock() + seconds
+    url = _ascii(url)
     with httpcore.ConnectionPool(network_backend=_PublicOnly()) as pool:
         for _ in range(REDIRECTS + 1):
             try:
@@ -66,7 +67,7 @@ def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
             except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, ValueError) as error:
                 raise UserError(f"cannot download from {_host(url)}: {type(error).__name__}") from None
             if status in _REDIRECTED and target:
-                url = target
+                url = _ascii(target)
             elif status == 200:
                 return content
             else:
@@ -88,6 +89,19 @@ def _get(pool: httpcore.ConnectionPool, url: str, largest: int, end: float) -> t
             target = named.get(b"location")
             return response.status, urljoin(url, target) if target else "", b""
         return 200, "", _limited(response.iter_stream(), largest, end)
+
+
+def _ascii(url: str) -> str:
+    """A URL with other characters than ASCII encoded as browsers do (RFC 3987, section 3.1)."""
+    if url.isascii():
+        return url
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.encode("idna").decode()
+    except ValueError:
+        raise UserError(f"URLs must be valid: got {url[:200]!r}") from None
+    path, query = (quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
+    return urlunsplit((parts.scheme, host, path, query, ""))
 
 
 def _limited(chunks: Iterable[bytes], largest: int, end: float) -> bytes:

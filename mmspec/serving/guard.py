@@ -31,7 +31,7 @@ class Guard:
     ) -> None:
         self.app = app
         self._hosts, self._origins = hosts, origins
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._error(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
@@ -44,11 +44,12 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and urlsplit(origin).netloc != host:
             return APIError(403, f"requests of web pages need --allow-origin {origin!r}")
-        given = headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if self._expected is not None and path not in _OPEN and not hmac.compare_digest(given, self._expected):
-            return APIError(
-                401, "a valid API key is needed: expected Authorization: Bearer KEY", code="invalid_api_key"
-            )
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if self._key is not None and path not in _OPEN:
+            same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
+            if not same or scheme.lower() != "bearer":  # RFC 9110: schemes are case-insensitive
+                message = "a valid API key is needed: expected Authorization: Bearer KEY"
+                return APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return None
 
 

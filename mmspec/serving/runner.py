@@ -93,11 +93,10 @@ class Runner:
         arrived: float,
     ) -> None:
         prompt, number = divmod(index, work.n)
-        params = work.params
-        if params.seed is not None and number:
-            params = replace(params, seed=params.seed + number)
-        before = None
+        params, before = work.params, None
         try:
+            if params.seed is not None and number:
+                params = replace(params, seed=(params.seed + number) % (1 << 64))
             stream = self.pipe.astream(work.prompts[prompt], **media, params=params, **work.keywords)
             async with aclosing(stream):  # type: ignore[type-var]
                 async for piece in stream:

@@ -469,6 +469,30 @@ def test_response_formats_become_constraints(server: Served, pipe: Pipeline, mon
     assert [json.loads(params.json_schema) for params in asked] == [{"type": "object"}, schema]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_largest_seed(server: Served, pipe: Pipeline, stream: bool) -> None:
+    """The seed of the second choice is 0."""
+    sampled = {"temperature": 1.5, "max_tokens": 8}
+    response = server.post(question(QUESTION, n=2, seed=(1 << 64) - 1, stream=stream, **sampled))
+    assert response.status_code == 200
+    if not stream:
+        second = pipe.generate(QUESTION, max_new_tokens=8, temperature=1.5, seed=0)
+        assert response.json()["choices"][1]["message"]["content"] == second.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_before_the_first_token_of_a_choice(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no parameters")
+
+    monkeypatch.setattr("mmspec.serving.runner.replace", fails)
+    response = server.post(question(n=2, seed=1, stream=stream, temperature=1.0, max_tokens=4))
+    assert "internal error (RuntimeError)" in response.text
+    assert eventually(lambda: server.idle)
+
+
 def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
     options = {"api_key": "secret", "hosts": {"127.0.0.1", "localhost"}, "origins": ["http://app.example"]}
     with served(pipe, **options) as server:
@@ -479,10 +503,12 @@ def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
             return found.status_code
 
         assert status() == 200
-        for key in ("", "Bearer", "Bearer secre", "Bearer secrets", "bearer secret", "secret"):
+        for key in ("", "Bearer", "Bearer secre", "Bearer secrets", "Basic secret", "secret"):
             assert status(Authorization=key) == 401
             assert status("/metrics", Authorization=key) == 401
         assert status("/health", Authorization="") == 200
+        assert status(Authorization="bearer secret") == 200
+        assert httpx.get(f"{server.url}/v1/models").headers["WWW-Authenticate"] == "Bearer"
         for host, expected in (("localhost", 200), (f"localhost:{port}", 200), ("evil.example", 403), ("[::1]", 403)):
             assert status(Host=host) == expected
         for origin, expected in (

@@ -44,6 +44,19 @@ from tests.served import QUESTION, SCENE, data_uri, question, served
         "::ffff:10.0.0.1",
         "2002:7f00:1::",
         "64:ff9b::7f00:1",
+        "fec0::1",
+        "3fff::1",
+        "5f00::1",
+        "100::1",
+        "64:ff9b:1::808:808",
+        "2001::1",
+        "2002:808:808::",
+        "192.88.99.1",
+        "192.0.0.9",
+        "198.18.0.1",
+        "198.51.100.1",
+        "203.0.113.1",
+        "::8.8.8.8",
     ],
 )
 def test_addresses_that_are_not_public(address: str) -> None:
@@ -51,7 +64,16 @@ def test_addresses_that_are_not_public(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+    "address",
+    [
+        "8.8.8.8",
+        "1.1.1.1",
+        "192.31.196.1",
+        "2606:4700:4700::1111",
+        "2620:4f:8000::1",
+        "::ffff:8.8.8.8",
+        "64:ff9b::808:808",
+    ],
 )
 def test_public_addresses(address: str) -> None:
     assert is_public(address)
@@ -110,6 +132,7 @@ def test_a_file_is_downloaded(site: str) -> None:
     ("path", "message"),
     [
         ("/nothing", "received status 404"),
+        ("/bild-ü.png?größe=1", "received status 404"),
         ("/large", "at most 3000 bytes"),
         ("/slow", "must end within 0.3 s"),
         ("/to=/to=/to=/to=/scene.png", "at most 3 redirects"),
