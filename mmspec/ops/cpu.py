@@ -124,7 +124,12 @@ def linear(weights: _Linear, x: Tensor) -> Tensor:
 
     Args:
         x: (..., inputs) float32. For int4 and int8 it is quantised to int8, per row and group of 32 features.
+
+    Raises:
+        RuntimeError: other inputs, as torch's product does.
     """
+    if x.shape[-1] != weights.inputs:
+        raise RuntimeError(f"x must have {weights.inputs} features: got {x.shape[-1]}")
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], weights.outputs)
     rows = x.numel() // weights.inputs

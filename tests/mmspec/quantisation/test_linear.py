@@ -55,6 +55,13 @@ def test_products_are_those_of_the_weight(kind, error, rows, columns):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_another_width_are_refused_as_by_torch(kind):
+    layer, _ = layer_of(kind, 96, 64)
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_copies_rows_and_state_are_those_of_the_layer(kind):
     layer, _ = layer_of(kind, 96, 64, bias=True)
     x = torch.randn(5, 64)
