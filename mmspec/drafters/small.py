@@ -152,6 +152,7 @@ class Small(CapturedDrafter):
 
 
 def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
-    folder = completed.resolved(gguf.resolved(plugins.model_path(name)))
-    with cache_if_offline("drafter", folder) as found:
+    location = plugins.model_path(name)
+    with cache_if_offline("drafter", location) as found:
+        folder = completed.resolved(gguf.resolved(location))
         return read_whole(AutoModelForCausalLM, folder, trust_remote_code=trust_remote_code, **found)
