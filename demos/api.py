@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from demos.models import ModelCache
-from demos.turns import RUNNING, WAITING, Turn, Turns
+from mmspec.demos.models import ModelCache
+from mmspec.demos.turns import RUNNING, WAITING, Turn, Turns
 from mmspec.errors import UserError
 from mmspec.serving.addresses import names
 from mmspec.serving.errors import APIError

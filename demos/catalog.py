@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from demos.chat_request import DEFAULT_MODELS, Kind
-from demos.methods import DEFAULT, PLAIN, available, drafter_of
 from mmspec import plugins
+from mmspec.demos.chat_request import DEFAULT_MODELS, Kind
+from mmspec.demos.methods import DEFAULT, PLAIN, available, drafter_of
 from mmspec.errors import UserError
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
-from vision.decoding import Decoder
+from mmspec.vision.decoding import Decoder
 
 Kind = Literal["image", "video", "text"]
 

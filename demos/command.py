@@ -77,9 +77,9 @@ def demo(
         import gradio  # noqa: F401
     except ImportError:
         raise missing("the demo", "gradio", "demo") from None
-    from demos.catalog import make_catalog
-    from demos.models import ModelCache
-    from demos.server import run_server
+    from mmspec.demos.catalog import make_catalog
+    from mmspec.demos.models import ModelCache
+    from mmspec.demos.server import run_server
 
     catalog = make_catalog(models, drafters, open=not public)
     cache = ModelCache(device=device, dtype=dtype)
@@ -87,7 +87,7 @@ def demo(
         cache.get(name)  # fails now if a model is missing, not at the first request
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     if api:
-        from demos.api import API
+        from mmspec.demos.api import API
 
         drafter = drafters[0] if drafters else "auto"
         served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key)

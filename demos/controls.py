@@ -7,12 +7,12 @@ from typing import Any
 
 import gradio as gr
 
-from demos import views
-from demos.catalog import Catalog
-from demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Kind
-from demos.methods import FEWEST, MOST, label
-from demos.samples import examples
-from demos.uploads import ImageUpload, VideoUpload
+from mmspec.demos import views
+from mmspec.demos.catalog import Catalog
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Kind
+from mmspec.demos.methods import FEWEST, MOST, label
+from mmspec.demos.samples import examples
+from mmspec.demos.uploads import ImageUpload, VideoUpload
 
 
 class Controls:
@@ -23,7 +23,7 @@ class Controls:
         opened: whether the first example is selected.
 
     Attributes:
-        settings: components of a request's settings, in the order of ``demos.page``.
+        settings: components of a request's settings, in the order of ``mmspec.demos.page``.
         media: the upload, in a list; empty for texts.
     """
 

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import gradio as gr
 
-from demos.chat_request import (
+from mmspec.demos.chat_request import (
     DEFAULT_PROMPTS,
     MAX_FRAMES,
     MAX_NEW_TOKENS,
@@ -21,10 +21,10 @@ from demos.chat_request import (
     Kind,
     Upload,
 )
-from demos.methods import DEFAULT, FEWEST, MOST
-from demos.racing import Race
-from demos.service import Service, not_uploaded_error
-from demos.streaming import StreamedAnswer
+from mmspec.demos.methods import DEFAULT, FEWEST, MOST
+from mmspec.demos.racing import Race
+from mmspec.demos.service import Service, not_uploaded_error
+from mmspec.demos.streaming import StreamedAnswer
 from mmspec.errors import UserError
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from demos.chat_request import MAX_PROMPT_CHARS, ChatRequest, Kind
-from demos.methods import MOST
+from mmspec.demos.chat_request import MAX_PROMPT_CHARS, ChatRequest, Kind
+from mmspec.demos.methods import MOST
 from mmspec.errors import UserError
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmspec import plugins
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Target
 from mmspec.drafters import checkpoint
 from mmspec.drafters.chain import LONGEST_CHAIN, as_chain
-from mmspec.drafters.drafter import Drafter
 from mmspec.errors import UserError
-from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Target
+from mmspec.loading import make_drafter
 
 PLAIN, DEFAULT, CHAIN = "none", "auto", "@chain"
 FEWEST, MOST = 2, 4  # methods of a race

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
-from demos.methods import make_method
-from demos.turns import Turns
 from mmspec import plugins
 from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
+from mmspec.demos.methods import make_method
+from mmspec.demos.turns import Turns
 from mmspec.drafters.per_sequence import per_sequence
+from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.calibrate import cost_table
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -28,7 +28,7 @@ _PIPELINES = 8  # cached pipelines per model
 
 
 class LoadedModel:
-    """One model with a cache of pipelines, one per method; see ``demos.methods``.
+    """One model with a cache of pipelines, one per method; see ``mmspec.demos.methods``.
 
     A drafter that learns is copied for each sequence: otherwise one visitor's tokens would show up in another's draft
     trees, and repeated requests would be drafted from memory.

@@ -11,15 +11,15 @@ from typing import Any, get_args
 
 import gradio as gr
 
-from demos import endpoints, samples, views
-from demos.chat_request import DEFAULT_PROMPTS, ChatRequest, Kind, Upload
-from demos.controls import Controls
-from demos.link import LinkSettings, parse_link
-from demos.methods import FEWEST
-from demos.racing import Race
-from demos.recording import recording
-from demos.service import Service
 from mmspec import plugins
+from mmspec.demos import endpoints, samples, views
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, ChatRequest, Kind, Upload
+from mmspec.demos.controls import Controls
+from mmspec.demos.link import LinkSettings, parse_link
+from mmspec.demos.methods import FEWEST
+from mmspec.demos.racing import Race
+from mmspec.demos.recording import recording
+from mmspec.demos.service import Service
 from mmspec.errors import UserError
 
 _IDLE_SECONDS = 1800  # after which an idle visitor's conversation is dropped

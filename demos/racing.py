@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from demos.methods import PLAIN
-from demos.models import LoadedModel
-from demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.compare import Difference, first_difference
+from mmspec.demos.methods import PLAIN
+from mmspec.demos.models import LoadedModel
+from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.errors import UserError
 
 _WARM_UP = 8  # tokens

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from demos.chat_request import ChatRequest
-from demos.methods import label
-from demos.streaming import StreamedAnswer
-from mmspec.speculation.trace import JudgedTree
+from mmspec.demos.chat_request import ChatRequest
+from mmspec.demos.methods import label
+from mmspec.demos.streaming import StreamedAnswer
+from mmspec.engine.trace import JudgedTree
 
 _DIGITS = 4
 

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from demos.chat_request import MAX_UPLOAD_MIB
-from demos.storage import UploadFolder
+from mmspec.demos.chat_request import MAX_UPLOAD_MIB
+from mmspec.demos.storage import UploadFolder
 
 _API = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")

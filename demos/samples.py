@@ -9,13 +9,13 @@ from pathlib import Path
 
 from PIL import Image
 
-from demos.chat_request import ChatRequest, Kind
-from vision.embedded import samples
-from vision.scenes.__main__ import SCALE, write_clip
-from vision.scenes.clips import sample_clip
-from vision.scenes.drawing import draw
-from vision.scenes.scene import sample_scene, seeded
-from vision.video import load_video
+from mmspec.demos.chat_request import ChatRequest, Kind
+from mmspec.vision.embedded import samples
+from mmspec.vision.scenes.__main__ import SCALE, write_clip
+from mmspec.vision.scenes.clips import sample_clip
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.scene import sample_scene, seeded
+from mmspec.vision.video import load_video
 
 _SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two rings"}
 _CLIPS = {7_000_100: "Another clip"}

@@ -16,15 +16,15 @@ from fastapi import FastAPI
 from gradio.blocks import Block
 from starlette.middleware import Middleware
 
-from demos.api import Dispatcher
-from demos.catalog import Catalog
-from demos.chat_request import MAX_UPLOAD_MIB
-from demos.models import ModelCache
-from demos.page import build
-from demos.request_filter import RequestFilter, refuse_urls
-from demos.service import Service
-from demos.storage import UploadFolder, temporary_folder
-from demos.turns import RUNNING, WAITING
+from mmspec.demos.api import Dispatcher
+from mmspec.demos.catalog import Catalog
+from mmspec.demos.chat_request import MAX_UPLOAD_MIB
+from mmspec.demos.models import ModelCache
+from mmspec.demos.page import build
+from mmspec.demos.request_filter import RequestFilter, refuse_urls
+from mmspec.demos.service import Service
+from mmspec.demos.storage import UploadFolder, temporary_folder
+from mmspec.demos.turns import RUNNING, WAITING
 from mmspec.serving.server import GRACE
 
 _PORT_ATTEMPTS = 5

@@ -7,13 +7,13 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from demos.catalog import Catalog
-from demos.chat_request import ChatRequest, Kind
-from demos.methods import FEWEST, check_methods, drafter_of
-from demos.models import ModelCache
-from demos.racing import Race, race
-from demos.storage import UploadFolder
-from demos.streaming import StreamedAnswer, resolved, stream_answer
+from mmspec.demos.catalog import Catalog
+from mmspec.demos.chat_request import ChatRequest, Kind
+from mmspec.demos.methods import FEWEST, check_methods, drafter_of
+from mmspec.demos.models import ModelCache
+from mmspec.demos.racing import Race, race
+from mmspec.demos.storage import UploadFolder
+from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.errors import UserError
 
 _log = logging.getLogger("mmspec.demo")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any, Literal
 
-from demos.methods import DEFAULT, PLAIN, drafter_of
-from demos.models import label
+from mmspec.demos.methods import DEFAULT, PLAIN, drafter_of
+from mmspec.demos.models import label
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason
+from mmspec.engine.trace import JudgedTree
 from mmspec.pipeline import Piece, Pipeline
-from mmspec.speculation.trace import JudgedTree
 
 Origin = Literal["first", "accepted", "bonus", "plain"]
 

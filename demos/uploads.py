@@ -12,7 +12,7 @@ from unittest import mock
 
 import gradio as gr
 
-from demos.chat_request import Upload
+from mmspec.demos.chat_request import Upload
 
 
 def _upload(payload: Any) -> Upload | None:

@@ -9,13 +9,13 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from demos.catalog import Catalog
-from demos.chat_request import Kind
-from demos.methods import PLAIN, label
-from demos.plots import format_duration, histogram, time_split
-from demos.racing import Race
-from demos.streaming import StreamedAnswer, Token
 from mmspec import plugins
+from mmspec.demos.catalog import Catalog
+from mmspec.demos.chat_request import Kind
+from mmspec.demos.methods import PLAIN, label
+from mmspec.demos.plots import format_duration, histogram, time_split
+from mmspec.demos.racing import Race
+from mmspec.demos.streaming import StreamedAnswer, Token
 
 _ORIGINS = {
     "first": ("", "first token, from the prefill"),

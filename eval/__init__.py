@@ -1,4 +1,4 @@
-"""Benchmarks. ``eval/NAME.py`` is a command, ``python -m eval.NAME``; the sub-packages are their libraries.
+"""Benchmarks. ``eval/NAME.py`` is a command, ``python -m mmspec.eval NAME``; the sub-packages are their libraries.
 
 - ``harness``: interleaved timing, bootstrap intervals, acceptance statistics, held-out prompts, tables and results
 - ``suite``: ``mmspec eval``, with tasks, scorers and reports

@@ -1,9 +1,9 @@
-"""Acceptance lengths of drafters on held-out requests: ``python -m eval.acceptance``.
+"""Acceptance lengths of drafters on held-out requests: ``python -m mmspec.eval acceptance``.
 
 Mean acceptance length is the number of tokens emitted per verify step, bonus token included; the prefill and its token
-are not counted. Requests (``eval.harness.prompts``) are image and video captions, follow-up questions whose history is
-the target's own answers, several images at once, and text only. Every output is compared with plain decoding of the
-same request: greedy at temperature 0, with the same seed above.
+are not counted. Requests (``mmspec.eval.harness.prompts``) are image and video captions, follow-up questions whose
+history is the target's own answers, several images at once, and text only. Every output is compared with plain decoding
+of the same request: greedy at temperature 0, with the same seed above.
 
 Sums run over all steps of a suite, so long answers weigh more. A drafter that learns while decoding starts each suite,
 temperature and seed as it was loaded, and learns from the earlier requests of that run.
@@ -19,21 +19,21 @@ from rich.console import Console
 from rich.progress import Progress
 
 import mmspec
-from eval.decoding.acceptance_study import (
+from mmspec.core.drafter import Drafter, learns
+from mmspec.engine.calibrate import describe
+from mmspec.errors import UserError
+from mmspec.eval.decoding.acceptance_study import (
     AcceptanceStudy,
     acceptance_table,
     difference_table,
     paired_differences,
     with_totals,
 )
-from eval.harness.drafters import parse_drafters
-from eval.harness.options import TEMPERATURES
-from eval.harness.output import benchmark, wide_console
-from eval.harness.prompts import FIRST_INDEX, SUITES, suite_conversations
-from mmspec.drafters.drafter import Drafter, learns
-from mmspec.errors import UserError
+from mmspec.eval.harness.drafters import parse_drafters
+from mmspec.eval.harness.options import TEMPERATURES
+from mmspec.eval.harness.output import benchmark, wide_console
+from mmspec.eval.harness.prompts import FIRST_INDEX, SUITES, suite_conversations
 from mmspec.sampling.params import SamplingParams
-from mmspec.speculation.calibrate import describe
 
 _COUNTS = {
     "images": (200, "Captions of one image."),

@@ -1,4 +1,4 @@
-"""Throughput of many requests: ``python -m eval.batching``.
+"""Throughput of many requests: ``python -m mmspec.eval batching``.
 
 Held-out scenes are captioned and asked about, so that answers differ in length. Every method answers all requests, the
 methods interleaved for several rounds; a method's time is its median, and its tokens must be those of one request at a
@@ -14,13 +14,13 @@ from typing import Any
 import click
 
 import mmspec
-from eval.harness.drafters import parse_drafters
-from eval.harness.output import benchmark, make_table, wide_console
-from eval.harness.prompts import picture
-from eval.harness.timing import interleaved_medians
-from mmspec.speculation.calibrate import describe
-from vision.scenes.conversations import one_image
-from vision.scenes.scene import seeded
+from mmspec.engine.calibrate import describe
+from mmspec.eval.harness.drafters import parse_drafters
+from mmspec.eval.harness.output import benchmark, make_table, wide_console
+from mmspec.eval.harness.prompts import picture
+from mmspec.eval.harness.timing import interleaved_medians
+from mmspec.vision.scenes.conversations import one_image
+from mmspec.vision.scenes.scene import seeded
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:

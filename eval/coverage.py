@@ -1,7 +1,7 @@
-"""Every decoder class of the installed transformers under speculative decoding: ``python -m eval.coverage``.
+"""Every decoder class of the installed transformers under speculative decoding: ``python -m mmspec.eval coverage``.
 
-``eval.decoding.coverage`` describes what is compared. Each class runs in a process of its own with a time limit. The
-log is appended to, so that a stopped sweep resumes; the table is written to ``docs/models.md``.
+``mmspec.eval.decoding.coverage`` describes what is compared. Each class runs in a process of its own with a time limit.
+The log is appended to, so that a stopped sweep resumes; the table is written to ``docs/models.md``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 import transformers
 from transformers.utils import is_torchvision_available
 
-from eval.decoding.coverage import NEW_TOKENS, NOT_BUILT, OUTCOMES, PUBLISHED, Model, Outcome, check, models
-from eval.harness.output import BenchmarkCommand, git_commit, print_result
 from mmspec.cli.options import OUT_FILE
+from mmspec.eval.decoding.coverage import NEW_TOKENS, NOT_BUILT, OUTCOMES, PUBLISHED, Model, Outcome, check, models
+from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result
 from mmspec.files import append_row, write_text
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def environment() -> dict[str, Any]:
 def check_apart(model: Model, limit: float) -> Outcome:
     """``check`` in a process of its own, ended after ``limit`` seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["eval.decoding.coverage"])
+    context.set_forkserver_preload(["mmspec.eval.decoding.coverage"])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send_outcome, args=(model, theirs), daemon=True)
     process.start()
@@ -134,13 +134,13 @@ def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
 
 _INTRODUCTION = """# Supported models
 
-Written by `python -m eval.coverage` with transformers {transformers}, torch {torch} and torchvision {torchvision}
-(some image processors need it). Every decoder-only class with a causal language model or image-text-to-text head is
-built from its default configuration with sizes cut, and published configurations keep their widths with layers, experts
-and vocabulary cut. Weights are random, in {dtype}. Each class decodes greedily {new_tokens} tokens (8 if it has more
-than 100 million parameters) after a short prompt, a long one and two prompts with padding; vision-language models also
-after prompts with images, where the inputs can be made without a checkpoint's processor. Trees are random, or drafted
-from recycled tokens. The tokens are compared with those of transformers' `generate`.
+Written by `python -m mmspec.eval coverage` with transformers {transformers}, torch {torch} and torchvision
+{torchvision} (some image processors need it). Every decoder-only class with a causal language model or
+image-text-to-text head is built from its default configuration with sizes cut, and published configurations keep their
+widths with layers, experts and vocabulary cut. Weights are random, in {dtype}. Each class decodes greedily {new_tokens}
+tokens (8 if it has more than 100 million parameters) after a short prompt, a long one and two prompts with padding;
+vision-language models also after prompts with images, where the inputs can be made without a checkpoint's processor.
+Trees are random, or drafted from recycled tokens. The tokens are compared with those of transformers' `generate`.
 
 - **equal**: all tokens are those of `generate`.
 - **refused**: an error of one line, before any token.

@@ -1,4 +1,4 @@
-"""Ablation of FLASH's settings: ``python -m eval.flash --out FOLDER --train "--data FILE"``.
+"""Ablation of FLASH's settings: ``python -m mmspec.eval flash --out FOLDER --train "--data FILE"``.
 
 One drafter is trained per combination of tokens per pass, latents per image and glancing. Each learns to draft the same
 number of levels, in as many self-fed passes as that takes. One token per pass with all visual tokens is MSD, the
@@ -21,7 +21,10 @@ import click
 import torch
 
 import mmspec
-from eval.decoding.flash_ablation import (
+from mmspec.cli.options import OUT_FILE, OUT_FOLDER, Number
+from mmspec.engine.calibrate import cost_table, describe
+from mmspec.errors import UserError
+from mmspec.eval.decoding.flash_ablation import (
     FIRST_INDEX,
     LEVELS,
     Variant,
@@ -34,11 +37,8 @@ from eval.decoding.flash_ablation import (
     train_variant,
     variant_grid,
 )
-from eval.harness.options import SIZES, CommaList
-from eval.harness.output import BenchmarkCommand, print_result, wide_console
-from mmspec.cli.options import OUT_FILE, OUT_FOLDER, Number
-from mmspec.errors import UserError
-from mmspec.speculation.calibrate import cost_table, describe
+from mmspec.eval.harness.options import SIZES, CommaList
+from mmspec.eval.harness.output import BenchmarkCommand, print_result, wide_console
 
 
 class _Latents(click.IntRange):

@@ -1,9 +1,9 @@
-"""GPU benchmark: ``python -m eval.gpu --out FILE.json`` starts nothing new after eight minutes.
+"""GPU benchmark: ``python -m mmspec.eval gpu --out FILE.json`` starts nothing new after eight minutes.
 
 Nothing is downloaded. The most important parts come first: memory bandwidth; 7B and 8B models built on the device,
-with single passes and whole answers at batch size 1 (``eval.kernels.gpu_models``); every kernel against its memory
-floor and against what transformers uses (``eval.kernels.gpu_kernels``); a 13B model; the tests that need a GPU; larger
-batches; and flex attention, which takes long to compile.
+with single passes and whole answers at batch size 1 (``mmspec.eval.kernels.gpu_models``); every kernel against its
+memory floor and against what transformers uses (``mmspec.eval.kernels.gpu_kernels``); a 13B model; the tests that need
+a GPU; larger batches; and flex attention, which takes long to compile.
 
 The file is written after every row, and a later call with the same file resumes. A part that fails is recorded, and the
 others still run, in a new process if the failure left the device unusable.
@@ -21,11 +21,11 @@ from typing import Any
 import click
 import torch
 
-from eval.harness.output import BenchmarkCommand, print_result
-from eval.kernels.gpu_benchmark import FULL, QUICK, GpuBenchmark
-from eval.kernels.gpu_parts import describe_machine, finished_parts, run_parts
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
+from mmspec.eval.harness.output import BenchmarkCommand, print_result
+from mmspec.eval.kernels.gpu_benchmark import FULL, QUICK, GpuBenchmark
+from mmspec.eval.kernels.gpu_parts import describe_machine, finished_parts, run_parts
 
 CAVEAT = "models are small trained ones in these shapes: acceptance is the small model's, time is the big shape's"
 
@@ -67,7 +67,7 @@ def _resume_in_new_process(out: Path, device: str, minutes: float, skip: list[st
     options = ["--out", str(out), "--device", device, "--minutes", str(minutes)]
     options += [word for name in skip for word in ("--skip", name)]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "eval.gpu", *options])
+    os.execv(sys.executable, [sys.executable, "-m", "mmspec.eval.gpu", *options])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Speed of tree verification by one scan on a hybrid model, against chains: ``python -m eval.hybrid``.
+"""Speed of tree verification by one scan on a hybrid model, against chains: ``python -m mmspec.eval hybrid``.
 
-All methods are interleaved in one run (as in ``eval.speed``) on held-out texts: transformers' ``generate``, our plain
-decoding, and for each drafter chains of several lengths, trees verified by unrolling, and trees verified by the tree
-scan. A chain is the same drafter with one child per node. The baseline is the fastest of all chains on these prompts,
-with the chain of adaptive length among them.
+All methods are interleaved in one run (as in ``mmspec.eval.speed``) on held-out texts: transformers' ``generate``, our
+plain decoding, and for each drafter chains of several lengths, trees verified by unrolling, and trees verified by the
+tree scan. A chain is the same drafter with one child per node. The baseline is the fastest of all chains on these
+prompts, with the chain of adaptive length among them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ from typing import Any
 import click
 
 import mmspec
-from eval.decoding.speed_tables import print_speed_tables
-from eval.decoding.trees_and_chains import (
+from mmspec.engine.calibrate import cost_table, describe
+from mmspec.eval.decoding.speed_tables import print_speed_tables
+from mmspec.eval.decoding.trees_and_chains import (
     compare_trees_with_chains,
     methods_by_kind,
     tokens_per_second,
     trees_and_chains_table,
 )
-from eval.harness.drafters import parse_drafters
-from eval.harness.options import SIZES
-from eval.harness.output import benchmark, wide_console
-from eval.harness.prompts import held_out_texts
-from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, warm_up_methods
-from mmspec.speculation.calibrate import cost_table, describe
+from mmspec.eval.harness.drafters import parse_drafters
+from mmspec.eval.harness.options import SIZES
+from mmspec.eval.harness.output import benchmark, wide_console
+from mmspec.eval.harness.prompts import held_out_texts
+from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, warm_up_methods
 
 
 @benchmark
 @click.option("--model", default="tiny-hybrid", show_default=True)
-@click.option("--drafters", default="flash,mamba,recycle", show_default=True, help="Names or folders, see eval.speed.")
+@click.option(
+    "--drafters", default="flash,mamba,recycle", show_default=True, help="Names or folders, see mmspec.eval.speed."
+)
 @click.option(
     "--chains", type=SIZES, default="2,4,6,8,12,16", show_default=True, help="Lengths, in addition to the adaptive one."
 )

@@ -1,6 +1,6 @@
-"""Cost of a decode step over a tree on larger hybrid models: ``python -m eval.hybrid_cost``.
+"""Cost of a decode step over a tree on larger hybrid models: ``python -m mmspec.eval hybrid_cost``.
 
-The models have random weights. What is timed is described in ``eval.decoding.step_cost``.
+The models have random weights. What is timed is described in ``mmspec.eval.decoding.step_cost``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import click
 import torch
 
-from eval.decoding.step_cost import PATH, SHAPES, measure_steps, shape_model, step_table
-from eval.harness.options import SIZES
-from eval.harness.output import BenchmarkCommand, print_result, wide_console
 from mmspec.cli.options import OUT_FILE
-from mmspec.speculation.calibrate import describe
+from mmspec.engine.calibrate import describe
+from mmspec.eval.decoding.step_cost import PATH, SHAPES, measure_steps, shape_model, step_table
+from mmspec.eval.harness.options import SIZES
+from mmspec.eval.harness.output import BenchmarkCommand, print_result, wide_console
 from mmspec.targets.transformers_target import TransformersTarget
 
 

@@ -1,6 +1,6 @@
-"""Token-by-token comparison of speculative output with plain decoding: ``python -m eval.losslessness``.
+"""Token-by-token comparison of speculative output with plain decoding: ``python -m mmspec.eval losslessness``.
 
-``eval.decoding.losslessness`` describes the grid of cases.
+``mmspec.eval.decoding.losslessness`` describes the grid of cases.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from time import perf_counter as clock
 
 import click
 
-from eval.decoding.losslessness import compare_cases, select_cases
-from eval.decoding.tiny_configs import VOCAB
-from eval.harness.output import BenchmarkCommand
+from mmspec.eval.decoding.losslessness import compare_cases, select_cases
+from mmspec.eval.decoding.tiny_configs import VOCAB
+from mmspec.eval.harness.output import BenchmarkCommand
 
 
 @click.command(cls=BenchmarkCommand)

@@ -1,4 +1,4 @@
-"""Time to the first token of follow-up questions, with and without cached prefixes: ``python -m eval.prefix_cache``.
+"""Time to the first token of follow-up questions, with and without a prefix cache: ``mmspec.eval prefix_cache``.
 
 Conversations about held-out scenes: a caption, then questions, each with the whole conversation as its prompt. Two
 pipelines over the same weights answer them interleaved, one without cached prefixes. Times are those of a client, from
@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 import mmspec
-from eval.harness.output import Column, benchmark, make_table, wide_console
-from eval.harness.prompts import suite_conversations
-from mmspec.speculation.calibrate import describe
+from mmspec.engine.calibrate import describe
+from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.prompts import suite_conversations
 
 _BYTES = 1 << 30
 

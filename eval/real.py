@@ -1,4 +1,4 @@
-"""Passes of a real language model by the form of its weights: ``python -m eval.real``.
+"""Passes of a real language model by the form of its weights: ``python -m mmspec.eval real``.
 
 Every form (packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ... nodes after one
 prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp decodes the same
@@ -21,7 +21,10 @@ import click
 import torch
 
 import mmspec
-from eval.decoding.passes import (
+from mmspec import plugins
+from mmspec.cli.options import OUT_FILE
+from mmspec.drafters.ngram import Ngram
+from mmspec.eval.decoding.passes import (
     UNPACKED,
     divergence,
     interleaved,
@@ -32,12 +35,9 @@ from eval.decoding.passes import (
     start,
     verify_pass,
 )
-from eval.harness.llama_server import LlamaServer
-from eval.harness.options import SIZES, llama_server_option
-from eval.harness.output import BenchmarkCommand, Column, make_table, print_result, wide_console
-from mmspec import plugins
-from mmspec.cli.options import OUT_FILE
-from mmspec.drafters.ngram import Ngram
+from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.eval.harness.options import SIZES, llama_server_option
+from mmspec.eval.harness.output import BenchmarkCommand, Column, make_table, print_result, wide_console
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 

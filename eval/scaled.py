@@ -1,10 +1,10 @@
-"""Speedup over plain decoding in the shape of a big model: ``python -m eval.scaled``.
+"""Speedup over plain decoding in the shape of a big model: ``python -m mmspec.eval scaled``.
 
-The embedded model and its drafters are widened and deepened without changing their function (``eval.scale_up``), and
-decode captions of held-out clips with the methods of ``eval.speed``. So acceptance is the small model's, and time is
-the big shape's. The 16 frames of a clip occupy as many KV slots as an image of LLaVA-1.5. In bfloat16, where another
-order of summation may flip a near tie, every answer that differs from transformers' is recorded with the position and
-the margin between the two tokens.
+The embedded model and its drafters are widened and deepened without changing their function (``mmspec.eval.scale_up``),
+and decode captions of held-out clips with the methods of ``mmspec.eval.speed``. So acceptance is the small model's, and
+time is the big shape's. The 16 frames of a clip occupy as many KV slots as an image of LLaVA-1.5. In bfloat16, where
+another order of summation may flip a near tie, every answer that differs from transformers' is recorded with the
+position and the margin between the two tokens.
 
 With ``--out``, results are written after every prompt, and a later call with the same options resumes, so that a long
 measurement can be split into several calls (``--seconds``).
@@ -20,12 +20,15 @@ from typing import Any
 import click
 import torch
 
-from eval.decoding.speed_tables import print_speed_tables
-from eval.harness.output import BenchmarkCommand, git_commit, print_result, wide_console, write_result
-from eval.harness.prompts import held_out_requests
-from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
-from eval.scale_up.axes import SHAPES
-from eval.scale_up.pipeline import (
+from mmspec.cli.options import OUT_FILE
+from mmspec.engine.calibrate import cost_table, describe
+from mmspec.errors import UserError
+from mmspec.eval.decoding.speed_tables import print_speed_tables
+from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result, wide_console, write_result
+from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
+from mmspec.eval.scale_up.axes import SHAPES
+from mmspec.eval.scale_up.pipeline import (
     drafter_sizes,
     methods_from_records,
     prompt_record,
@@ -33,11 +36,8 @@ from eval.scale_up.pipeline import (
     recorded_prompts,
     scaled_pipeline,
 )
-from mmspec.cli.options import OUT_FILE
-from mmspec.errors import UserError
+from mmspec.loading import pick_device
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.calibrate import cost_table, describe
-from mmspec.targets.loading import pick_device
 
 CAVEAT = "a small trained model widened to this shape: acceptance is the small model's, time is the big shape's"
 _WARM_UP_TOKENS = 8
@@ -46,7 +46,7 @@ _WARM_UP_TOKENS = 8
 @click.command(cls=BenchmarkCommand)
 @click.option("--model", default="tiny-llava", show_default=True)
 @click.option("--preset", default="1b", show_default=True, help=f"{', '.join(SHAPES)}.")
-@click.option("--drafters", default="msd,flash=auto", show_default=True, help="As for eval.speed.")
+@click.option("--drafters", default="msd,flash=auto", show_default=True, help="As for mmspec.eval.speed.")
 @click.option("--nodes", default="16,32", show_default=True, help="Tree sizes, in addition to the adaptive one.")
 @click.option("--videos", default=8, show_default=True, help="Held-out clips.")
 @click.option("--frames", default=16, show_default=True, help="Frames of a clip, of 36 tokens each in tiny-llava.")

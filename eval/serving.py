@@ -1,4 +1,4 @@
-"""Load test of the server: ``python -m eval.serving``.
+"""Load test of the server: ``python -m mmspec.eval serving``.
 
 ``mmspec serve`` runs in a process of its own. Captions and questions about held-out scenes, every fourth of them
 without its image (texts for a text model), are sent by 1, 4, 8 and 16 clients, each of which sends its next request
@@ -20,13 +20,13 @@ import click
 import numpy as np
 
 import mmspec
-from eval.batching import mixed_requests
-from eval.harness.memory import peak_memory_of, reset_peak_memory_of
-from eval.harness.mmspec_server import RunningServer, StreamedRequest, chat_body, load, serving
-from eval.harness.options import SIZES
-from eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
-from eval.harness.prompts import held_out_texts
-from mmspec.speculation.calibrate import describe
+from mmspec.engine.calibrate import describe
+from mmspec.eval.batching import mixed_requests
+from mmspec.eval.harness.memory import peak_memory_of, reset_peak_memory_of
+from mmspec.eval.harness.mmspec_server import RunningServer, StreamedRequest, chat_body, load, serving
+from mmspec.eval.harness.options import SIZES
+from mmspec.eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
+from mmspec.eval.harness.prompts import held_out_texts
 
 _WARM_UP = 4  # requests
 

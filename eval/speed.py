@@ -1,4 +1,4 @@
-"""Speedup over plain decoding: ``python -m eval.speed``.
+"""Speedup over plain decoding: ``python -m mmspec.eval speed``.
 
 Every prompt is decoded with all methods, interleaved, for several rounds on one model in one process. A method's time
 is its median over the rounds, and its output must equal that of transformers' ``generate``. Ratios are of whole
@@ -18,12 +18,12 @@ from typing import Any
 import click
 
 import mmspec
-from eval.decoding.speed_tables import print_speed_tables
-from eval.harness.drafters import parse_drafters
-from eval.harness.output import benchmark, wide_console
-from eval.harness.prompts import held_out_requests
-from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
-from mmspec.speculation.calibrate import cost_table, describe
+from mmspec.engine.calibrate import cost_table, describe
+from mmspec.eval.decoding.speed_tables import print_speed_tables
+from mmspec.eval.harness.drafters import parse_drafters
+from mmspec.eval.harness.output import benchmark, wide_console
+from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
 
 
 @benchmark

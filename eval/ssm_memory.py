@@ -1,6 +1,6 @@
-"""Memory of one tree step on a Mamba-2 model, beyond its recurrent states: ``python -m eval.ssm_memory``.
+"""Memory of one tree step on a Mamba-2 model, beyond its recurrent states: ``python -m mmspec.eval ssm_memory``.
 
-``eval.kernels.state_memory`` describes what is measured.
+``mmspec.eval.kernels.state_memory`` describes what is measured.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from eval.harness.output import benchmark
-from eval.kernels.state_memory import measure_state_memory
+from mmspec.eval.harness.output import benchmark
+from mmspec.eval.kernels.state_memory import measure_state_memory
 
 
 @benchmark

@@ -1,6 +1,6 @@
-"""Micro-benchmark of the Mamba-2 tree scan, convolution and commit: ``python -m eval.ssm_ops``.
+"""Micro-benchmark of the Mamba-2 tree scan, convolution and commit: ``python -m mmspec.eval ssm_ops``.
 
-``eval.kernels.mamba2`` describes what is timed.
+``mmspec.eval.kernels.mamba2`` describes what is timed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 import click
 import torch
 
-from eval.harness.options import SIZES, CommaList
-from eval.harness.output import benchmark, wide_console
-from eval.kernels.mamba2 import SHAPES, Mamba2Layer, layer_table, measure_layers
+from mmspec.eval.harness.options import SIZES, CommaList
+from mmspec.eval.harness.output import benchmark, wide_console
+from mmspec.eval.kernels.mamba2 import SHAPES, Mamba2Layer, layer_table, measure_layers
 from mmspec.ops import kernels
 
 

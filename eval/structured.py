@@ -1,9 +1,9 @@
-"""Structured output against free output: ``python -m eval.structured``.
+"""Structured output against free output: ``python -m mmspec.eval structured``.
 
-Each request asks for a JSON object of a generated schema (``eval.harness.schemas``). It is answered with the schema as
-a constraint and without, by the same drafter, forked for every answer and interleaved; and with the constraint plainly,
-without drafts, whose tokens must be the same. Outputs that end within the token limit are parsed and validated by the
-package jsonschema; those that do not end are counted apart.
+Each request asks for a JSON object of a generated schema (``mmspec.eval.harness.schemas``). It is answered with the
+schema as a constraint and without, by the same drafter, forked for every answer and interleaved; and with the
+constraint plainly, without drafts, whose tokens must be the same. Outputs that end within the token limit are parsed
+and validated by the package jsonschema; those that do not end are counted apart.
 
 Columns: share of valid outputs among those that ended; tokens per second of all decode phases together, with and
 without the schema, and their ratio; the same ratio over the requests whose free output ended, as one that does not end
@@ -24,13 +24,13 @@ import click
 import jsonschema
 
 import mmspec
-from eval.harness.output import Column, benchmark, make_table, wide_console
-from eval.harness.schemas import SchemaRequest, schema_requests
-from mmspec.drafters.drafter import fork
+from mmspec.core.drafter import fork
+from mmspec.engine.calibrate import describe
+from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.schemas import SchemaRequest, schema_requests
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import SamplingParams
-from mmspec.speculation.calibrate import describe
 
 _ALL = "all"
 

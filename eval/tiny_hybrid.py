@@ -1,4 +1,4 @@
-"""Accuracy of the embedded hybrid model on held-out texts: ``python -m eval.tiny_hybrid``."""
+"""Accuracy of the embedded hybrid model on held-out texts: ``python -m mmspec.eval tiny_hybrid``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from eval.harness.output import Column, benchmark, make_table
-from ssm.texts import KINDS, TextExample, correct, example
-from ssm.texts.checking import runs_right
-from ssm.texts.problems import steps_of
+from mmspec.eval.harness.output import Column, benchmark, make_table
+from mmspec.ssm.texts import KINDS, TextExample, correct, example
+from mmspec.ssm.texts.checking import runs_right
+from mmspec.ssm.texts.problems import steps_of
 
 FIRST_INDEX = 1_000_000
 """First held-out index used; lower ones are for validation during training."""

@@ -1,4 +1,4 @@
-"""Accuracy of the embedded vision-language model on held-out scenes: ``python -m eval.tiny_llava``."""
+"""Accuracy of the embedded vision-language model on held-out scenes: ``python -m mmspec.eval tiny_llava``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 import mmspec
-from eval.harness.output import Column, benchmark, make_table
-from vision.training.accuracy import scene_accuracy
+from mmspec.eval.harness.output import Column, benchmark, make_table
+from mmspec.vision.training.accuracy import scene_accuracy
 
 GOALS = {"objects": 0.9, "words": 0.8}
 """Accuracies that the model was trained to reach."""

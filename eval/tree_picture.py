@@ -1,4 +1,4 @@
-"""A picture of one real decode step: ``python -m eval.tree_picture --out docs/tree.svg``.
+"""A picture of one real decode step: ``python -m mmspec.eval tree_picture --out docs/tree.svg``.
 
 Captions held-out scenes and draws the most instructive step: many accepted and many rejected draft tokens, and narrow
 enough to read.
@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 
 import mmspec
-from eval.harness.output import BenchmarkCommand
-from eval.harness.prompts import held_out_requests
 from mmspec.cli.options import OUT_FILE
+from mmspec.engine.picture import draw_tree
+from mmspec.engine.trace import JudgedTree
+from mmspec.eval.harness.output import BenchmarkCommand
+from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.files import write_text
-from mmspec.speculation.picture import draw_tree
-from mmspec.speculation.trace import JudgedTree
 
 _MAX_DEPTH = 6  # deeper trees are too wide to read
 

@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mmspec.core.tree import TokenTree
+    from mmspec.core.verify import Verdict, verify, verify_greedy
     from mmspec.engine.stats import Stats
     from mmspec.errors import UserError
     from mmspec.hook import decode, generate
     from mmspec.pipeline import Generation, Piece, Pipeline, load
     from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
-    from mmspec.speculation.tree import TokenTree
-    from mmspec.speculation.verify import Verdict, verify, verify_greedy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,8 +43,8 @@ _HOMES = {
     "sampling.processors": ("TreeProcessor",),
     "sampling.params": ("SamplingParams",),
     "engine.stats": ("Stats",),
-    "speculation.tree": ("TokenTree",),
-    "speculation.verify": ("Verdict", "verify", "verify_greedy"),
+    "core.tree": ("TokenTree",),
+    "core.verify": ("Verdict", "verify", "verify_greedy"),
 }
 _HOME = {name: f"mmspec.{module}" for module, names in _HOMES.items() for name in names}
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from mmspec.drafters.drafter import Drafter
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Prompt, Target
+from mmspec.core.tree import TokenTree
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.grammar import KINDS
 from mmspec.sampling.matcher import Matcher
 from mmspec.sampling.params import SamplingParams
-from mmspec.speculation.tree import TokenTree
-from mmspec.targets.target import Prompt, Target
 
 
 @dataclass(frozen=True)

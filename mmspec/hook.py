@@ -24,16 +24,16 @@ from transformers.generation import (
 
 from mmspec import plugins
 from mmspec.checks import shown
+from mmspec.core.target import Prompt
 from mmspec.engine.engine import Engine
 from mmspec.engine.request import NODES
 from mmspec.engine.sequence import Sequence as Row
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
+from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.sampler import Sampler
-from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Prompt
 
 
 @dataclass

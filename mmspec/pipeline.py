@@ -14,22 +14,23 @@ from transformers import PreTrainedModel
 from mmspec import plugins
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import shown, whole
-from mmspec.drafters.drafter import Drafter
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Prompt, Target
+from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
+from mmspec.engine.calibrate import cost_table, stored_cost
 from mmspec.engine.engine import SLOTS, Engine
 from mmspec.engine.request import SLOT_COUNT, Call, parse
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.engine.trace import JudgedTree
 from mmspec.errors import UserError
+from mmspec.loading import load_target, make_drafter
 from mmspec.ops import kernels
 from mmspec.sampling.grammar import Grammar, Grammars
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
-from mmspec.speculation.budget import AdaptiveBudget, Budget, SteadyBudget
-from mmspec.speculation.calibrate import cost_table, stored_cost
-from mmspec.speculation.trace import JudgedTree
-from mmspec.targets.loading import load_target, make_drafter
 from mmspec.targets.processor import Detokenizer, Processor
-from mmspec.targets.target import Prompt, Target
 
 Message = Mapping[str, Any]
 _BYTES = whole(0)
@@ -219,7 +220,7 @@ class Pipeline:
         Args:
             prompt: text, or chat messages in transformers' format.
             images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
-            videos: paths, bytes, file objects or ``vision.video.Video`` objects.
+            videos: paths, bytes, file objects or ``mmspec.vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
                 ``seed``, ``json_schema``, ...), ``nodes`` (tree size per step; None chooses the size that is expected
                 to be fastest), ``logits_processor`` and ``stopping_criteria`` (lists as for transformers'

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cache.rows import RowTensor
-from ssm.ops import commit_conv, tree_conv
+from mmspec.ssm.ops import commit_conv, tree_conv
 
 Key = tuple[int, int]
 """Layer, and number of the convolution in the layer (transformers' ``state_idx``)."""

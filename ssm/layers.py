@@ -7,7 +7,7 @@ Mixers that pass no keyword arguments have the cache on the convolution's inputs
 
 Mixers that compute their recurrence themselves, and other modules that read more than their own token, have dispatchers
 of methods: calls with a ``StateCache`` as an argument, or after a convolution with one, go to an adapter
-(``ssm.mixers``, ``ssm.windows``).
+(``mmspec.ssm.mixers``, ``mmspec.ssm.windows``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
+from mmspec.ssm.cache import STATES, StateCache
+from mmspec.ssm.mixers import RGLRU, LightningAttention
+from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
+from mmspec.ssm.windows import INKLING, INKLING2, ZAYA
 from mmspec.targets.replacing import Place, replaced
-from ssm.cache import STATES, StateCache
-from ssm.mixers import RGLRU, LightningAttention
-from ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
-from ssm.windows import INKLING, INKLING2, ZAYA
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
 _RECURRENT, _BOTH, _CONVOLVED = "linear_attention", "hybrid", "conv"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ssm.ops import Levels, commit_lru, commit_scan, tree_levels, tree_lru
-from ssm.recurrences import Adapter, Functions, Mamba2
+from mmspec.ssm.ops import Levels, commit_lru, commit_scan, tree_levels, tree_lru
+from mmspec.ssm.recurrences import Adapter, Functions, Mamba2
 
 if TYPE_CHECKING:
-    from ssm.cache import StateCache
+    from mmspec.ssm.cache import StateCache
 
 
 def _attention(

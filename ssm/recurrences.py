@@ -1,8 +1,8 @@
 """Recurrences of the mixers on a tree: what distinguishes one kind of recurrent layer from another.
 
-Most mixers convolve their inputs (``ssm.ops.tree_conv``) and pass the result to one module-level function of their
-modelling file, their scan; ``ssm.mixers`` has the others. ``StateCache`` owns the states and the convolution; a
-``Recurrence`` computes the scan over a tree and advances the states along a path.
+Most mixers convolve their inputs (``mmspec.ssm.ops.tree_conv``) and pass the result to one module-level function of
+their modelling file, their scan; ``mmspec.ssm.mixers`` has the others. ``StateCache`` owns the states and the
+convolution; a ``Recurrence`` computes the scan over a tree and advances the states along a path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ssm.ops import (
+from mmspec.ssm.ops import (
     Levels,
     commit_delta,
     commit_kda,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ssm.recurrences import CONVOLUTION, Adapter, Functions
+from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions
 
 if TYPE_CHECKING:
-    from ssm.cache import StateCache
+    from mmspec.ssm.cache import StateCache
 
 
 def _projections(

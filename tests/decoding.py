@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import mmspec
-from eval.decoding.tiny_models import text_inputs
 from mmspec.engine.engine import Engine
+from mmspec.eval.decoding.tiny_models import text_inputs
 
 
 def decode(target, drafter, prompt, sampler, stopper, budget, **settings):

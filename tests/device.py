@@ -1,7 +1,8 @@
 """What a CUDA device would make of a step, found out on a CPU: where the host waits for it, and what a captured pass
 does when it is replayed.
 
-The operations of ``mmspec.ops`` and ``ssm.ops`` are single launches there, so nothing inside of them is looked at.
+The operations of ``mmspec.ops`` and ``mmspec.ssm.ops`` are single launches there, so nothing inside of them is looked
+at.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ LAUNCHES = {
         *("top_log_probs", "next_beam", "keep_best"),
     ),
     "mmspec.cache.tree_cache": ("compact_kv",),
-    "ssm.convolutions": ("commit_conv", "tree_conv"),
-    "ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
+    "mmspec.ssm.convolutions": ("commit_conv", "tree_conv"),
+    "mmspec.ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
 }
 
 

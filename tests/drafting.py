@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from eval.decoding.tiny_models import msd_network
+from mmspec.eval.decoding.tiny_models import msd_network
 from tests.targets import prompt_of, row_of
 from tests.watching import check_drafts
 

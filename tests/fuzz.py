@@ -1,9 +1,9 @@
 """Mutation fuzzing of media decoding: `python -m tests.fuzz`.
 
-Mutants of small valid files go through `vision.decoding.Decoder`. Each is either decoded or refused by a `UserError` of
-one line; where the decoder itself failed (`DecodeError`), it is counted by its cause. The command fails if a valid file
-is refused, if anything but a `UserError` reaches this process, or if a decoder raises an unexpected exception, which
-decoding in the caller's process would pass on.
+Mutants of small valid files go through `mmspec.vision.decoding.Decoder`. Each is either decoded or refused by a
+`UserError` of one line; where the decoder itself failed (`DecodeError`), it is counted by its cause. The command fails
+if a valid file is refused, if anything but a `UserError` reaches this process, or if a decoder raises an unexpected
+exception, which decoding in the caller's process would pass on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mmspec.errors import UserError
+from mmspec.vision.decoding import DecodeError, Decoder
+from mmspec.vision.video import Video
 from tests.media_files import media_files
-from vision.decoding import DecodeError, Decoder
-from vision.video import Video
 
 OUTCOMES = ("decoded", "refused", "crash", "time", "memory", "exception", "wrong")
 FAILING = ("exception", "wrong")

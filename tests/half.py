@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import text_inputs, text_model, vision_inputs, vision_model
 from mmspec import plugins
+from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, text_model, vision_inputs, vision_model
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
 from tests.decoding import decode
 from tests.targets import plain_logits, prompt_of, row_of
 

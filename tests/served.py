@@ -18,7 +18,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.app import create_app
 from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, uvicorn_server
-from vision.embedded import samples
+from mmspec.vision.embedded import samples
 
 SCENE, CLIP = samples() / "scene.png", samples() / "clip.mp4"
 QUESTION = "Describe the image."

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mmspec import TokenTree, plugins, verify_greedy
-from mmspec.targets.target import Prompt
+from mmspec.core.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, valid_nodes
 

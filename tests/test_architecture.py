@@ -42,11 +42,11 @@ def test_imports_follow_the_arrows(path: Path) -> None:
 
 def test_imports_are_found_wherever_they_stand() -> None:
     source = """
-import vision.images as images
+import mmspec.vision.images as images
 from . import near
-from ssm.scan import tree_scan
+from mmspec.ssm.scan import tree_scan
 def later():
-    from eval import speed
+    from mmspec.eval import speed
     importlib.import_module("demos.web")
 """
     assert set(imported(source, "mmspec")) == {"vision", "mmspec", "ssm", "eval", "demos"}

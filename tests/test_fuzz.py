@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 from mmspec.errors import UserError
+from mmspec.vision.decoding import DecodeError, Decoder
+from mmspec.vision.images import load_image
+from mmspec.vision.video import kind_of, load_video
 from tests import fuzz
 from tests.media_files import media_files
-from vision.decoding import DecodeError, Decoder
-from vision.images import load_image
-from vision.video import kind_of, load_video
 
 
 @pytest.fixture(scope="module")

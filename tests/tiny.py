@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
-from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import text_model, vision_model
-from mmspec.speculation.tree import TokenTree
+from mmspec.core.tree import TokenTree
+from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_model, vision_model
 
 
 @cache

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmspec import SamplingParams, plugins
+from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
 from tests.decoding import decode
 from tests.targets import prompt_of
 from tests.tiny import root_path, valid_nodes

@@ -29,7 +29,7 @@ Path(hidden.name, "decord.py").write_text("raise ModuleNotFoundError('No module 
 sys.path.insert(0, hidden.name)
 
 from mmspec.cli import main  # noqa: E402
-from vision.embedded import samples  # noqa: E402
+from mmspec.vision.embedded import samples  # noqa: E402
 
 
 def say(*args: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import click
 from mmspec.cli.options import LOADING, OUT_FILE, Number, generation_options
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
-from vision.folder import PROMPTS
+from mmspec.vision.folder import PROMPTS
 
 EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 
@@ -64,24 +64,24 @@ def caption(
     if out is not None or engine != "local":
         raise UserError(f"--out and --engine require a folder: received {file}")
 
-    from vision.decoding import Decoder
-    from vision.video import Video
+    from mmspec.vision.decoding import Decoder
+    from mmspec.vision.video import Video
 
     # Decoded before the model loads, so that a broken file fails at once.
     media = Decoder().load(file, **video)
     kind, key = ("video", "videos") if isinstance(media, Video) else ("image", "images")
 
     from mmspec.cli.session import answer
-    from vision.embedded import samples
+    from mmspec.vision.embedded import samples
 
     sample = Path(file).resolve().parent == samples().resolve()
     answer({"prompt": PROMPTS[kind] if prompt is None else prompt, key: [media]}, options, sample)
 
 
 def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of ``vision.folder.Captioner``, from the command line's options."""
+    """The settings of ``mmspec.vision.folder.Captioner``, from the command line's options."""
     from mmspec.cli.session import generation_keywords
-    from vision.video_decord import import_decord
+    from mmspec.vision.video_decord import import_decord
 
     if options["compare"] or options["as_json"]:
         raise UserError("--compare and --json require a single file: a folder's captions are JSON lines already")
@@ -103,8 +103,8 @@ def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine
     from rich.progress import Progress
 
     from mmspec.cli.session import show_limits
-    from vision.embedded import samples
-    from vision.folder import caption_folder
+    from mmspec.vision.embedded import samples
+    from mmspec.vision.folder import caption_folder
 
     console = Console(stderr=True)
 

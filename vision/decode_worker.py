@@ -1,4 +1,4 @@
-"""Worker process of `vision.decoding.Decoder`: decodes media and sends back RGB bytes.
+"""Worker process of `mmspec.vision.decoding.Decoder`: decodes media and sends back RGB bytes.
 
 Requests arrive on standard input, one JSON line each, followed by `size` bytes if the request has no `path`. Replies
 go to standard output: a JSON line, then the RGB bytes of the images listed in its `sizes`. This module must not import
@@ -18,8 +18,8 @@ from typing import Any
 from PIL import Image
 
 from mmspec.errors import UserError
-from vision.images import load_image
-from vision.video import kind_of, load_video
+from mmspec.vision.images import load_image
+from mmspec.vision.video import kind_of, load_video
 
 
 def serve(memory: int) -> None:

@@ -19,12 +19,14 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmspec.errors import UserError
-from vision.media import printable
-from vision.video import Video
+from mmspec.vision.media import printable
+from mmspec.vision.video import Video
 
 Cause = Literal["crash", "time", "memory", "exception"]
 
-_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from vision.decode_worker import serve; serve(int(sys.argv[1]))"
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; from mmspec.vision.decode_worker import serve; serve(int(sys.argv[1]))"
+)
 # BLAS threads would reserve memory that counts towards the limit; decoding does not use them.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 

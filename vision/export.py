@@ -34,9 +34,9 @@ from mmspec.errors import UserError
 )
 def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> None:
     """Write an EAGLE-3 head so that vLLM or SGLang can serve it, and any engine that reads these formats."""
-    from mmspec.targets.loading import load_config, make_drafter
-    from vision.drafters.eagle3 import Eagle3
-    from vision.drafters.exchange import export as write
+    from mmspec.loading import load_config, make_drafter
+    from mmspec.vision.drafters.eagle3 import Eagle3
+    from mmspec.vision.drafters.exchange import export as write
 
     head = make_drafter(str(drafter.resolve()))
     if not isinstance(head, Eagle3):

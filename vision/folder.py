@@ -41,7 +41,7 @@ class Captioner:
         from rich.console import Console
 
         from mmspec.cli.session import open_pipeline
-        from vision.decoding import Decoder
+        from mmspec.vision.decoding import Decoder
 
         self.settings = settings
         self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
@@ -95,7 +95,7 @@ class Captioner:
         ]
 
     def _read(self, path: Path) -> tuple[str, Any]:
-        from vision.video import Video
+        from mmspec.vision.video import Video
 
         media = self.decoder.load(path, **self.settings["video"])
         return "video" if isinstance(media, Video) else "image", media

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmspec.errors import UserError
-from vision.media import MAX_PIXELS, MediaSource, printable, resolve
+from mmspec.vision.media import MAX_PIXELS, MediaSource, printable, resolve
 
 if TYPE_CHECKING:
     import torch

@@ -12,12 +12,12 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoProcessor
 
+from mmspec.core.target import Prompt
 from mmspec.errors import UserError
 from mmspec.targets.processor import Processor, render
-from mmspec.targets.target import Prompt
-from vision.decoding import Decoder
-from vision.images import load_image
-from vision.video import FPS, FRAMES, Backend, Video, load_video
+from mmspec.vision.decoding import Decoder
+from mmspec.vision.images import load_image
+from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
 
 _PLAIN_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
 

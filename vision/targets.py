@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
 
-from mmspec.targets.target import Prompt
+from mmspec.core.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
-from vision.processor import VisionProcessor
+from mmspec.vision.processor import VisionProcessor
 
 
 class VisionTarget(TransformersTarget):

@@ -20,8 +20,8 @@ from PIL import Image
 
 from mmspec.checks import number, optional, whole
 from mmspec.errors import UserError
-from vision.images import image_format
-from vision.media import MediaSource, resolve
+from mmspec.vision.images import image_format
+from mmspec.vision.media import MediaSource, resolve
 
 Backend = Literal["pyav", "decord"]
 
@@ -97,9 +97,9 @@ def load_video(
 
     # Imported here: FFmpeg is not needed for a `Video` made of frames in memory.
     if backend == "decord":
-        from vision.video_decord import sample_with_decord as sample
+        from mmspec.vision.video_decord import sample_with_decord as sample
     else:
-        from vision.video_pyav import sample_with_pyav as sample
+        from mmspec.vision.video_pyav import sample_with_pyav as sample
     sampled, duration = sample(media, choose_times)
     return Video([image for _, image in sampled], [float(time) for time, _ in sampled], float(duration), media.name)
 
@@ -115,7 +115,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
     if kind is None:
         raise UserError(f"{media.name}: expected an image or a video, received {media.description}")
     if kind == "video":
-        from vision.video_container import open_video
+        from mmspec.vision.video_container import open_video
 
         with ExitStack() as stack:
             open_video(media, stack, expected="an image or a video")

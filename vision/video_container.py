@@ -11,7 +11,7 @@ from av.stream import Disposition
 from av.video.stream import VideoStream
 
 from mmspec.errors import UserError
-from vision.media import MAX_PIXELS, MediaSource
+from mmspec.vision.media import MAX_PIXELS, MediaSource
 
 # Demuxers with a timestamp index, which makes seeking exact. Other containers are decoded from the start.
 SEEKABLE = ("mov", "matroska")

@@ -14,9 +14,9 @@ from PIL import Image
 
 from mmspec.errors import UserError, first_line
 from mmspec.extras import missing
-from vision.media import MediaSource
-from vision.video_container import open_video
-from vision.video_pyav import ChooseTimes, TimedFrames
+from mmspec.vision.media import MediaSource
+from mmspec.vision.video_container import open_video
+from mmspec.vision.video_pyav import ChooseTimes, TimedFrames
 
 
 def import_decord() -> ModuleType:

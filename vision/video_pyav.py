@@ -11,10 +11,10 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from mmspec.errors import UserError
-from vision.display_matrix import display_matrix
-from vision.images import composite_on_white
-from vision.media import MediaSource
-from vision.video_container import SEEKABLE, PacketScan, open_video
+from mmspec.vision.display_matrix import display_matrix
+from mmspec.vision.images import composite_on_white
+from mmspec.vision.media import MediaSource
+from mmspec.vision.video_container import SEEKABLE, PacketScan, open_video
 
 ChooseTimes = Callable[[Fraction], list[Fraction]]
 """Function from a duration to ascending sample times, both in seconds."""

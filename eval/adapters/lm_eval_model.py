@@ -2,7 +2,8 @@
 
     lm-eval run --model mmspec --model_args pretrained=tiny-hybrid,drafter=auto --tasks gsm8k --batch_size 4
 
-Harness releases up to 0.4.13 do not load entry points; use ``python -m eval.lm_eval_model`` instead of ``lm-eval``.
+Harness releases up to 0.4.13 do not load entry points; use ``python -m mmspec.eval lm_eval_model`` instead of
+``lm-eval``.
 
 ``model_args``: ``pretrained`` (as ``model`` of ``mmspec.load``), ``drafter`` (``none`` for plain decoding), ``nodes``
 (draft tokens per step; adaptive by default), ``device``, ``dtype``, and the options of the harness's ``hf`` model that
@@ -25,8 +26,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 import mmspec
-from eval.harness.acceptance import AcceptanceStats
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.harness.acceptance import AcceptanceStats
 
 _log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger
 

@@ -22,7 +22,7 @@ def manifest() -> Any:
     """The model's entry in lmms-eval's registry."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
-    return ModelManifest(model_id=MODEL, chat_class_path="eval.adapters.lmms_model.MmspecLMM")
+    return ModelManifest(model_id=MODEL, chat_class_path="mmspec.eval.adapters.lmms_model.MmspecLMM")
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:

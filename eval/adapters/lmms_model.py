@@ -1,4 +1,4 @@
-"""The model class that lmms-eval instantiates for ``--model mmspec``; see ``eval.adapters.lmms``."""
+"""The model class that lmms-eval instantiates for ``--model mmspec``; see ``mmspec.eval.adapters.lmms``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from loguru import logger
 from tqdm import tqdm
 
 import mmspec
-from eval.adapters.lmms import generation_keywords, messages_to_request
-from eval.harness.acceptance import AcceptanceStats
+from mmspec.eval.adapters.lmms import generation_keywords, messages_to_request
+from mmspec.eval.harness.acceptance import AcceptanceStats
 
 
 class MmspecLMM(lmms):

@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.harness.acceptance import AcceptanceStats, acceptance_difference
-from eval.harness.drafters import ProfiledDrafter, tree_sizes
-from eval.harness.output import Column, make_table, percent
-from eval.harness.prompts import Conversation
 from mmspec.compare import first_difference
-from mmspec.drafters.drafter import Drafter, fork
+from mmspec.core.drafter import Drafter, fork
+from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference
+from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
+from mmspec.eval.harness.output import Column, make_table, percent
+from mmspec.eval.harness.prompts import Conversation
 from mmspec.pipeline import Pipeline
 
 POSITIONS = 5

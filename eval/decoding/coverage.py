@@ -1,9 +1,9 @@
 """One class of transformers under speculative decoding: the tokens of ``generate``, or why not.
 
-A class is built small with random weights in float32 (``eval.decoding.small_configs``) and decodes greedily a short
-prompt, a longer one and two rows with padding, with random trees that branch and are partly accepted, and with drafts
-looked up in earlier output. Classes with images also decode a prompt with an image, where ``eval.decoding.small_media``
-can make the inputs.
+A class is built small with random weights in float32 (``mmspec.eval.decoding.small_configs``) and decodes greedily a
+short prompt, a longer one and two rows with padding, with random trees that branch and are partly accepted, and with
+drafts looked up in earlier output. Classes with images also decode a prompt with an image, where
+``mmspec.eval.decoding.small_media`` can make the inputs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from transformers import (
 )
 
 import mmspec
-from eval.decoding.oracle import Oracle
-from eval.decoding.small_configs import WORDS, published_config, random_model, small_config
-from eval.decoding.small_media import image_inputs
 from mmspec import UserError
 from mmspec.drafters.recycle import Recycle
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.small_configs import WORDS, published_config, random_model, small_config
+from mmspec.eval.decoding.small_media import image_inputs
 
 EQUAL, REFUSED, FAULTY, NOT_GENERATED, NOT_BUILT = "equal", "refused", "faulty", "not by generate", "not built"
 OUTCOMES = (EQUAL, REFUSED, FAULTY, NOT_GENERATED, NOT_BUILT)

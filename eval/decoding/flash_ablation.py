@@ -1,6 +1,6 @@
 """Ablation of FLASH's settings: training a grid of drafters and measuring them on the same requests.
 
-See ``eval.flash`` for what the grid holds and what is measured.
+See ``mmspec.eval.flash`` for what the grid holds and what is measured.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.harness.output import Column, make_table, milliseconds, percent
-from eval.harness.prompts import held_out_requests, picture
-from eval.harness.timing import PLAIN, Method, compare_methods, time_ratios, warm_up_methods
-from mmspec.drafters.drafter import fork
+from mmspec.core.drafter import fork
 from mmspec.errors import UserError
+from mmspec.eval.harness.output import Column, make_table, milliseconds, percent
+from mmspec.eval.harness.prompts import held_out_requests, picture
+from mmspec.eval.harness.timing import PLAIN, Method, compare_methods, time_ratios, warm_up_methods
 from mmspec.files import write_text
 from mmspec.pipeline import Pipeline
-from vision.drafters.msd import Flash
-from vision.scenes.conversations import several_images
-from vision.scenes.scene import Scene, sample_scene, seeded
+from mmspec.vision.drafters.msd import Flash
+from mmspec.vision.scenes.conversations import several_images
+from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
 
 FIRST_INDEX = 3_000_000
-"""First held-out index of the requests; see ``eval.harness.prompts``."""
+"""First held-out index of the requests; see ``mmspec.eval.harness.prompts``."""
 
 LEVELS = 8
 """Tree depth that drafters are trained for."""
@@ -95,7 +95,17 @@ def train_variant(
             raise UserError(f"{out} was trained with other settings: expected {settings}, received {trained}")
         return
     flags = [part for name, value in own.items() for part in (f"--{name}", f"{value:g}")]
-    command = [sys.executable, "-m", "vision.distil.command", "flash", *length, *options, *flags, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "mmspec.vision.distil.command",
+        "flash",
+        *length,
+        *options,
+        *flags,
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode or "stopped at step" in done.stderr:
         last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -20,9 +20,14 @@ import torch
 from torch import Tensor
 
 import mmspec
-from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
-from eval.decoding.tiny_models import (
+from mmspec import ops
+from mmspec.core.drafter import Drafter
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import (
     eagle3_network,
     mamba_network,
     msd_network,
@@ -33,16 +38,11 @@ from eval.decoding.tiny_models import (
     vision_model,
     vispec_network,
 )
-from mmspec import ops
-from mmspec.drafters.drafter import Drafter
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
-from ssm.drafters.mamba import Mamba
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.msd import MSD, Eagle, Flash
-from vision.drafters.mtp import MTP
-from vision.drafters.vispec import ViSpec
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.msd import MSD, Eagle, Flash
+from mmspec.vision.drafters.mtp import MTP
+from mmspec.vision.drafters.vispec import ViSpec
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree, build_tree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Prompt, Step, Target
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.tree import TokenTree, build_tree
+from mmspec.core.verify import Verdict
 
 
 class Oracle:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from eval.harness.llama_server import LlamaServer
-from mmspec.speculation.tree import TokenTree
+from mmspec.core.target import Prompt
+from mmspec.core.tree import TokenTree
+from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.loading import load_target
 from mmspec.targets import gguf
-from mmspec.targets.loading import load_target
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import read_whole
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 
 UNPACKED = "bfloat16, F.linear"

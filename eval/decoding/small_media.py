@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, IMAGE_PROCESSOR_MAPPING, PreTrainedModel
 from transformers.utils import is_torchvision_available
 
-from eval.decoding.small_configs import WORDS
+from mmspec.eval.decoding.small_configs import WORDS
 
 _SIDES = (64, 96)  # height and width: position axes of the visual tokens differ in length
 _ALIKE = {"glm4v_moe": "glm4v", "glm_ocr": "glm4v", "qwen3_vl_moe": "qwen3_vl"}

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from eval.harness.output import Column, make_table, milliseconds
-from eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, time_ratios
+from mmspec.eval.harness.output import Column, make_table, milliseconds
+from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, time_ratios
 
 
 def print_speed_tables(methods: Sequence[Method], console: Console) -> list[dict[str, Any]]:

@@ -23,15 +23,15 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3_5TextConfig
 
-from eval.decoding.unrolled import UnrolledTarget, unroll
-from eval.harness.output import Column, make_table, milliseconds
-from eval.harness.timing import interleaved_medians
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import verify_greedy
+from mmspec.core.target import Prompt
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import verify_greedy
+from mmspec.eval.decoding.unrolled import UnrolledTarget, unroll
+from mmspec.eval.harness.output import Column, make_table, milliseconds
+from mmspec.eval.harness.timing import interleaved_medians
+from mmspec.ssm.training.architecture import Architecture, new_model
 from mmspec.targets.support import lay_out_for_few_rows
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
-from ssm.training.architecture import Architecture, new_model
 
 _SMALL = Architecture(width=64, layers=3, attention=(1,), heads=2, mamba_heads=2, state=16, mlp=64, vocabulary=320)
 _LARGE = Architecture(width=768, layers=12, attention=(3, 9), heads=12, kv_heads=4, mamba_heads=24, state=128, mlp=2048)

@@ -1,7 +1,7 @@
 """Tiny randomly initialised models of every supported architecture, with inputs and random drafters.
 
-For tests and ``eval.losslessness``. Weights have a large variance, so that greedy outputs vary instead of repeating one
-token, and top logits lie far apart.
+For tests and ``mmspec.eval.losslessness``. Weights have a large variance, so that greedy outputs vary instead of
+repeating one token, and top logits lie far apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from eval.decoding.tiny_configs import (
+from mmspec.eval.decoding.tiny_configs import (
     HYBRID_CONFIGS,
     IMAGE,
     TEXT_CONFIGS,
@@ -21,12 +21,12 @@ from eval.decoding.tiny_configs import (
     VISION_START,
     VOCAB,
 )
-from ssm.drafters.network import MambaConfig, MambaNetwork
-from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
-from vision.drafters.layer import LayerShape
-from vision.drafters.mtp_network import MTPConfig, MTPNetwork
-from vision.drafters.network import MSDConfig, MSDNetwork
-from vision.drafters.vispec import ViSpecNetwork
+from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
+from mmspec.vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from mmspec.vision.drafters.layer import LayerShape
+from mmspec.vision.drafters.mtp_network import MTPConfig, MTPNetwork
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.vispec import ViSpecNetwork
 
 
 def text_model(name: str) -> PreTrainedModel:

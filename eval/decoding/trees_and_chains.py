@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from eval.decoding.unrolled import UnrolledTarget
-from eval.harness.output import Column, make_table
-from eval.harness.timing import Method, time_ratios
+from mmspec.core.drafter import Drafter, fork
 from mmspec.drafters.chain import as_chain
-from mmspec.drafters.drafter import Drafter, fork
+from mmspec.eval.decoding.unrolled import UnrolledTarget
+from mmspec.eval.harness.output import Column, make_table
+from mmspec.eval.harness.timing import Method, time_ratios
 from mmspec.targets.transformers_target import TransformersTarget
 
 MethodsByKind = Mapping[str, Sequence[Method]]

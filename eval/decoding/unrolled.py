@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Step
+from mmspec.core.target import Step
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.targets.transformers_target import TransformersTarget
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from eval.harness.drafters import ProfiledDrafter
-from eval.harness.intervals import percentile_interval
 from mmspec.engine.stats import Stats
+from mmspec.eval.harness.drafters import ProfiledDrafter
+from mmspec.eval.harness.intervals import percentile_interval
 
 
 @dataclass

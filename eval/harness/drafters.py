@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmspec.drafters.drafter import Drafter, features
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, features
+from mmspec.core.target import Feature
+from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Feature
+from mmspec.loading import make_drafter
 
 DEFAULT_NODES = 16
 """Draft tokens per step of drafters without a tree size of their own."""

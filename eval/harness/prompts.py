@@ -3,17 +3,17 @@
 Scenes come from ``seeded("heldout", index)``. Index ranges:
 
 - below 4,000: validation during training of the embedded models, samples in the package
-- from 4,000 and 5,000: warm-up and prompts of ``eval.speed``
-- from 1,000,000: accuracy of the embedded models (``vision.training.accuracy``)
-- from 2,000,000: acceptance (``eval.acceptance``), 100,000 per suite
-- from 3,000,000: choosing FLASH's settings (``eval.flash``)
-- from 4,000,000: the embedded suite of ``mmspec eval`` (``eval.suite.tasks.drawn``), 100,000 per task
+- from 4,000 and 5,000: warm-up and prompts of ``mmspec.eval.speed``
+- from 1,000,000: accuracy of the embedded models (``mmspec.vision.training.accuracy``)
+- from 2,000,000: acceptance (``mmspec.eval.acceptance``), 100,000 per suite
+- from 3,000,000: choosing FLASH's settings (``mmspec.eval.flash``)
+- from 4,000,000: the embedded suite of ``mmspec eval`` (``mmspec.eval.suite.tasks.drawn``), 100,000 per task
 
-Texts come from ``ssm.texts.example(index, "heldout")``. Index ranges:
+Texts come from ``mmspec.ssm.texts.example(index, "heldout")``. Index ranges:
 
 - below 100,000: validation during training of the embedded hybrid model
-- from 1,000,000: its accuracy (``eval.tiny_hybrid``)
-- from 4,000,000 and 5,000,000: warm-up and prompts of ``eval.hybrid``
+- from 1,000,000: its accuracy (``mmspec.eval.tiny_hybrid``)
+- from 4,000,000 and 5,000,000: warm-up and prompts of ``mmspec.eval.hybrid``
 - from 6,000,000: the embedded suite of ``mmspec eval``
 """
 
@@ -26,13 +26,13 @@ from typing import Any
 
 from PIL import Image
 
-from ssm.texts import example
-from vision.scenes.clips import sample_clip
-from vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images, words_only
-from vision.scenes.drawing import draw
-from vision.scenes.questions import ask
-from vision.scenes.scene import Scene, sample_scene, seeded
-from vision.video import Video
+from mmspec.ssm.texts import example
+from mmspec.vision.scenes.clips import sample_clip
+from mmspec.vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images, words_only
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.questions import ask
+from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
+from mmspec.vision.video import Video
 
 FIRST_INDEX = 2_000_000
 """First held-out index of the suites."""

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from eval.harness.drafters import ProfiledDrafter, tree_sizes
-from eval.harness.llama_server import LlamaServer
-from eval.harness.memory import peak_memory, reset_peak_memory
-from mmspec.drafters.drafter import Drafter, fork, lend
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, fork, lend
 from mmspec.engine.stats import Stats
+from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
+from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.eval.harness.memory import peak_memory, reset_peak_memory
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.budget import Budget
 from mmspec.targets.transformers_target import TransformersTarget
 
 TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
@@ -49,7 +49,7 @@ class TimedBatch:
         stats: of each row. For transformers they hold acceptance lengths only. None for its batches and for llama.cpp.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
             mean times to draft one tree and to verify it.
-        memory: peak memory in bytes, see ``eval.harness.memory``; None for llama.cpp, another process.
+        memory: peak memory in bytes, see ``mmspec.eval.harness.memory``; None for llama.cpp, another process.
     """
 
     answers: list[list[int]]

@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark and what each measures; see ``eval.gpu``."""
+"""The parts of the GPU benchmark and what each measures; see ``mmspec.eval.gpu``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from time import perf_counter as clock
 
 import torch
 
-from eval.kernels import gpu_kernels, gpu_models
-from eval.kernels.gpu_kernels import KernelTimer
-from eval.kernels.gpu_parts import Rows, rows_or_error
-from eval.scale_up.axes import SHAPES, Shape
-from eval.scale_up.models import shape_of
 from mmspec import plugins
-from mmspec.targets.loading import load_target
+from mmspec.eval.kernels import gpu_kernels, gpu_models
+from mmspec.eval.kernels.gpu_kernels import KernelTimer
+from mmspec.eval.kernels.gpu_parts import Rows, rows_or_error
+from mmspec.eval.scale_up.axes import SHAPES, Shape
+from mmspec.eval.scale_up.models import shape_of
+from mmspec.loading import load_target
 
 ROOT = Path(__file__).parents[2]
 _TESTS_SECONDS = 120.0
@@ -41,7 +41,7 @@ class GpuPlan:
     """What the GPU benchmark measures.
 
     Attributes:
-        shapes: embedded model and its drafters, for each preset of ``eval.scale_up``.
+        shapes: embedded model and its drafters, for each preset of ``mmspec.eval.scale_up``.
         batches: batch sizes; those after the first are measured at the first prefix and tree size only.
         prefixes: prefix lengths in tokens.
         nodes: nodes of verify passes and kernels, root included; answers are decoded with one draft token less.

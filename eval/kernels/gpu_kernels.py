@@ -1,4 +1,4 @@
-"""Timing of a decode step's kernels against their memory floor and their alternatives, for ``eval.gpu``.
+"""Timing of a decode step's kernels against their memory floor and their alternatives, for ``mmspec.eval.gpu``.
 
 A kernel's floor is the bytes that it must read and write over the bandwidth of a large copy on the same device. Every
 kernel is checked against its torch reference before it is timed.
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eval.harness.timing import interleaved_medians
-from eval.kernels.mamba2 import SHAPES as MAMBA_SHAPES
-from eval.kernels.mamba2 import Mamba2Layer
-from eval.scale_up.axes import Shape
 from mmspec import ops
+from mmspec.core.tree import TokenTree
 from mmspec.errors import first_line
-from mmspec.speculation.tree import TokenTree
+from mmspec.eval.harness.timing import interleaved_medians
+from mmspec.eval.kernels.mamba2 import SHAPES as MAMBA_SHAPES
+from mmspec.eval.kernels.mamba2 import Mamba2Layer
+from mmspec.eval.scale_up.axes import Shape
 
 _CPU_ROUNDS = 5  # times on a CPU are a rehearsal only
 

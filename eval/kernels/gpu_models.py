@@ -1,8 +1,8 @@
-"""Passes and whole answers of scaled-up models on the device, for ``eval.gpu``.
+"""Passes and whole answers of scaled-up models on the device, for ``mmspec.eval.gpu``.
 
-Models and drafters are small trained ones, scaled up without changing their function (``eval.scale_up``): acceptance is
-the small model's, time is the big shape's. A prompt is a video of 16 frames, 576 visual tokens, as many as an image has
-in LLaVA-1.5. Prefill uses the small model's vision tower, and is left out of all figures.
+Models and drafters are small trained ones, scaled up without changing their function (``mmspec.eval.scale_up``):
+acceptance is the small model's, time is the big shape's. A prompt is a video of 16 frames, 576 visual tokens, as many
+as an image has in LLaVA-1.5. Prefill uses the small model's vision tower, and is left out of all figures.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from eval.harness.prompts import held_out_requests, held_out_texts
-from eval.kernels.gpu_kernels import binary_tree, median_seconds
-from eval.scale_up.axes import Shape
-from eval.scale_up.pipeline import scaled_pipeline
-from mmspec.drafters.drafter import Drafter, features, fork
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, features, fork
+from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
+from mmspec.engine.calibrate import cost_table
+from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.kernels.gpu_kernels import binary_tree, median_seconds
+from mmspec.eval.scale_up.axes import Shape
+from mmspec.eval.scale_up.pipeline import scaled_pipeline
 from mmspec.pipeline import Generation, Pipeline
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.calibrate import cost_table
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 
 FRAMES = 16

@@ -18,7 +18,7 @@ import torch
 import transformers
 from rich.table import Table
 
-from eval.harness.output import Column, git_commit, make_table, wide_console, write_result
+from mmspec.eval.harness.output import Column, git_commit, make_table, wide_console, write_result
 from mmspec.ops import kernels
 
 Rows = Iterator[dict[str, Any]]

@@ -2,7 +2,7 @@
 
 Two implementations of one layer's step over a binary tree of N nodes, checked against each other:
 
-- tree: ``ssm.ops.tree_scan`` over all nodes at once, then ``commit_scan`` of the path to the last node;
+- tree: ``mmspec.ssm.ops.tree_scan`` over all nodes at once, then ``commit_scan`` of the path to the last node;
 - snapshots: the recurrence node by node with the state of every node stored, as serving engines do; memory is allocated
   once, and the commit copies one of the states.
 
@@ -20,11 +20,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from eval.harness.output import Column, make_table, milliseconds
-from eval.harness.timing import interleaved_medians
-from eval.kernels.state_memory import peak_cpu_bytes
-from mmspec.speculation.tree import TokenTree
-from ssm import ops
+from mmspec.core.tree import TokenTree
+from mmspec.eval.harness.output import Column, make_table, milliseconds
+from mmspec.eval.harness.timing import interleaved_medians
+from mmspec.eval.kernels.state_memory import peak_cpu_bytes
+from mmspec.ssm import ops
 
 SHAPES = {
     "small": dict(heads=8, head_dim=64, groups=1, state=64),

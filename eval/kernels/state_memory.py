@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BambaConfig, PreTrainedModel
 
-from mmspec.speculation.tree import TokenTree
-from mmspec.targets.target import Prompt
+from mmspec.core.target import Prompt
+from mmspec.core.tree import TokenTree
+from mmspec.ssm.cache import StateCache
+from mmspec.ssm.layers import Mamba2Layers
 from mmspec.targets.transformers_target import TransformersTarget
-from ssm.cache import StateCache
-from ssm.layers import Mamba2Layers
 
 HEADS, HEAD_DIM, STATE = 128, 64, 128
 _VOCAB, _HIDDEN, _PROMPT = 512, 256, 32

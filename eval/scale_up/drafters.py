@@ -1,4 +1,4 @@
-"""Scaled-up drafters, which draft the same trees. See ``eval.scale_up.axes``."""
+"""Scaled-up drafters, which draft the same trees. See ``mmspec.eval.scale_up.axes``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
-from eval.scale_up.mamba import scale_up_mamba
-from eval.scale_up.models import layer_in, shape_of
-from mmspec.drafters.drafter import Drafter
-from ssm.drafters.mamba import Mamba
-from vision.drafters.msd import MSD
-from vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.core.drafter import Drafter
+from mmspec.eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
+from mmspec.eval.scale_up.mamba import scale_up_mamba
+from mmspec.eval.scale_up.models import layer_in, shape_of
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 
 MIN_DRAFT_SHARE = 0.25
 """Least share of the big vocabulary in a reduced draft vocabulary."""
@@ -31,7 +31,7 @@ def scale_up_drafter(drafter: Drafter, small: PreTrainedModel, big: PreTrainedMo
 
     Args:
         drafter: of the small target.
-        small, big: the targets, see ``eval.scale_up.models.scale_up``.
+        small, big: the targets, see ``mmspec.eval.scale_up.models.scale_up``.
     """
     if isinstance(drafter, MSD):
         return scale_up_msd(drafter, small, big)

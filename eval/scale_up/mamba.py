@@ -1,4 +1,4 @@
-"""The scaled-up mamba drafter, which drafts the same trees. See ``eval.scale_up.axes``.
+"""The scaled-up mamba drafter, which drafts the same trees. See ``mmspec.eval.scale_up.axes``.
 
 Its norms are layer norms, which subtract a mean. On the residual stream, added features therefore carry the mean of the
 copied ones, as in FLASH's cell, and a norm makes them zero. Inside a layer, the scan is followed by a product, whose
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.scale_up.axes import Axis, Weights, concat_axes, grow_axis, make_axis
-from eval.scale_up.models import shape_of
-from ssm.drafters.mamba import Mamba
-from ssm.drafters.network import MambaConfig, MambaNetwork
+from mmspec.eval.scale_up.axes import Axis, Weights, concat_axes, grow_axis, make_axis
+from mmspec.eval.scale_up.models import shape_of
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def scale_up_mamba(drafter: Mamba, small: PreTrainedModel, big: PreTrainedModel,
 
     Args:
         drafter: of the small target.
-        small, big: the targets, see ``eval.scale_up.models.scale_up``.
+        small, big: the targets, see ``mmspec.eval.scale_up.models.scale_up``.
         draft_ids: draft vocabulary of the big drafter.
     """
     was, now = shape_of(small.config.get_text_config()), shape_of(big.config.get_text_config())

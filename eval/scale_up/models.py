@@ -1,4 +1,4 @@
-"""Scaled-up targets: Llama language models, alone or in LLaVA, and Bamba hybrids. See ``eval.scale_up.axes``."""
+"""Scaled-up targets: Llama language models, alone or in LLaVA, and Bamba hybrids. See ``mmspec.eval.scale_up.axes``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
-from eval.scale_up.axes import Axis, HeadAxes, MambaShape, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.errors import UserError
+from mmspec.eval.scale_up.axes import (
+    Axis,
+    HeadAxes,
+    MambaShape,
+    Shape,
+    Weights,
+    concat_axes,
+    grow_axis,
+    grow_heads,
+    make_axis,
+)
 
 _CONTEXT = 32768  # positions; rotary embeddings have no weights
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 import mmspec
-from eval.harness.drafters import parse_drafters
-from eval.harness.timing import Method
-from eval.scale_up.axes import Shape
-from eval.scale_up.drafters import scale_up_drafter
-from eval.scale_up.models import scale_up
 from mmspec.compare import first_difference
-from mmspec.drafters.drafter import Drafter
+from mmspec.core.drafter import Drafter
+from mmspec.eval.harness.drafters import parse_drafters
+from mmspec.eval.harness.timing import Method
+from mmspec.eval.scale_up.axes import Shape
+from mmspec.eval.scale_up.drafters import scale_up_drafter
+from mmspec.eval.scale_up.models import scale_up
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
-from vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd import MSD
 
 
 def scaled_pipeline(

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from eval.harness.options import SIZES, TEMPERATURES, llama_server_option
 from mmspec.cli.options import OUT_FOLDER, model_options
 from mmspec.errors import UserError
+from mmspec.eval.harness.options import SIZES, TEMPERATURES, llama_server_option
 from mmspec.jobs import ENGINES
 
 
@@ -58,7 +58,7 @@ def evaluate(
     same command resumes a run that was stopped.
     """
     if listing:
-        from eval.suite.tasks import TASKS
+        from mmspec.eval.suite.tasks import TASKS
 
         for task in TASKS.values():
             click.echo(f"{task.name:18} {task.description}")
@@ -66,9 +66,9 @@ def evaluate(
     if out is None:
         raise UserError("expected --out FOLDER for the results, received none")
 
-    from eval.suite.evaluator import SuiteSettings
-    from eval.suite.run import is_visual, run_suite
-    from eval.suite.tasks import select_tasks
+    from mmspec.eval.suite.evaluator import SuiteSettings
+    from mmspec.eval.suite.run import is_visual, run_suite
+    from mmspec.eval.suite.tasks import select_tasks
 
     selected = tuple(task.name for task in select_tasks(tasks, is_visual(options["model"])))
     settings = SuiteSettings(tasks=selected, data=None if data is None else str(data.resolve()), **options)
@@ -76,8 +76,8 @@ def evaluate(
     if as_json:
         click.echo(json.dumps(summary))
         return
-    from eval.harness.output import wide_console
-    from eval.suite.report import brief_tables
+    from mmspec.eval.harness.output import wide_console
+    from mmspec.eval.suite.report import brief_tables
 
     console = wide_console()
     for table in brief_tables(summary["rows"]):

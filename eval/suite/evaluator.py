@@ -18,17 +18,17 @@ import torch
 import transformers
 
 import mmspec
-from eval.harness.llama_server import LlamaServer
-from eval.harness.prompts import held_out_requests, held_out_texts
-from eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
-from eval.suite.methods import BASELINE, PLAIN, parse_methods
-from eval.suite.sample import Sample
-from eval.suite.tasks import TASKS
 from mmspec.compare import first_difference
+from mmspec.engine.calibrate import cost_table, describe
 from mmspec.engine.stats import Stats
 from mmspec.errors import first_line
+from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
+from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.tasks import TASKS
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.calibrate import cost_table, describe
 
 _WARM_UP_TOKENS = 64
 _STATS_FIELDS = tuple(field.name for field in dataclasses.fields(Stats))

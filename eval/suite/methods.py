@@ -21,14 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eval.harness.drafters import parse_drafters
-from eval.harness.llama_server import LlamaServer
-from eval.harness.timing import Method
 from mmspec import plugins
+from mmspec.core.drafter import fork
 from mmspec.drafters import checkpoint
 from mmspec.drafters.chain import LONGEST_CHAIN, as_chain
-from mmspec.drafters.drafter import fork
 from mmspec.errors import UserError, explained
+from mmspec.eval.harness.drafters import parse_drafters
+from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.eval.harness.timing import Method
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget

@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.harness.timing import PHASES
-from eval.suite.methods import BASELINE
-from eval.suite.summary import ALL
+from mmspec.eval.harness.timing import PHASES
+from mmspec.eval.suite.methods import BASELINE
+from mmspec.eval.suite.summary import ALL
 from mmspec.training.curve import write_figure
 
 Figures = dict[str, Any]

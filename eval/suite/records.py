@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.suite.evaluator import SuiteSettings
 from mmspec.errors import UserError
+from mmspec.eval.suite.evaluator import SuiteSettings
 from mmspec.files import check_settings, write_text
 
 Job = dict[str, Any]

@@ -134,7 +134,7 @@ def _count(number: int, what: str) -> str:
 
 def _pictures(rows: Sequence[Figures], folder: Path) -> list[str]:
     try:
-        from eval.suite.plots import draw_all
+        from mmspec.eval.suite.plots import draw_all
     except ImportError:
         return [f"No plots: they need the package matplotlib; run {install('eval')}.", ""]
     drawn = draw_all(rows, folder / "plots")

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoConfig
 
-from eval.suite.evaluator import Evaluator, SuiteSettings
-from eval.suite.methods import load_pretrained
-from eval.suite.records import RunRecords, suite_jobs
-from eval.suite.report import write_report
-from eval.suite.spec_bench import write_answers
-from eval.suite.summary import summarise
-from eval.suite.tasks import TASKS
 from mmspec import plugins
+from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
+from mmspec.eval.suite.methods import load_pretrained
+from mmspec.eval.suite.records import RunRecords, suite_jobs
+from mmspec.eval.suite.report import write_report
+from mmspec.eval.suite.spec_bench import write_answers
+from mmspec.eval.suite.summary import summarise
+from mmspec.eval.suite.tasks import TASKS
 from mmspec.files import write_text
 from mmspec.jobs import run_jobs
 from mmspec.targets import gguf

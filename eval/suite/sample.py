@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.harness.prompts import Conversation
+from mmspec.eval.harness.prompts import Conversation
 
 
 @dataclass(frozen=True)

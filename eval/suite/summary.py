@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from eval.harness.acceptance import AcceptanceStats, acceptance_difference
-from eval.harness.intervals import median_interval
-from eval.harness.timing import PHASES
-from eval.suite.methods import BASELINE, LLAMA, PLAIN
-from eval.suite.sample import Sample, Scorer
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
+from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference
+from mmspec.eval.harness.intervals import median_interval
+from mmspec.eval.harness.timing import PHASES
+from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
+from mmspec.eval.suite.sample import Sample, Scorer
 
 Record = dict[str, Any]
 ALL = "all"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.targets.target import Feature, Prompt
+from mmspec.core.target import Feature, Prompt
 
 LEAST_TOKENS = 8
 """Shorter prefixes are computed again."""

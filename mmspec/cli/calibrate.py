@@ -25,7 +25,7 @@ def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
     from rich.table import Table
 
     from mmspec.cli.session import open_pipeline
-    from mmspec.speculation.calibrate import cost_table, describe
+    from mmspec.engine.calibrate import cost_table, describe
 
     notes = Console(stderr=True)
     target = open_pipeline(notes, drafter=None, **options).target

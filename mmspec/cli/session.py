@@ -20,12 +20,12 @@ from rich.progress import Progress
 from mmspec import plugins
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
-from mmspec.drafters.drafter import Drafter, members
+from mmspec.core.drafter import Drafter, members
 from mmspec.engine.engine import SLOTS
+from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
-from mmspec.targets.loading import make_drafter
 
 SINGLE_THREADED = 20_000_000  # parameters below which several threads are slower than one
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}

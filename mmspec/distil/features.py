@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmspec.core.target import Feature, Prompt
 from mmspec.distil.data import Conversation
 from mmspec.distil.sequences import EncodedConversation, Encoder
 from mmspec.pipeline import Pipeline
-from mmspec.targets.target import Feature, Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 
 _TOKEN_TYPES = "mm_token_type_ids"

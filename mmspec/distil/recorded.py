@@ -11,15 +11,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import ConversationFeatures, Features, collate
 from mmspec.errors import UserError
 from mmspec.files import atomic
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Feature, Prompt, Step, Target
 
 
 class Recorder:

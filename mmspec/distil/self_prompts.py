@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from mmspec.core.target import Prompt
 from mmspec.distil.answering import PendingConversation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
-from mmspec.targets.target import Prompt
 
 MAX_TOKENS = 128
 """A prompt that has not ended by then is dropped."""

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mmspec.core.target import Feature
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.targets.target import Feature
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.sampler import CurriculumSampler, ExampleIndex, linear_ramp

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
+from mmspec.core.budget import Budget
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
 
 Inputs = tuple[Tensor, ...]
 

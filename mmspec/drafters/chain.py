@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmspec.drafters.drafter import Drafter, fork
+from mmspec.core.drafter import Drafter, fork
+from mmspec.core.target import Target
 from mmspec.errors import UserError
-from mmspec.targets.target import Target
 
 LONGEST_CHAIN = 8
 """Default number of draft tokens of drafters with a ``total_tokens`` setting."""

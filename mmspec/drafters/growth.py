@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mmspec import ops
+from mmspec.core.budget import Budget
+from mmspec.core.tree import TokenTree
 from mmspec.ops import kernels
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]

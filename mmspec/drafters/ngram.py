@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.tree import TokenTree, build_tree
+from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import Nodes, best_first
 from mmspec.errors import UserError
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree, build_tree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Prompt, Step, Target
 
 _OCCURRENCES = 12  # latest occurrences used per suffix
 _TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # prior acceptance rate after a matching suffix of 1, 2, ... tokens
@@ -67,7 +67,7 @@ class Ngram:
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.drafters.drafter.continuations``."""
+        """See ``mmspec.core.drafter.continuations``."""
         return self._texts[row].after(path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:

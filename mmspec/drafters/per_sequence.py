@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import Drafter, continuations, features, fork, learns
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree, build_tree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Feature, Prompt, Step, Target
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, continuations, features, fork, learns
+from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.tree import TokenTree, build_tree
+from mmspec.core.verify import Verdict
 
 
 def per_sequence(drafter: Drafter | None) -> Drafter | None:
@@ -64,7 +64,7 @@ class PerSequence:
         return build_tree(token, rows, probs)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.drafters.drafter.continuations``."""
+        """See ``mmspec.core.drafter.continuations``."""
         return continuations(self._copies[row], 0, path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:

@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 from mmspec import ops
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.tree import TokenTree, build_tree
+from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.fields import Checked, Within
 from mmspec.drafters.growth import best_first
@@ -25,10 +29,6 @@ from mmspec.drafters.recycled import NEWEST, UNLIKELY, Recycled
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree, build_tree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Prompt, Step, Target
 
 Context = tuple[int, int]  # the last two tokens; -1 first for single-token contexts
 Ranking = dict[int, float]  # successor -> probability
@@ -172,7 +172,7 @@ class Recycle:
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.drafters.drafter.continuations``; none from the device's table."""
+        """See ``mmspec.core.drafter.continuations``; none from the device's table."""
         if self._recycled is not None:
             return ()
         before, last = (*self._last[row], *path)[-2:]

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
+from mmspec.core.budget import Budget
+from mmspec.core.target import Step
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState
 from mmspec.drafters.growth import grow_tree
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Step
 
 if TYPE_CHECKING:
     from mmspec.drafters.recycle import Context, Ranking, Recycle

@@ -14,17 +14,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import read_whole
-from mmspec.targets.target import Prompt, Step, Target
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DEPTH, _NODES = 16, 512  # maximum tree size with static shapes

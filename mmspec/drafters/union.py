@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mmspec.drafters.drafter import Drafter, continuations, features, learns
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, continuations, features, learns
+from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.tree import TokenTree, merge
+from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree, merge
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Feature, Prompt, Step, Target
 
 
 class Union:
@@ -55,7 +55,7 @@ class Union:
         return merge([drafter.propose(token, budget) for drafter in self.drafters])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.drafters.drafter.continuations``; the maximum of the drafters' probabilities."""
+        """See ``mmspec.core.drafter.continuations``; the maximum of the drafters' probabilities."""
         found: dict[int, float] = {}
         for drafter in self.drafters:
             for token, p in continuations(drafter, row, path):

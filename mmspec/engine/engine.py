@@ -16,19 +16,19 @@ from typing import Any, TypeGuard
 import torch
 
 from mmspec.cache.rows import row_index
-from mmspec.drafters.drafter import Drafter, features
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, features
+from mmspec.core.target import KeepsPrefixes, Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import verify_greedy
+from mmspec.engine.constrain import constrain
 from mmspec.engine.leases import Lease
 from mmspec.engine.sequence import Sequence
 from mmspec.engine.stopping import Stopper
 from mmspec.engine.timing import mark, seconds
+from mmspec.engine.trace import judge
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import BatchSampler, Sampler
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.constrain import constrain
-from mmspec.speculation.trace import judge
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import verify_greedy
-from mmspec.targets.target import KeepsPrefixes, Prompt, Step, Target
 
 SLOTS = 32
 """Default maximum batch size."""

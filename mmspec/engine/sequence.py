@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.engine.trace import JudgedTree
 from mmspec.sampling.logprobs import TokenLogprob, token_logprobs
 from mmspec.sampling.sampler import Sampled, Sampler
-from mmspec.speculation.trace import JudgedTree
 
 
 class Sequence(Sampled):

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec.ops import cpu, kernels
 
 if TYPE_CHECKING:
-    from mmspec.speculation.tree import TokenTree
+    from mmspec.core.tree import TokenTree
 
 
 def follow(tree: TokenTree, choices: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mmspec.core.tree import TokenTree
 from mmspec.ops.transfer import on_device
-from mmspec.speculation.tree import TokenTree
 
 NOTHING = -1
 """Padding token."""

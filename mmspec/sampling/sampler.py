@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from mmspec import ops
+from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
@@ -23,7 +24,6 @@ from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.histories import Histories
 from mmspec.sampling.matcher import Matcher
 from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
-from mmspec.speculation.tree import TokenTree
 
 # Processors that combine rows of scores, call the model, or use encoder inputs.
 _UNSUPPORTED = tuple(

@@ -48,8 +48,8 @@ class Settings:
 
         from mmspec.cli.session import open_pipeline
         from mmspec.drafters.per_sequence import per_sequence
+        from mmspec.engine.calibrate import cost_table
         from mmspec.pipeline import Pipeline
-        from mmspec.speculation.calibrate import cost_table
 
         loaded = open_pipeline(
             Console(stderr=True), self.model, self.drafter, self.device, self.dtype, self.trust_remote_code

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
 from mmspec.targets.alibi import Alibi
 from mmspec.targets.attention import PassAttention
@@ -21,7 +22,6 @@ from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
-from mmspec.targets.target import Feature, layer_of
 
 
 class Decoder:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmspec.cache.prefix_cache import Answer, Prefix, common, continued, media_key
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Feature, Prompt, Step
+from mmspec.core.target import Feature, Prompt, Step
+from mmspec.core.verify import Verdict
 
 if TYPE_CHECKING:
     from mmspec.targets.transformers_target import TransformersTarget

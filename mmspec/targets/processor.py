@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import AutoTokenizer
 
+from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
-from mmspec.targets.target import Prompt
 from mmspec.targets.user_text import UserText
 
 
@@ -36,7 +36,7 @@ class Processor:
     Attributes:
         auto_class: the class of transformers that loads ``plain``.
         reads_media: whether requests may contain images and videos; if so there is a method ``place_media``, as of
-            ``vision.processor.VisionProcessor``.
+            ``mmspec.vision.processor.VisionProcessor``.
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
@@ -76,7 +76,7 @@ class Processor:
         return Prompt(ids, None if bool(mask.all()) else mask)
 
     def media_decoder(self, **limits: Any) -> Any:
-        """Decoder of untrusted images and videos, as ``vision.decoding.Decoder``; None if the model reads text only.
+        """Return a decoder of untrusted media, a ``mmspec.vision.decoding.Decoder``; None if only text is read.
 
         Args:
             **limits: of the decoder.

@@ -13,13 +13,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 from mmspec.cache.prefix_cache import Prefix, PrefixCache
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import CostTable
+from mmspec.core.target import Feature, Prompt, Step
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
-from mmspec.speculation.budget import CostTable
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
 from mmspec.targets.attention import NAME, PASS, PassAttention, TreePass
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
@@ -28,7 +29,6 @@ from mmspec.targets.layers import TreeLayers
 from mmspec.targets.masks import tail_mask
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import refuse_rope_switch, rope_side
-from mmspec.targets.target import Feature, Prompt, Step
 
 
 class TransformersTarget:

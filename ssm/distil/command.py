@@ -26,9 +26,9 @@ def mamba(**options: Any) -> None:
 
     Its input is tokens only: images and videos in --data are placeholder tokens to the drafter. Run the same command
     again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to OUT/log.jsonl and
-    OUT/curve.svg. On several devices: `accelerate launch -m ssm.distil.command mamba OPTIONS`.
+    OUT/curve.svg. On several devices: `accelerate launch -m mmspec.ssm.distil.command mamba OPTIONS`.
     """
-    from ssm.distil.mamba import train_mamba
+    from mmspec.ssm.distil.mamba import train_mamba
 
     train_mamba(options)
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.core.target import Target
 from mmspec.distil.features import Features
-from mmspec.targets.target import Target
+from mmspec.ssm.drafters.network import MambaNetwork
 from mmspec.training.loss import LossOutput
-from ssm.drafters.network import MambaNetwork
 
 
 def forward_kl(

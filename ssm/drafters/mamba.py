@@ -15,6 +15,10 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import CapturedDrafter, RowState, write_last
 from mmspec.drafters.checkpoint import TREE, TreeShape
@@ -22,12 +26,8 @@ from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
+from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork, State
 from mmspec.targets.support import lay_out_for_few_rows
-from mmspec.targets.target import Prompt, Step, Target
-from ssm.drafters.network import MambaConfig, MambaNetwork, State
 
 
 @dataclass(frozen=True)

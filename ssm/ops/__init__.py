@@ -1,12 +1,12 @@
 """Recurrent layers on a tree: scans of Mamba-1 and Mamba-2, gated delta rules of Gated DeltaNet and KDA, gated linear
 recurrence of RG-LRU, causal convolution, commits."""
 
-from ssm.ops.conv import commit_conv, conv_window, tree_conv
-from ssm.ops.delta import commit_delta, tree_delta
-from ssm.ops.kda import commit_kda, tree_kda
-from ssm.ops.lru import commit_lru, tree_lru
-from ssm.ops.scan import commit_scan, tree_scan
-from ssm.ops.selective import Levels, commit_selective, tree_levels, tree_selective
+from mmspec.ssm.ops.conv import commit_conv, conv_window, tree_conv
+from mmspec.ssm.ops.delta import commit_delta, tree_delta
+from mmspec.ssm.ops.kda import commit_kda, tree_kda
+from mmspec.ssm.ops.lru import commit_lru, tree_lru
+from mmspec.ssm.ops.scan import commit_scan, tree_scan
+from mmspec.ssm.ops.selective import Levels, commit_selective, tree_levels, tree_selective
 
 __all__ = [
     "Levels",

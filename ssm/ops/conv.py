@@ -57,7 +57,7 @@ def tree_conv(
     """
     _check(x, state, weight.shape[1], activation)
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_conv
+        from mmspec.ssm.ops import triton_conv
 
         return triton_conv.tree_conv(x, state, weight, bias, window, activation)
     batch, nodes, channels = x.shape
@@ -88,7 +88,7 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
         path: (batch, depth) int64, node indices from the root, right-padded with -1.
     """
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_conv
+        from mmspec.ssm.ops import triton_conv
 
         return triton_conv.commit_conv(x, state, path)
     entries = state.shape[2]

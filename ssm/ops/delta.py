@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from ssm.ops.decay import exp2, log2_decay
+from mmspec.ssm.ops.decay import exp2, log2_decay
 
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     """
     _check(k, v, state, g=g, beta=beta)
     if kernels.in_use(v.device) == "triton":
-        from ssm.ops import triton_delta
+        from mmspec.ssm.ops import triton_delta
 
         return triton_delta.tree_delta(q, k, v, g, beta, state, ancestors)
     batch, nodes, heads = g.shape
@@ -80,7 +80,7 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
     if kernels.in_use(v.device) == "triton":
-        from ssm.ops import triton_delta
+        from mmspec.ssm.ops import triton_delta
 
         return triton_delta.commit_delta(k, v, g, beta, state, path)
     (batch, depth), heads = path.shape, g.shape[2]

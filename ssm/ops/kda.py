@@ -2,7 +2,8 @@
 
 Products of keys include the decay between their nodes, so that they are not one matmul. They are computed generation by
 generation: every node with itself, with its parent, with its parent's parent, and so on. Decays are sums over the nodes
-in between: they neither cancel nor overflow, and float32 suffices. The rest is Gated DeltaNet's (``ssm.ops.delta``).
+in between: they neither cancel nor overflow, and float32 suffices. The rest is Gated DeltaNet's
+(``mmspec.ssm.ops.delta``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.ops import kernels
-from ssm.ops.decay import exp2
-from ssm.ops.delta import _check, _heads_first, _read, _scalars, _solve
+from mmspec.ssm.ops.decay import exp2
+from mmspec.ssm.ops.delta import _check, _heads_first, _read, _scalars, _solve
 
 
 def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     """
     _check_channels(k, v, g, beta, state)
     if kernels.in_use(v.device) == "triton":
-        from ssm.ops import triton_kda
+        from mmspec.ssm.ops import triton_kda
 
         return triton_kda.tree_kda(q, k, v, g, beta, state, ancestors)
     batch, nodes, heads = beta.shape
@@ -77,7 +78,7 @@ def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pat
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
     if kernels.in_use(v.device) == "triton":
-        from ssm.ops import triton_delta
+        from mmspec.ssm.ops import triton_delta
 
         return triton_delta.commit_delta(k, v, g, beta, state, path)
     (batch, depth), heads = path.shape, beta.shape[2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from ssm.ops.selective import Levels
+from mmspec.ssm.ops.selective import Levels
 
 
 def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: Levels) -> Tensor:
@@ -34,7 +34,7 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: Levels) -> Tensor:
     """
     _check(x, a, state)
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_lru
+        from mmspec.ssm.ops import triton_lru
 
         return triton_lru.tree_lru(x, a, state, levels.parents)
     batch, nodes, channels = x.shape
@@ -64,7 +64,7 @@ def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_lru
+        from mmspec.ssm.ops import triton_lru
 
         return triton_lru.commit_lru(x, a, state, path)
     row, padding = torch.arange(len(path), device=path.device)[:, None], (path < 0)[..., None]

@@ -1,4 +1,4 @@
-"""Reference implementations of ``ssm.ops`` by loops over nodes.
+"""Reference implementations of ``mmspec.ssm.ops`` by loops over nodes.
 
 Papers: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba (arXiv
 2312.00752) and Griffin (arXiv 2402.19427), whose recurrences these are; STree (arXiv 2505.14969), which runs the first
@@ -51,8 +51,8 @@ RG-LRU of Griffin, for one channel:
 All but the first compute in the dtype of the state, float64 included.
 
 Every node's state is materialised: a node starts from a copy of its parent's state, the root from the state before the
-tree. Signatures are those of ``ssm.ops``, with ``parents`` (batch, nodes), -1 at the root, instead of ``ancestors`` and
-``window``.
+tree. Signatures are those of ``mmspec.ssm.ops``, with ``parents`` (batch, nodes), -1 at the root, instead of
+``ancestors`` and ``window``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from ssm.ops.decay import exp2, log2_decay
+from mmspec.ssm.ops.decay import exp2, log2_decay
 
 _LARGE = 2**18
 """Intermediate size, in elements, above which rows are computed one by one."""
@@ -43,7 +43,7 @@ def tree_scan(
     """
     _check(x, dt, b, state)
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_scan
+        from mmspec.ssm.ops import triton_scan
 
         return triton_scan.tree_scan(x, dt, a, b, c, d, state, ancestors)
     # Row by row if intermediates exceed the CPU cache.
@@ -78,7 +78,7 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_scan
+        from mmspec.ssm.ops import triton_scan
 
         return triton_scan.commit_scan(x, dt, a, b, state, path)
     batch, depth = path.shape

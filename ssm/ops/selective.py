@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from ssm.ops.decay import exp2
+from mmspec.ssm.ops.decay import exp2
 
 _TILE = 2**18, 2**24
 """State elements of a tile at all nodes: on a CPU, in whose cache they stay, and elsewhere."""
@@ -86,7 +86,7 @@ def tree_selective(
     """
     _check(x, dt, a, b, state)
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_selective
+        from mmspec.ssm.ops import triton_selective
 
         return triton_selective.tree_selective(x, dt, a, b, c, d, state, levels.parents)
     (batch, nodes, _), size = x.shape, b.shape[3]
@@ -123,7 +123,7 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
     if kernels.in_use(x.device) == "triton":
-        from ssm.ops import triton_selective
+        from mmspec.ssm.ops import triton_selective
 
         return triton_selective.commit_selective(x, dt, a, b, state, path)
     row = torch.arange(len(path), device=path.device)[:, None]

@@ -1,4 +1,4 @@
-"""Triton kernels of ``ssm.ops.conv``: one program per row and tile of channels (``tree_conv``: and of nodes)."""
+"""Triton kernels of ``mmspec.ssm.ops.conv``: one program per row and tile of channels (``tree_conv``: and of nodes)."""
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.
 # mypy: allow-untyped-defs
@@ -17,7 +17,7 @@ _BLOCK_NODES = 8
 def tree_conv(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None
 ) -> Tensor:
-    """See ``ssm.ops.tree_conv``."""
+    """See ``mmspec.ssm.ops.tree_conv``."""
     batch, nodes, channels = x.shape
     width = weight.shape[1]
     y = torch.empty((batch, nodes, channels), dtype=x.dtype, device=x.device)
@@ -37,7 +37,7 @@ def tree_conv(
 
 
 def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
-    """See ``ssm.ops.commit_conv``."""
+    """See ``mmspec.ssm.ops.commit_conv``."""
     batch, _, channels = x.shape
     _commit_conv_kernel[(triton.cdiv(channels, _BLOCK_CHANNELS), batch)](
         *(x, state, path),

@@ -1,4 +1,4 @@
-"""Triton kernels of ``ssm.ops.delta``: one program per row, head and tile of the head's value channels.
+"""Triton kernels of ``mmspec.ssm.ops.delta``: one program per row, head and tile of the head's value channels.
 
 Prefixes as in ``triton_scan``, whose loads and tile sizes these kernels share. The triangular system is solved level by
 level: all nodes with as many ancestors within their tile are computed by one matmul. The updates of earlier tiles are
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssm.ops.triton_scan import (
+from mmspec.ssm.ops.triton_scan import (
     _PRECISION,
     _SCAN_DIM,
     _SCAN_PART,
@@ -33,7 +33,7 @@ _NODE_TILE = 16
 
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
-    """See ``ssm.ops.tree_delta``."""
+    """See ``mmspec.ssm.ops.tree_delta``."""
     batch, nodes, heads, value_dim = v.shape
     y = torch.empty(v.shape, device=v.device)
     block_dim = max(16, min(triton.next_power_of_2(value_dim), _SCAN_DIM))
@@ -55,7 +55,7 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 
 def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
-    """See ``ssm.ops.commit_delta``, and ``commit_kda``, whose ``g`` has a last axis of key channels."""
+    """See ``mmspec.ssm.ops.commit_delta``, and ``commit_kda``, whose ``g`` has a last axis of key channels."""
     batch, _, heads, value_dim = v.shape
     g = g if g.ndim == 4 else g.unsqueeze(3)
     block_key, block_dim = _tile(value_dim, k.shape[3])

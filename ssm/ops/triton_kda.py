@@ -1,4 +1,4 @@
-"""Triton kernels of ``ssm.ops.kda``; its commit is Gated DeltaNet's (``triton_delta``).
+"""Triton kernels of ``mmspec.ssm.ops.kda``; its commit is Gated DeltaNet's (``triton_delta``).
 
 Two kernels: the first walks from each node to the root, and computes products of keys and queries with decayed keys for
 all tiles of value channels at once. The second is ``triton_delta``'s with these products in place of its own.
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssm.ops.triton_delta import _NODE_TILE, _solve
-from ssm.ops.triton_scan import _PRECISION, _SCAN_DIM, _SCAN_PART, SCAN_STAGES, _load, _program, _read
+from mmspec.ssm.ops.triton_delta import _NODE_TILE, _solve
+from mmspec.ssm.ops.triton_scan import _PRECISION, _SCAN_DIM, _SCAN_PART, SCAN_STAGES, _load, _program, _read
 
 _WALKING = 4
 """Nodes per program of the first kernel: one for each warp."""
 
 
 def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
-    """See ``ssm.ops.tree_kda``."""
+    """See ``mmspec.ssm.ops.tree_kda``."""
     (batch, nodes, heads, value_dim), key_dim = v.shape, k.shape[3]
     y = torch.empty(v.shape, device=v.device)
     rows = torch.empty(2, *k.shape, device=v.device)  # keys and queries, decayed from before the root

@@ -1,4 +1,4 @@
-"""Triton kernels of ``ssm.ops.lru``: one program per row and tile of channels.
+"""Triton kernels of ``mmspec.ssm.ops.lru``: one program per row and tile of channels.
 
 Prefixes as in ``triton_scan``. A program walks the nodes, parents first, and reads a parent's state from the output,
 which it has written itself. The commit walks the path.
@@ -19,7 +19,7 @@ _TILE = 32
 
 
 def tree_lru(x: Tensor, a: Tensor, state: Tensor, parents: Tensor) -> Tensor:
-    """See ``ssm.ops.tree_lru``."""
+    """See ``mmspec.ssm.ops.tree_lru``."""
     batch, nodes, channels = x.shape
     y = torch.empty(x.shape, device=x.device)
     _tree_lru_kernel[triton.cdiv(channels, _TILE), batch](
@@ -32,7 +32,7 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, parents: Tensor) -> Tensor:
 
 
 def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
-    """See ``ssm.ops.commit_lru``."""
+    """See ``mmspec.ssm.ops.commit_lru``."""
     channels = x.shape[2]
     _commit_lru_kernel[triton.cdiv(channels, _TILE), len(path)](
         *(x, a, state, path, path.shape[1], channels),

@@ -1,4 +1,4 @@
-"""Triton kernels of ``ssm.ops.scan``: one program per row, head and tile of the head's channels.
+"""Triton kernels of ``mmspec.ssm.ops.scan``: one program per row, head and tile of the head's channels.
 
 Prefixes in kernels: ``i_`` index, ``b_`` block in registers, ``m_`` mask. Both kernels are bound by reading the state:
 the scan streams it in pipelined tiles, the commit keeps its tile in registers. The number of node tiles is a constexpr:
@@ -35,7 +35,7 @@ _PRECISION = tl.constexpr("tf32x3")
 def tree_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Tensor
 ) -> Tensor:
-    """See ``ssm.ops.tree_scan``."""
+    """See ``mmspec.ssm.ops.tree_scan``."""
     batch, nodes, heads, head_dim = x.shape
     y = torch.empty(x.shape, device=x.device)
     block_dim = max(16, min(triton.next_power_of_2(head_dim), _SCAN_DIM))
@@ -57,7 +57,7 @@ def tree_scan(
 
 
 def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
-    """See ``ssm.ops.commit_scan``."""
+    """See ``mmspec.ssm.ops.commit_scan``."""
     batch, _, heads, head_dim = x.shape
     block_state, block_dim = _tile(head_dim, b.shape[3])
     grid = (triton.cdiv(head_dim, block_dim), heads, batch)

@@ -1,4 +1,4 @@
-"""Triton kernels of ``ssm.ops.selective``: one program per row, group and tile of the group's channels.
+"""Triton kernels of ``mmspec.ssm.ops.selective``: one program per row, group and tile of the group's channels.
 
 Prefixes as in ``triton_scan``. A program walks the nodes, parents first, with the states of its tile at all nodes in
 registers: tiles are small. A step selects the parent's state, and stores the node's output. Larger trees, such as
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssm.ops.selective import tiles
+from mmspec.ssm.ops.selective import tiles
 
 _NODES = 64
 """Most nodes whose states are in registers."""
@@ -27,7 +27,7 @@ _TREE_TILE, _COMMIT_TILE = 32, 512
 def tree_selective(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, parents: Tensor
 ) -> Tensor:
-    """See ``ssm.ops.tree_selective``."""
+    """See ``mmspec.ssm.ops.tree_selective``."""
     (batch, nodes, _), size = x.shape, b.shape[3]
     y = torch.empty(x.shape, device=x.device)
     if nodes <= _NODES:
@@ -71,7 +71,7 @@ def _walk(
 
 
 def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
-    """See ``ssm.ops.commit_selective``."""
+    """See ``mmspec.ssm.ops.commit_selective``."""
     grid, per_group, tile = _launch(x, b, _COMMIT_TILE)
     _commit_selective_kernel[grid](
         *(x, dt, a, b, state, path),

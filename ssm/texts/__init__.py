@@ -3,7 +3,7 @@
 An example is determined by its split and index. Held-out examples are never trained on.
 """
 
-from ssm.texts.checking import correct
-from ssm.texts.examples import KINDS, SPLITS, TextExample, example
+from mmspec.ssm.texts.checking import correct
+from mmspec.ssm.texts.examples import KINDS, SPLITS, TextExample, example
 
 __all__ = ["KINDS", "SPLITS", "TextExample", "correct", "example"]

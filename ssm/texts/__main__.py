@@ -1,4 +1,4 @@
-"""`python -m ssm.texts --count N --split heldout --out FILE.jsonl` writes examples as conversations, one per line."""
+"""Write examples as conversations: `python -m mmspec.ssm.texts --count N --split heldout --out FILE.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from mmspec.cli.options import OUT_FILE
 from mmspec.files import atomic
-from ssm.texts.examples import KINDS, SPLITS, example
+from mmspec.ssm.texts.examples import KINDS, SPLITS, example
 
 
 @click.command()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ssm.texts import problems, running, stories
-from ssm.texts.examples import TextExample
+from mmspec.ssm.texts import problems, running, stories
+from mmspec.ssm.texts.examples import TextExample
 
 
 def correct(example: TextExample, text: str) -> bool:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ssm.texts import problems, programs, stories
+from mmspec.ssm.texts import problems, programs, stories
 
 SPLITS = ("train", "heldout")
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ssm.texts.words import THINGS, person, plural, sentence
+from mmspec.ssm.texts.words import THINGS, person, plural, sentence
 
 MAX_NUMBER = 999
 """Largest number in a problem."""

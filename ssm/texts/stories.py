@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from ssm.texts.words import COLOURS, HE, SHE, article, listed, person, sentence
+from mmspec.ssm.texts.words import COLOURS, HE, SHE, article, listed, person, sentence
 
 JOBS = ("baker", "sailor", "teacher", "painter", "farmer", "doctor", "clockmaker", "gardener", "postman", "pilot")
 PLACES = ("harbour", "old mill", "market", "forest", "castle", "lighthouse", "station", "village", "bridge", "library")

@@ -56,11 +56,11 @@ def tiny_hybrid(
     from rich.console import Console
     from transformers.utils import logging
 
+    from mmspec.ssm.training.architecture import ARCHITECTURES
+    from mmspec.ssm.training.task import HybridTask
     from mmspec.training.console import train_with_progress
     from mmspec.training.plan import TrainingPlan
     from mmspec.training.trainer import MODEL, Trainer
-    from ssm.training.architecture import ARCHITECTURES
-    from ssm.training.task import HybridTask
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)

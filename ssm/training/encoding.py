@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from mmspec.ssm.texts import TextExample
 from mmspec.training.tokenizer import chat_template, train_tokenizer
-from ssm.texts import TextExample
 
 EncodedText = tuple[np.ndarray, int]
 """Token ids of prompt and answer, and the number of prompt tokens."""

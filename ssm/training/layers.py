@@ -1,8 +1,8 @@
 """Training kernels of hybrid models on a CPU, with a fast backward pass, in place of transformers' functions.
 
 Mamba-2's scan is chunked (arXiv 2405.21060, section 6): masked attention within a chunk, with scores C . B computed
-once per group of heads, and a recurrence over the states at the ends of chunks. `ssm.training.delta` contains that of
-Gated DeltaNet.
+once per group of heads, and a recurrence over the states at the ends of chunks. `mmspec.ssm.training.delta` contains
+that of Gated DeltaNet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from ssm.training.delta import chunk_delta
+from mmspec.ssm.training.delta import chunk_delta
 
 CHUNK = 32
 """Positions per chunk. Longer chunks cost more within chunks, shorter ones more between them."""

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from mmspec.ssm.texts import KINDS, example
+from mmspec.ssm.training.architecture import Architecture, new_model
+from mmspec.ssm.training.encoding import EncodedText, encode, make_tokenizer
+from mmspec.ssm.training.layers import CHUNK, fast_layers
 from mmspec.training.export import export
 from mmspec.training.loss import LossOutput, TokenBatch, next_token_loss, pad_tokens
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.sampler import MIXED, TEXT, CurriculumSampler, linear_ramp
 from mmspec.training.tokenizer import folder_tokenizer
-from ssm.texts import KINDS, example
-from ssm.training.architecture import Architecture, new_model
-from ssm.training.encoding import EncodedText, encode, make_tokenizer
-from ssm.training.layers import CHUNK, fast_layers
 
 TOKENIZER_EXAMPLES = 6000
 """Examples that the tokenizer is trained on."""

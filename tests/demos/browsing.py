@@ -7,7 +7,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from vision.embedded import samples
+from mmspec.vision.embedded import samples
 
 PATIENCE = 1000 * int(os.environ.get("MMSPEC_BROWSER_PATIENCE", "300"))  # milliseconds
 IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")

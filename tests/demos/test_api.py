@@ -17,11 +17,11 @@ import pytest
 from gradio_client import Client, handle_file
 
 import mmspec
-from demos import api as api_module
-from demos import turns as turns_module
-from demos.api import API, SharedSlots
-from demos.models import ModelCache
-from demos.turns import Turns
+from mmspec.demos import api as api_module
+from mmspec.demos import turns as turns_module
+from mmspec.demos.api import API, SharedSlots
+from mmspec.demos.models import ModelCache
+from mmspec.demos.turns import Turns
 from mmspec.serving.errors import APIError
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, stored_path
 from tests.process import ROOT

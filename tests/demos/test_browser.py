@@ -13,9 +13,9 @@ from threading import Event
 import pytest
 from PIL import Image
 
-from demos import service
-from demos.streaming import StreamedAnswer, Token
 from mmspec import plugins
+from mmspec.demos import service
+from mmspec.demos.streaming import StreamedAnswer, Token
 from tests.demos.browsing import CHOSEN_VIDEO, IMAGE, PATIENCE, ask, choose, race, save_screenshot, upload
 from tests.demos.serving import save_ten_minute_video
 

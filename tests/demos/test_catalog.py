@@ -2,9 +2,9 @@
 
 import pytest
 
-from demos.catalog import make_catalog
-from demos.methods import check_methods
 from mmspec import UserError, plugins
+from mmspec.demos.catalog import make_catalog
+from mmspec.demos.methods import check_methods
 from tests.demos.serving import needs_smollm2
 
 

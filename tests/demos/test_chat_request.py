@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from demos import chat_request
-from demos.chat_request import ChatRequest, Upload
+from mmspec.demos import chat_request
+from mmspec.demos.chat_request import ChatRequest, Upload
 from mmspec.errors import UserError
 
 

@@ -12,13 +12,13 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from demos.api import API
-from demos.catalog import make_catalog
-from demos.command import _signals_raise, demo
 from mmspec import UserError
+from mmspec.demos.api import API
+from mmspec.demos.catalog import make_catalog
+from mmspec.demos.command import _signals_raise, demo
+from mmspec.vision.embedded import samples
 from tests.demos.serving import TIMEOUT, stored_path, upload
 from tests.process import ROOT
-from vision.embedded import samples
 
 IMAGE = samples() / "scene.png"
 
@@ -41,7 +41,7 @@ def served(monkeypatch):
     """Run the command up to its server; returns the server's arguments."""
     for name in ("MMSPEC_DEMO_AUTH", "MMSPEC_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("demos.models.ModelCache.get", lambda self, name: seen["models"].append(name))
+    monkeypatch.setattr("mmspec.demos.models.ModelCache.get", lambda self, name: seen["models"].append(name))
     seen = {"models": []}
 
     class StopError(Exception):
@@ -51,7 +51,7 @@ def served(monkeypatch):
         seen.update(options, catalog=catalog)
         raise StopError
 
-    monkeypatch.setattr("demos.server.run_server", run_server)
+    monkeypatch.setattr("mmspec.demos.server.run_server", run_server)
 
     def run(*arguments, **options):
         result = CliRunner().invoke(demo, arguments, **options)
@@ -116,7 +116,7 @@ def test_login_options(served):
     ],
 )
 def test_api_of_the_command(served, monkeypatch, options, expected):
-    monkeypatch.setattr("demos.api.API.app", lambda self, models: self)
+    monkeypatch.setattr("mmspec.demos.api.API.app", lambda self, models: self)
     assert served(*options).get("api") == expected
 
 
@@ -156,7 +156,7 @@ def test_sigterm_during_a_race(tmp_path):
 def test_signals_remove_uploads(number, tmp_path):
     # No models: loading takes long.
     script = (
-        "import sys; from demos.models import ModelCache; ModelCache.get = lambda self, name: None\n"
+        "import sys; from mmspec.demos.models import ModelCache; ModelCache.get = lambda self, name: None\n"
         "from mmspec.cli import main; sys.exit(main(['demo', '--port', '0']))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

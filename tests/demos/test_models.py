@@ -8,14 +8,14 @@ from threading import Barrier
 
 import pytest
 
-from demos import models as models_module
-from demos import turns
-from demos.models import LoadedModel, ModelCache, label
-from demos.racing import race
-from demos.streaming import StreamedAnswer, stream_answer
 from mmspec import Pipeline, UserError
+from mmspec.core.budget import CostTable
+from mmspec.demos import models as models_module
+from mmspec.demos import turns
+from mmspec.demos.models import LoadedModel, ModelCache, label
+from mmspec.demos.racing import race
+from mmspec.demos.streaming import StreamedAnswer, stream_answer
 from mmspec.drafters.recycle import Recycle
-from mmspec.speculation.budget import CostTable
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -212,7 +212,7 @@ def test_race_with_different_tokens(monkeypatch):
         answer = StreamedAnswer(pipe.name, method, token_ids=[1, 2 if method == "none" else 3], seconds=1.0)
         yield answer
 
-    monkeypatch.setattr("demos.racing.stream_answer", stream)
+    monkeypatch.setattr("mmspec.demos.racing.stream_answer", stream)
     *_, end = race(loaded, ["none", "ngram"], REQUEST, KEYWORDS)
     assert (end.equal, end.difference.position, end.difference.plain) == (False, 1, 2)
 
@@ -238,8 +238,8 @@ def test_race_steps_the_method_that_used_less_time(monkeypatch):
             steps.append(drafter)
             yield run
 
-    monkeypatch.setattr("demos.racing.stream_answer", stream_answer)
-    monkeypatch.setattr("demos.racing._compare", lambda *_: None)
+    monkeypatch.setattr("mmspec.demos.racing.stream_answer", stream_answer)
+    monkeypatch.setattr("mmspec.demos.racing._compare", lambda *_: None)
     monkeypatch.setattr(Pipeline, "generate", lambda *_, **__: None)
     list(race(LoadedModel(*parts(), "bytes"), ["none", "ngram"], REQUEST, KEYWORDS))
     clocks = {"none": 0.0, "ngram": 0.0}

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from demos import page as page_module
-from demos.catalog import make_catalog
-from demos.chat_request import Upload
-from demos.page import Conversation, build
-from demos.racing import Race
-from demos.samples import TEXTS
-from demos.service import Service
-from demos.storage import UploadFolder
-from demos.streaming import StreamedAnswer, Token
 from mmspec import plugins
+from mmspec.demos import page as page_module
+from mmspec.demos.catalog import make_catalog
+from mmspec.demos.chat_request import Upload
+from mmspec.demos.page import Conversation, build
+from mmspec.demos.racing import Race
+from mmspec.demos.samples import TEXTS
+from mmspec.demos.service import Service
+from mmspec.demos.storage import UploadFolder
+from mmspec.demos.streaming import StreamedAnswer, Token
 from mmspec.engine.stats import Stats
-from vision.embedded import samples
+from mmspec.vision.embedded import samples
 
 SETTINGS = ("auto", 0.0, 0, 12, 8)  # drafter, temperature, seed, max new tokens, frames
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from demos import server
+from mmspec.demos import server
 
 
 class Page:

@@ -8,7 +8,7 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
-from demos.catalog import make_catalog
+from mmspec.demos.catalog import make_catalog
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, upload
 
 

@@ -13,11 +13,12 @@ from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 
 import mmspec
-from demos import service
-from demos.catalog import make_catalog
-from demos.chat_request import MAX_UPLOAD_MIB
-from demos.models import ModelCache
-from demos.streaming import StreamedAnswer
+from mmspec.demos import service
+from mmspec.demos.catalog import make_catalog
+from mmspec.demos.chat_request import MAX_UPLOAD_MIB
+from mmspec.demos.models import ModelCache
+from mmspec.demos.streaming import StreamedAnswer
+from mmspec.vision.embedded import samples
 from tests.demos.serving import (
     SHORT,
     TIMEOUT,
@@ -27,7 +28,6 @@ from tests.demos.serving import (
     stored_path,
     upload,
 )
-from vision.embedded import samples
 
 IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")
 
@@ -145,8 +145,8 @@ def test_named_subset_of_parameters_over_http(address):
 
 
 def test_full_queue_is_a_sentence(client, models, monkeypatch):
-    monkeypatch.setattr("demos.turns.RUNNING", 0)
-    monkeypatch.setattr("demos.turns.WAITING", 0)
+    monkeypatch.setattr("mmspec.demos.turns.RUNNING", 0)
+    monkeypatch.setattr("mmspec.demos.turns.WAITING", 0)
     for name in ("/generate", "/compare"):
         with pytest.raises(AppError, match="the server is busy with 0 requests: try again in a minute"):
             client.predict("Work out: 3 + 4", api_name=name)

@@ -9,7 +9,7 @@ from time import time
 
 import pytest
 
-from demos.storage import UploadFolder, temporary_folder
+from mmspec.demos.storage import UploadFolder, temporary_folder
 from tests.process import ROOT
 
 SIZE = 1 << 16  # minimum that each file counts
@@ -97,7 +97,7 @@ def test_contains(uploads, path, expected):
 def start_server(parent):
     """Start a process with a temporary folder; returns both."""
     script = (
-        "from demos.storage import temporary_folder\n"
+        "from mmspec.demos.storage import temporary_folder\n"
         "with temporary_folder() as folder:\n    (folder / 'upload').touch(); print(folder, flush=True); input()"
     )
     process = subprocess.Popen(

@@ -7,17 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from demos.chat_request import ChatRequest
-from demos.endpoints import answer_result
-from demos.plots import histogram, time_split
-from demos.racing import Race
-from demos.recording import recording
-from demos.streaming import StreamedAnswer, Token
-from demos.views import claim_html, result_html, stopped_html, tokens_html
 from mmspec.compare import Difference
+from mmspec.demos.chat_request import ChatRequest
+from mmspec.demos.endpoints import answer_result
+from mmspec.demos.plots import histogram, time_split
+from mmspec.demos.racing import Race
+from mmspec.demos.recording import recording
+from mmspec.demos.streaming import StreamedAnswer, Token
+from mmspec.demos.views import claim_html, result_html, stopped_html, tokens_html
 from mmspec.engine.stats import Stats
+from mmspec.engine.trace import JudgedTree
 from mmspec.pipeline import Piece
-from mmspec.speculation.trace import JudgedTree
 
 SVG = "{http://www.w3.org/2000/svg}"
 

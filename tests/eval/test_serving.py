@@ -7,10 +7,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from eval import serving
-from eval.harness.mmspec_server import StreamedRequest
-from eval.harness.mmspec_server import serving as run_server
 from mmspec.errors import UserError
+from mmspec.eval import serving
+from mmspec.eval.harness.mmspec_server import StreamedRequest
+from mmspec.eval.harness.mmspec_server import serving as run_server
 
 
 def test_figures_of_a_load() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 import mmspec
-from eval.harness.schemas import SchemaRequest
-from eval.structured import Interleaved, is_valid, summary
+from mmspec.eval.harness.schemas import SchemaRequest
+from mmspec.eval.structured import Interleaved, is_valid, summary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}, "required": ["a"]}
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from click.testing import CliRunner
 
-from eval import tiny_hybrid
-from ssm.texts import KINDS, example
+from mmspec.eval import tiny_hybrid
+from mmspec.ssm.texts import KINDS, example
 
 TRUTH = {
     one.prompt: one.answer

@@ -13,14 +13,14 @@ from click.testing import CliRunner
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from eval import tiny_llava
-from vision import embedded
-from vision.scenes.captions import caption, listing
-from vision.scenes.clips import describe_clip, sample_clip
-from vision.scenes.drawing import draw
-from vision.scenes.questions import KINDS, ask
-from vision.scenes.scene import Item, Scene, sample_scene, seeded
-from vision.training import accuracy
+from mmspec.eval import tiny_llava
+from mmspec.vision import embedded
+from mmspec.vision.scenes.captions import caption, listing
+from mmspec.vision.scenes.clips import describe_clip, sample_clip
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.questions import KINDS, ask
+from mmspec.vision.scenes.scene import Item, Scene, sample_scene, seeded
+from mmspec.vision.training import accuracy
 
 
 def oracle(prompts: list[str], images: list[list[Any]]) -> list[str]:

@@ -10,29 +10,29 @@ from typing import Any
 
 import torch
 
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import plugins
+from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
+from mmspec.vision.drafters.msd import MSD
 from tests.decoding import decode
 from tests.drafting import network_for
 from tests.interpreter import mend_interpreter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from vision.drafters.msd import MSD
 
 KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),
     "mmspec.ops.triton_verify": ("follow",),
     "mmspec.ops.triton_compact": ("compact_kv",),
     "mmspec.ops.triton_growth": ("keep_best", "next_beam", "top_log_probs"),
-    "ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
-    "ssm.ops.triton_delta": ("tree_delta", "commit_delta"),
-    "ssm.ops.triton_selective": ("tree_selective", "commit_selective"),
-    "ssm.ops.triton_lru": ("tree_lru", "commit_lru"),
-    "ssm.ops.triton_conv": ("tree_conv", "commit_conv"),
+    "mmspec.ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
+    "mmspec.ssm.ops.triton_delta": ("tree_delta", "commit_delta"),
+    "mmspec.ssm.ops.triton_selective": ("tree_selective", "commit_selective"),
+    "mmspec.ssm.ops.triton_lru": ("tree_lru", "commit_lru"),
+    "mmspec.ssm.ops.triton_conv": ("tree_conv", "commit_conv"),
 }
 
 

@@ -7,11 +7,11 @@ import torch
 
 from mmspec import compare as module
 from mmspec.compare import compare, first_difference, next_token_scores
+from mmspec.core.target import Prompt
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.processor import Processor
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 

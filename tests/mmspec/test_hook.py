@@ -16,12 +16,12 @@ from transformers import (
 )
 
 import mmspec
-from eval.decoding.losslessness import Case, compare_case, select_cases
-from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_configs import TEXT_CONFIGS
-from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import UserError
-from mmspec.targets.loading import make_drafter
+from mmspec.eval.decoding.losslessness import Case, compare_case, select_cases
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.tiny_configs import TEXT_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, text_model
+from mmspec.loading import make_drafter
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}

@@ -7,10 +7,10 @@ import torch
 from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, OPTConfig, OPTForCausalLM
 
 import mmspec
-from eval.decoding.oracle import Oracle
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.eval.decoding.oracle import Oracle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import Script, byte_model, byte_tokenizer

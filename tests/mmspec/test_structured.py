@@ -18,14 +18,14 @@ import torch
 from transformers.generation import logits_process as hf
 
 import mmspec
-from eval.decoding.oracle import Oracle
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.compare import first_difference
-from mmspec.speculation.budget import Budget
-from mmspec.targets.loading import make_drafter
+from mmspec.core.budget import Budget
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.loading import make_drafter
+from mmspec.vision.embedded import samples
 from tests.constrained import decode_plainly
 from tests.tiny import byte_model, byte_tokenizer
-from vision.embedded import samples
 
 IMAGE = samples() / "scene.png"
 SCHEMA = {

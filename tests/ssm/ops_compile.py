@@ -1,4 +1,4 @@
-"""``python -m tests.ssm.ops_compile 80 90``: compile every kernel of ``ssm.ops`` for these GPUs, without one.
+"""``python -m tests.ssm.ops_compile 80 90``: compile every kernel of ``mmspec.ssm.ops`` for these GPUs, without one.
 
 Prints one JSON line for each kernel and capability, with what a program takes of a processor.
 """
@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from ssm.ops import triton_conv, triton_delta, triton_kda, triton_lru, triton_scan, triton_selective
+from mmspec.ssm.ops import triton_conv, triton_delta, triton_kda, triton_lru, triton_scan, triton_selective
 from tests.compiling import compiled
 
 SCAN = {"dt": "*fp32", "a": "*fp32", "d": "*fp32", "state": "*fp32", "ancestors": "*u8", "y": "*fp32", "path": "*i64"}

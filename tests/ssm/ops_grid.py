@@ -1,4 +1,4 @@
-"""One grid of awkward cases for every implementation of ``ssm.ops``, compared with the loops that follow parents.
+"""One grid of awkward cases for every implementation of ``mmspec.ssm.ops``, compared with loops that follow parents.
 
 ``python -m tests.ssm.ops_grid`` runs it on a CPU with the implementation that ``MMSPEC_KERNELS`` names. The Triton
 kernels need ``TRITON_INTERPRET=1`` from the start of the process for that, so tests run them in one of their own.
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmspec.speculation.tree import TokenTree
-from ssm import ops
-from ssm.ops import reference
+from mmspec.core.tree import TokenTree
+from mmspec.ssm import ops
+from mmspec.ssm.ops import reference
 from tests.interpreter import mend_interpreter
 from tests.tiny import random_tree
 
@@ -75,7 +75,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a case, under the names of ``ssm.ops``; ``deepest`` holds the longest path of each row."""
+    """The tensors of a case, under the names of ``mmspec.ssm.ops``; ``deepest`` holds the longest path of each row."""
 
     tree: TokenTree
     x: Tensor
@@ -386,7 +386,7 @@ def main() -> int:
     failed = 0
     mend_interpreter()
     if os.environ.get("TRITON_INTERPRET"):
-        from ssm.ops import triton_selective
+        from mmspec.ssm.ops import triton_selective
 
         triton_selective._TREE_TILE = 4096  # the interpreter takes as long for a program of any size
     for case in CASES:

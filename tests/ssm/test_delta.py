@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from mmspec.core.tree import TokenTree
 from mmspec.ops import kernels
-from mmspec.speculation.tree import TokenTree
-from ssm import ops
-from ssm.ops import reference
-from ssm.ops.kda import _lineages
+from mmspec.ssm import ops
+from mmspec.ssm.ops import reference
+from mmspec.ssm.ops.kda import _lineages
 from tests.ssm.ops_grid import Allocations, Case, check_kda, draw, paths_to
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BambaForCausalLM
 
 import mmspec
 from mmspec import plugins
-from ssm.embedded import tiny_hybrid
-from ssm.texts import correct, example
+from mmspec.ssm.embedded import tiny_hybrid
+from mmspec.ssm.texts import correct, example
 
 ROOT = Path(__file__).parents[2]
 

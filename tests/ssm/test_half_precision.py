@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.decoding.tiny_configs import MIXER_CONFIGS, VOCAB
-from eval.decoding.tiny_models import mamba_network
 from mmspec import plugins
-from mmspec.speculation.tree import TokenTree
-from ssm.cache import StateCache
-from ssm.drafters import network as networks
+from mmspec.core.tree import TokenTree
+from mmspec.eval.decoding.tiny_configs import MIXER_CONFIGS, VOCAB
+from mmspec.eval.decoding.tiny_models import mamba_network
+from mmspec.ssm.cache import StateCache
+from mmspec.ssm.drafters import network as networks
 from tests.half import check_decoding, half_model, long_inputs
 from tests.targets import prompt_of
 from tests.tiny import random_tree

@@ -12,12 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.bamba import modeling_bamba
 
-from eval.decoding.tiny_configs import HYBRID_CONFIGS
 from mmspec import UserError, plugins
-from mmspec.targets.target import Prompt
-from mmspec.targets.transformers_target import TransformersTarget
-from ssm.cache import STATES
-from ssm.layers import (
+from mmspec.core.target import Prompt
+from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS
+from mmspec.ssm.cache import STATES
+from mmspec.ssm.layers import (
     GatedDeltaNetLayers,
     Inkling2Layers,
     InklingLayers,
@@ -32,6 +31,7 @@ from ssm.layers import (
     _dispatching,
     _place,
 )
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, shared_model
 
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
@@ -144,7 +144,7 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
         _check(module_of(causal_conv1d_fn=None), MAMBA2, "Mamba-2")
     with pytest.raises(UserError, match=r"requires ZayaCCAProjection\.forward\(hidden_states, .*\) in modeling_"):
         _check(module_of(), ZayaLayers.replaced(), "convolution")
-    monkeypatch.setattr("ssm.layers._CACHE_METHODS", ("update_conv_state", "rewind"))
+    monkeypatch.setattr("mmspec.ssm.layers._CACHE_METHODS", ("update_conv_state", "rewind"))
     with pytest.raises(UserError, match=r"requires Cache\.rewind in modeling_of_another_time: not found in"):
         _check(module_of(), MAMBA2, "Mamba-2")
 

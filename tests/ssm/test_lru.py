@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from mmspec.core.tree import TokenTree
 from mmspec.ops import kernels
-from mmspec.speculation.tree import TokenTree
-from ssm import ops
-from ssm.ops import reference
+from mmspec.ssm import ops
+from mmspec.ssm.ops import reference
 from tests.ssm.ops_grid import Allocations, Case, draw, paths_to
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)

@@ -18,18 +18,18 @@ from mmspec.distil.data import as_text, read
 from mmspec.distil.features import Extractor, Features
 from mmspec.distil.tasks import DrafterSetup, DrafterTask
 from mmspec.errors import UserError
-from mmspec.targets.loading import make_drafter
+from mmspec.loading import make_drafter
+from mmspec.ssm.distil.command import mamba
+from mmspec.ssm.distil.objective import forward_kl
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.sampler import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG
-from ssm.distil.command import mamba
-from ssm.distil.objective import forward_kl
-from ssm.drafters.mamba import Mamba
-from ssm.drafters.network import MambaConfig, MambaNetwork
+from mmspec.vision.distil.make_data import make_data
 from tests.standin import save_text_model
 from tests.tiny import shared_model
 from tests.training import terminated_at
-from vision.distil.make_data import make_data
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<s>' if loop.first else '' }}{{ message['role'] }}: {{ message['content'] }}"

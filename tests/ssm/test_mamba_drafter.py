@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from eval.decoding.tiny_configs import VOCAB
-from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError
-from mmspec.speculation.budget import Budget
-from mmspec.targets.loading import make_drafter
+from mmspec.core.budget import Budget
+from mmspec.eval.decoding.tiny_configs import VOCAB
+from mmspec.eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
+from mmspec.loading import make_drafter
+from mmspec.ssm.drafters import network as networks
+from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
-from ssm.drafters import network as networks
-from ssm.drafters.mamba import Mamba
 from tests.drafting import assert_same_drafter
 from tests.targets import prompt_of
 from tests.tiny import shared_model

@@ -5,10 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import mmspec
-from eval.decoding.tiny_configs import MIXER_CONFIGS
-from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import UserError
-from mmspec.targets.target import Prompt
+from mmspec.core.target import Prompt
+from mmspec.eval.decoding.tiny_configs import MIXER_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, text_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import assert_trees_equal_paths, plain_logits
 from tests.tiny import random_tree, root_path, shared_model

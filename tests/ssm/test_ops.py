@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mmspec.speculation.tree import TokenTree
-from ssm import ops
-from ssm.ops import reference, scan
+from mmspec.core.tree import TokenTree
+from mmspec.ssm import ops
+from mmspec.ssm.ops import reference, scan
 from tests.ssm.ops_grid import CASES, CHECKS, Allocations, Case, check_tree, draw, paths_to
 
 

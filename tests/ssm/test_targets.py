@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, InklingTextConfig, 
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import mmspec
-from eval.decoding.losslessness import Case, compare_case
-from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_configs import (
+from mmspec import TokenTree, UserError, verify_greedy
+from mmspec.core.target import Prompt
+from mmspec.eval.decoding.losslessness import Case, compare_case
+from mmspec.eval.decoding.small_configs import random_model, small_config
+from mmspec.eval.decoding.tiny_configs import (
     CONVOLUTION_CONFIGS,
     GATED_DELTA_CONFIGS,
     HYBRID_CONFIGS,
@@ -18,11 +20,9 @@ from eval.decoding.tiny_configs import (
     MIXER_CONFIGS,
     SELECTIVE_CONFIGS,
 )
-from eval.decoding.tiny_models import text_inputs, text_model
-from mmspec import TokenTree, UserError, verify_greedy
+from mmspec.eval.decoding.tiny_models import text_inputs, text_model
 from mmspec.ops import kernels
 from mmspec.targets.support import cache_argument
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, prompt_of, row_of
@@ -351,7 +351,7 @@ def test_sequences_join_and_leave(name, static, monkeypatch):
 def test_layers_are_committed_alike_one_by_one_and_together(name, monkeypatch):
     target, kept = TransformersTarget(shared_model(name)), []
     for entries in (1, 1 << 10, 1 << 30):
-        monkeypatch.setattr("ssm.cache._COMMIT_ELEMENTS", entries)
+        monkeypatch.setattr("mmspec.ssm.cache._COMMIT_ELEMENTS", entries)
         target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 32)
         tree = random_tree(torch.Generator().manual_seed(2), 1, 8, 90, ragged=False)
         target.forward_tree(tree)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ssm.texts import KINDS, SPLITS, TextExample, correct, example
-from ssm.texts.__main__ import main
-from ssm.texts.checking import runs_right
-from ssm.texts.problems import final, problem, steps_of, worked
-from ssm.texts.running import outputs
-from ssm.texts.words import plural
+from mmspec.ssm.texts import KINDS, SPLITS, TextExample, correct, example
+from mmspec.ssm.texts.__main__ import main
+from mmspec.ssm.texts.checking import runs_right
+from mmspec.ssm.texts.problems import final, problem, steps_of, worked
+from mmspec.ssm.texts.running import outputs
+from mmspec.ssm.texts.words import plural
 
 EACH = {kind: [example(index, "heldout", kind) for index in range(150)] for kind in KINDS}
 

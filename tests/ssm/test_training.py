@@ -21,17 +21,17 @@ from transformers.models.bamba.modeling_bamba import BambaMixer, mamba2_chunk_sc
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
 
+from mmspec.ssm.texts import KINDS, example
+from mmspec.ssm.training.architecture import GATED_DELTANET, MAMBA2, STEP_SIZES, Architecture, new_model
+from mmspec.ssm.training.command import tiny_hybrid
+from mmspec.ssm.training.delta import chunk_delta
+from mmspec.ssm.training.encoding import encode, make_tokenizer
+from mmspec.ssm.training.layers import chunk_scan, fast_layers
+from mmspec.ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, text_loss
 from mmspec.training.loss import IGNORE
 from mmspec.training.plan import TrainingPlan
 from mmspec.training.sampler import MIXED, POOL, TEXT
 from mmspec.training.trainer import CHECKPOINT, LOG, Trainer
-from ssm.texts import KINDS, example
-from ssm.training.architecture import GATED_DELTANET, MAMBA2, STEP_SIZES, Architecture, new_model
-from ssm.training.command import tiny_hybrid
-from ssm.training.delta import chunk_delta
-from ssm.training.encoding import encode, make_tokenizer
-from ssm.training.layers import chunk_scan, fast_layers
-from ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, text_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,7 +154,7 @@ def test_fast_layers_equal_those_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "function"),
-    [(MAMBA2, "ssm.training.layers.chunk_scan"), (GATED_DELTANET, "ssm.training.layers.chunk_delta")],
+    [(MAMBA2, "mmspec.ssm.training.layers.chunk_scan"), (GATED_DELTANET, "mmspec.ssm.training.layers.chunk_delta")],
 )
 def test_every_recurrent_layer_runs_the_fast_scan(kind: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
@@ -262,7 +262,7 @@ def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Train
 def test_the_command_builds_a_model_that_transformers_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], architecture: str, size: float
 ) -> None:
-    monkeypatch.setattr("ssm.training.task.TOKENIZER_EXAMPLES", 200)
+    monkeypatch.setattr("mmspec.ssm.training.task.TOKENIZER_EXAMPLES", 200)
     result = CliRunner().invoke(
         tiny_hybrid, ["--out", str(tmp_path), "--steps", "1", "--batch", "2", "--examples", "16", *options]
     )

@@ -12,9 +12,9 @@ from PIL import Image
 
 import mmspec
 from mmspec import plugins
+from mmspec.vision.embedded import samples
 from tests.commandline import Run, assert_user_error, runner
 from tests.standin import save_llava, save_text_model
-from vision.embedded import samples
 
 
 @pytest.fixture(scope="module")

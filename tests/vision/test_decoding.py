@@ -14,23 +14,23 @@ import psutil
 import pytest
 from PIL import Image
 
-from demos import chat_request
-from demos.chat_request import ChatRequest, Upload
 from mmspec.cli import main
+from mmspec.demos import chat_request
+from mmspec.demos.chat_request import ChatRequest, Upload
 from mmspec.errors import UserError
+from mmspec.vision import decoding
+from mmspec.vision.decoding import DecodeError, Decoder
+from mmspec.vision.embedded import samples
+from mmspec.vision.images import load_image
+from mmspec.vision.video import load_video
 from tests.standin import save_llava
-from vision import decoding
-from vision.decoding import DecodeError, Decoder
-from vision.embedded import samples
-from vision.images import load_image
-from vision.video import load_video
 
 ROOT = Path(__file__).parents[2]
 CLIP = samples() / "clip.mp4"
 
 # Injected into the worker: fails on images one pixel wide; the height selects the fault.
 FAULTY = """
-import os, signal, time, vision.decode_worker as worker
+import os, signal, time, mmspec.vision.decode_worker as worker
 load = worker.load_image
 poisoned = False
 def faulty(source, **options):
@@ -293,7 +293,7 @@ def test_workers_exit_with_their_process(tmp_path, end):
     bad = write(tmp_path / "bad.png", 1, HANG)
     program = f"""
 import os, psutil, sys, threading, time
-from vision import decoding
+from mmspec.vision import decoding
 decoding._PROGRAM = decoding._PROGRAM.replace("serve(int", {FAULTY!r} + "serve(int")
 decoder = decoding.Decoder(seconds=3)
 decoder.load({str(CLIP)!r})

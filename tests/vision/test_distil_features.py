@@ -17,6 +17,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import mmspec
+from mmspec.core.target import output_of
 from mmspec.distil.data import Conversation, text_of
 from mmspec.distil.feature_cache import FeatureCache
 from mmspec.distil.features import Extractor, Features
@@ -24,12 +25,11 @@ from mmspec.distil.sequences import Encoder
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
-from mmspec.targets.target import output_of
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.embedded import samples
+from mmspec.vision.processor import VisionProcessor
+from mmspec.vision.targets import VisionTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model
-from vision.embedded import samples
-from vision.processor import VisionProcessor
-from vision.targets import VisionTarget
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!\n/"
 SPECIAL = {"<image>": 96, "<video>": 97, "<|vision_start|>": 98, "<|vision_end|>": 99}

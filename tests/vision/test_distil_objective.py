@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mmspec.distil.features import Features
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.distil.objective import HiddenStateObjective
 from tests.drafting import (
     network_for,
     plain_begin,
@@ -20,7 +21,6 @@ from tests.drafting import (
     plain_states,
 )
 from tests.tiny import shared_model
-from vision.distil.objective import HiddenStateObjective
 
 
 def random_batch(target, lengths=(11, 9), answers=((3, 9), (2, 8)), seed=0, layers=0):

@@ -23,17 +23,17 @@ from transformers import LlavaForConditionalGeneration
 import mmspec
 from mmspec.distil.features import Features
 from mmspec.errors import UserError
-from mmspec.targets.loading import make_drafter
+from mmspec.loading import make_drafter
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
+from mmspec.vision.distil.command import eagle3, flash, msd
+from mmspec.vision.distil.msd import fit_projection
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
+from mmspec.vision.drafters.msd import Flash
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 from tests.eagle3 import QWEN3_VL, cut, head_tensors, write_head
 from tests.standin import save_llava
 from tests.training import terminated_at
-from vision.distil.command import eagle3, flash, msd
-from vision.distil.msd import fit_projection
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.layer import Rotary, rotary_frequencies
-from vision.drafters.msd import Flash
-from vision.drafters.network import MSDConfig, MSDNetwork
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -324,7 +324,7 @@ def test_missing_conversations_are_refused(train: Callable[..., str], files: dic
 
 
 def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
-    command = [sys.executable, *launcher, "-m", "vision.distil.command", "msd", *options]
+    command = [sys.executable, *launcher, "-m", "mmspec.vision.distil.command", "msd", *options]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

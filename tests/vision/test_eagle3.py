@@ -9,11 +9,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 import mmspec
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.speculation.budget import Budget
-from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import output_of
+from mmspec.core.budget import Budget
+from mmspec.core.target import output_of
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec.loading import make_drafter
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.eagle3_network import Eagle3Config, default_reads
+from mmspec.vision.drafters.rope import rotary_of
 from tests.eagle3 import (
     GEMMA4,
     GPT_OSS,
@@ -29,9 +32,6 @@ from tests.eagle3 import (
 )
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.eagle3_network import Eagle3Config, default_reads
-from vision.drafters.rope import rotary_of
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}

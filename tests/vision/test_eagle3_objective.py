@@ -9,11 +9,11 @@ import torch
 
 from mmspec.distil.features import Features
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.distil.eagle3_objective import Eagle3Objective
+from mmspec.vision.drafters.eagle3 import network_from
+from mmspec.vision.drafters.published_eagle3 import convert
 from tests.eagle3 import GEMMA4, LLAMA3, PlainHead, cut, head_tensors
 from tests.tiny import shared_model
-from vision.distil.eagle3_objective import Eagle3Objective
-from vision.drafters.eagle3 import network_from
-from vision.drafters.published_eagle3 import convert
 
 
 def random_batch(target: TransformersTarget, states: int) -> Features:

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 import mmspec
-from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
-from mmspec.drafters.drafter import fork
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import fork
+from mmspec.core.target import Prompt
 from mmspec.errors import UserError
-from mmspec.speculation.budget import Budget
-from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Prompt
+from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec.loading import make_drafter
+from mmspec.vision.drafters import levels
+from mmspec.vision.drafters.latents import find_images, packing
+from mmspec.vision.drafters.msd import MSD, Eagle, Flash
 from tests.compiled import needs_kernels
 from tests.drafting import check, network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from vision.drafters import levels
-from vision.drafters.latents import find_images, packing
-from vision.drafters.msd import MSD, Eagle, Flash
 
 # ---------------------------------------------------------------------- where latents stand
 

@@ -12,10 +12,10 @@ from PIL import Image
 import mmspec
 from mmspec import plugins
 from mmspec.cli import main
+from mmspec.vision import folder as folders
+from mmspec.vision.embedded import samples
+from mmspec.vision.folder import Captioner, caption_folder
 from tests.standin import save_llava, save_text_model
-from vision import folder as folders
-from vision.embedded import samples
-from vision.folder import Captioner, caption_folder
 
 NAMES = [f"{k}.png" for k in range(5)]
 

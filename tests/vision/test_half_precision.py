@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from mmspec import plugins, verify_greedy
-from mmspec.speculation.budget import Budget
+from mmspec.core.budget import Budget
+from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
+from mmspec.vision.drafters.msd import MSD, Flash
 from tests.drafting import network_for, plain_gain
 from tests.half import check_decoding, half_model, in_dtype, long_inputs
 from tests.targets import prompt_of
 from tests.tiny import root_path, valid_nodes
-from vision.drafters.layer import Rotary, rotary_frequencies
-from vision.drafters.msd import MSD, Flash
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llava_bamba"])

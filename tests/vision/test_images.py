@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from mmspec.errors import UserError
-from vision.images import load_image
-from vision.media import MAX_PIXELS, describe, printable
+from mmspec.vision.images import load_image
+from mmspec.vision.media import MAX_PIXELS, describe, printable
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 

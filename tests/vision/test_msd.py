@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.speculation.budget import Budget
-from mmspec.targets.loading import make_drafter
+from mmspec.core.budget import Budget
+from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.drafters.msd import MSD, Eagle
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 from tests.drafting import assert_same_drafter, check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from vision.drafters.msd import MSD, Eagle
-from vision.drafters.network import MSDConfig, MSDNetwork
 
 # ---------------------------------------------------------------------- drafting
 

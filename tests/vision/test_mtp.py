@@ -17,19 +17,19 @@ from transformers import (
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
 import mmspec
-from eval.decoding.tiny_configs import GATED_DELTA_CONFIGS
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.cli import main
-from mmspec.speculation.budget import Budget
-from mmspec.targets.loading import make_drafter
+from mmspec.core.budget import Budget
+from mmspec.eval.decoding.tiny_configs import GATED_DELTA_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec.loading import make_drafter
+from mmspec.vision.drafters.mtp import MTP
+from mmspec.vision.drafters.mtp_network import MTPNetwork
+from mmspec.vision.drafters.published_mtp import convert, network_config
 from tests.mtp import PlainMTP, check_mtp, entries_of, mtp_tensors, write_target
 from tests.standin import tokenizer
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from vision.drafters.mtp import MTP
-from vision.drafters.mtp_network import MTPNetwork
-from vision.drafters.published_mtp import convert, network_config
 
 NAMES = ["qwen3_5_text", "qwen3_5"]
 

@@ -15,16 +15,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 import mmspec
-from eval.decoding.tiny_models import vision_inputs
 from mmspec import UserError, plugins
-from mmspec.speculation.budget import Budget
-from mmspec.targets.loading import make_drafter
+from mmspec.core.budget import Budget
+from mmspec.eval.decoding.tiny_models import vision_inputs
+from mmspec.loading import make_drafter
+from mmspec.vision.drafters import published, published_eagle3
+from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
+from mmspec.vision.drafters.msd import network_from
+from mmspec.vision.drafters.network import MSDNetwork
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from vision.drafters import published, published_eagle3
-from vision.drafters.layer import Rotary, rotary_frequencies
-from vision.drafters.msd import network_from
-from vision.drafters.network import MSDNetwork
 
 TINY = dict(
     hidden_size=48,

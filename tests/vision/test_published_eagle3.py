@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mmspec import UserError, plugins
-from mmspec.targets.loading import make_drafter
+from mmspec.loading import make_drafter
+from mmspec.vision.drafters import published, published_eagle3
+from mmspec.vision.drafters.eagle3 import Eagle3, network_from
+from mmspec.vision.drafters.eagle3_network import Eagle3Network
 from tests.eagle3 import DRAFT, GEMMA4, GPT_OSS, LLAMA3, QWEN2_5_VL, QWEN3, QWEN3_VL, cut, head_tensors, write_head
 from tests.tiny import shared_model
-from vision.drafters import published, published_eagle3
-from vision.drafters.eagle3 import Eagle3, network_from
-from vision.drafters.eagle3_network import Eagle3Network
 
 HERE = "here"
 

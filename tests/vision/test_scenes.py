@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from vision.scenes.clips import EVENTS, sample_clip
-from vision.scenes.drawing import draw
-from vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, sample_sign, seeded
-from vision.scenes.vocabulary import BACKGROUNDS, CELL, CHARACTERS, COLOURS, INK, SHAPES, SIDE, SIZES, WORDS
+from mmspec.vision.scenes.clips import EVENTS, sample_clip
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, sample_sign, seeded
+from mmspec.vision.scenes.vocabulary import BACKGROUNDS, CELL, CHARACTERS, COLOURS, INK, SHAPES, SIDE, SIZES, WORDS
 
 
 def far(pixels: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from vision.scenes.captions import brief, caption, listing
-from vision.scenes.chat import invention, small_talk
-from vision.scenes.clips import ask_clip, describe_clip, sample_clip
-from vision.scenes.conversations import (
+from mmspec.vision.scenes.captions import brief, caption, listing
+from mmspec.vision.scenes.chat import invention, small_talk
+from mmspec.vision.scenes.clips import ask_clip, describe_clip, sample_clip
+from mmspec.vision.scenes.conversations import (
     describe_prompt,
     one_image,
     questions_only,
@@ -17,11 +17,19 @@ from vision.scenes.conversations import (
     video,
     words_only,
 )
-from vision.scenes.questions import KINDS, Question, ask
-from vision.scenes.reading import ReadEvent, clauses, read_events, read_names, read_objects, read_places, read_sign
-from vision.scenes.scene import Item, Scene, sample_scene, seeded
-from vision.scenes.wording import scene_habit
-from vision.training.accuracy import events_of, is_right
+from mmspec.vision.scenes.questions import KINDS, Question, ask
+from mmspec.vision.scenes.reading import (
+    ReadEvent,
+    clauses,
+    read_events,
+    read_names,
+    read_objects,
+    read_places,
+    read_sign,
+)
+from mmspec.vision.scenes.scene import Item, Scene, sample_scene, seeded
+from mmspec.vision.scenes.wording import scene_habit
+from mmspec.vision.training.accuracy import events_of, is_right
 
 NUMBER = {word: value for value, word in enumerate(["zero", "one", "two", "three", "four", "five"])}
 ALIASES = {"violet": "purple", "turquoise": "cyan", "disc": "circle", "hoop": "ring", "plus sign": "cross"}

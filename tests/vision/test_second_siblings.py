@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.decoding.tiny_models import vision_inputs
 from mmspec import plugins
+from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_models import vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
+from mmspec.vision.drafters.msd import Eagle
 from tests.decoding import decode
 from tests.drafting import network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from vision.drafters.msd import Eagle
 
 NEW = 18
 

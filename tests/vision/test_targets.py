@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eval.decoding.losslessness import Case, compare_case
-from eval.decoding.tiny_configs import IMAGE, VIDEO, VISION_CONFIGS
-from eval.decoding.tiny_models import vision_inputs, vision_model
 from mmspec import plugins
+from mmspec.eval.decoding.losslessness import Case, compare_case
+from mmspec.eval.decoding.tiny_configs import IMAGE, VIDEO, VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import vision_inputs, vision_model
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model
 

@@ -18,14 +18,14 @@ from mmspec.errors import UserError
 from mmspec.training.loss import IGNORE
 from mmspec.training.optimisers import lr_factor
 from mmspec.training.trainer import CHECKPOINT, LOG, MODEL, Trainer
-from vision.scenes.conversations import one_image, several_images, video
-from vision.scenes.drawing import draw
-from vision.scenes.reading import Mention, ReadEvent, read_events, read_objects
-from vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, seeded
-from vision.scenes.vocabulary import CHARACTERS, COLOURS, SHAPES
-from vision.training.accuracy import answer, match, picture
-from vision.training.architecture import Architecture, llava_config
-from vision.training.batches import (
+from mmspec.vision.scenes.conversations import one_image, several_images, video
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.reading import Mention, ReadEvent, read_events, read_objects
+from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, seeded
+from mmspec.vision.scenes.vocabulary import CHARACTERS, COLOURS, SHAPES
+from mmspec.vision.training.accuracy import answer, match, picture
+from mmspec.vision.training.architecture import Architecture, llava_config
+from mmspec.vision.training.batches import (
     CONVERSATIONS,
     LISTS_UNTIL,
     POOL,
@@ -35,11 +35,11 @@ from vision.training.batches import (
     render,
     to_pixels,
 )
-from vision.training.command import tiny_llava
-from vision.training.network import TrainedLlava
-from vision.training.perception import TASKS, patch_labels, perception_accuracy, perception_loss
-from vision.training.task import TOWER_SHARE, TowerTask, llava_task, stages
-from vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
+from mmspec.vision.training.command import tiny_llava
+from mmspec.vision.training.network import TrainedLlava
+from mmspec.vision.training.perception import TASKS, patch_labels, perception_accuracy, perception_loss
+from mmspec.vision.training.task import TOWER_SHARE, TowerTask, llava_task, stages
+from mmspec.vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 import mmspec
 from mmspec import UserError
-from mmspec.targets.loading import make_drafter
+from mmspec.loading import make_drafter
+from mmspec.vision.training.successors import recycle
 from tests.standin import save_llava, save_text_model
-from vision.training.successors import recycle
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ import pytest
 from PIL import Image, ImageCms, ImageOps
 
 from mmspec.errors import UserError
-from vision import video_pyav
-from vision.video import MAX_FRAMES, kind_of, load_video
+from mmspec.vision import video_pyav
+from mmspec.vision.video import MAX_FRAMES, kind_of, load_video
 
 TICK = Fraction(1, 1000)
 SIDE = 64
@@ -321,7 +321,7 @@ def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
         expected = [ImageOps.mirror(Image.fromarray(paint(number))) for number in range(1, 9)]
     program = (
         "import gc, hashlib, sys\n"
-        "from vision.video import load_video\n"
+        "from mmspec.vision.video import load_video\n"
         "video = load_video(sys.argv[1], frames=8)\n"
         "gc.collect()\n"
         "print(*[hashlib.md5(frame.tobytes()).hexdigest() for frame in video.frames])\n"
@@ -542,7 +542,7 @@ def test_no_leaks_and_no_output(tmp_path: Path) -> None:
     bad.write_bytes(good.read_bytes()[:700])
     program = (
         "import gc, os, sys, psutil\n"
-        "from vision.video import load_video\n"
+        "from mmspec.vision.video import load_video\n"
         "def count(): gc.collect(); return psutil.Process().num_fds()\n"
         "load_video(sys.argv[1]); before = count()\n"
         "for path in sys.argv[1:] * 3:\n"

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
+from mmspec.vision.processor import VisionProcessor
+from mmspec.vision.video import Video
 from tests.tiny import byte_tokenizer
-from vision.processor import VisionProcessor
-from vision.video import Video
 
 LEVELS = [10, 40, 70, 100, 130, 160, 190, 220]
 TOKENS = ["<image>", "<video>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]

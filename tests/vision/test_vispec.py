@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import mmspec
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, UserError
-from mmspec.targets.loading import make_drafter
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec.loading import make_drafter
+from mmspec.vision.drafters.vispec import ViSpec
 from tests.drafting import check_drafts, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from tests.vision.test_published import LLAVA, QWEN2, tensors_of, write
-from vision.drafters.vispec import ViSpec
 
 # Fields of JLKang/ViSpec-llava-v1.6-vicuna-7b-hf and ViSpec-Qwen2.5-VL-3B-Instruct
 LLAVA_NEXT = {**LLAVA, "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}

@@ -152,7 +152,8 @@ EAGLE3 = (
 )
 
 
-# The best settings of `python -m eval.flash`: a tree from one pass. MSD's trees are wider and take a pass per level.
+# The best settings of `python -m mmspec.eval flash`: a tree from one pass. MSD's trees are wider and take a pass per
+# level.
 FLASH_DEFAULTS = {"passes": 1, "top_k": 4, "depth": 12}
 
 
@@ -162,9 +163,10 @@ def msd(**options: Any) -> None:
     """Train an MSD drafter: first on text, then on a growing share of images and videos.
 
     Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
-    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m vision.distil.command msd OPTIONS`.
+    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.vision.distil.command msd
+    OPTIONS`.
     """
-    from vision.distil.msd import train_msd
+    from mmspec.vision.distil.msd import train_msd
 
     train_msd(options)
 
@@ -176,8 +178,8 @@ def flash(**options: Any) -> None:
 
     --latents 0 turns off the compression, --slots 1 the semi-autoregression. All else is as in `train msd`.
     """
-    from vision.distil.msd import train_msd
-    from vision.drafters.msd import Flash
+    from mmspec.vision.distil.msd import train_msd
+    from mmspec.vision.drafters.msd import Flash
 
     train_msd(options, Flash)
 
@@ -189,7 +191,7 @@ def eagle3(**options: Any) -> None:
 
     Image positions are placeholder tokens to it. All else is as in `train msd`.
     """
-    from vision.distil.eagle3 import train_eagle3
+    from mmspec.vision.distil.eagle3 import train_eagle3
 
     train_eagle3(options)
 

@@ -13,11 +13,11 @@ from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from vision.distil.eagle3_objective import Eagle3Objective
-from vision.distil.msd import head_weight, load_shared_weights, rows
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
-from vision.drafters.rope import rotary_of
+from mmspec.vision.distil.eagle3_objective import Eagle3Objective
+from mmspec.vision.distil.msd import head_weight, load_shared_weights, rows
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from mmspec.vision.drafters.rope import rotary_of
 
 
 def train_eagle3(options: Mapping[str, Any]) -> None:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.core.target import Target
 from mmspec.distil.features import Features
-from mmspec.targets.target import Target
 from mmspec.training.loss import LossOutput
-from vision.distil.pass_cache import PassCache
-from vision.distil.token_loss import TokenLoss, token_loss
-from vision.drafters.eagle3_network import Eagle3Network
-from vision.drafters.latents import packing, take
-from vision.drafters.rope import rotary_of
+from mmspec.vision.distil.pass_cache import PassCache
+from mmspec.vision.distil.token_loss import TokenLoss, token_loss
+from mmspec.vision.drafters.eagle3_network import Eagle3Network
+from mmspec.vision.drafters.latents import packing, take
+from mmspec.vision.drafters.rope import rotary_of
 
 
 @dataclass(frozen=True)

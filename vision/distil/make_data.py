@@ -91,7 +91,7 @@ def make_data(
     if record and self_prompts is None:
         raise UserError(f"--record keeps features of text: expected --self-prompts, received {given[0]}")
     dataset = Dataset(out, {"target": None if as_told else target, **settings}, resume)
-    from vision.distil.scenes import scene_conversations
+    from mmspec.vision.distil.scenes import scene_conversations
 
     if as_told:
         drawn = scene_conversations(range(first, first + (scenes or 0)), out)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.core.target import Target
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
 from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.targets.target import Target
-from vision.distil.objective import HiddenStateObjective
-from vision.drafters.hidden_state import HiddenStateDrafter
-from vision.drafters.msd import MSD
-from vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.vision.distil.objective import HiddenStateObjective
+from mmspec.vision.drafters.hidden_state import HiddenStateDrafter
+from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 
 _DEFAULT_SPAN = 256
 """Visual tokens that share latents, if the target's configuration does not state the number per image."""

@@ -11,9 +11,16 @@ from PIL import Image
 
 from mmspec.distil.answering import PendingConversation
 from mmspec.files import atomic
-from vision.scenes.conversations import SceneConversation, one_image, questions_only, several_images, video, words_only
-from vision.scenes.drawing import draw
-from vision.scenes.scene import seeded
+from mmspec.vision.scenes.conversations import (
+    SceneConversation,
+    one_image,
+    questions_only,
+    several_images,
+    video,
+    words_only,
+)
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.scene import seeded
 
 KINDS: dict[str, tuple[Callable[[random.Random], SceneConversation], float]] = {
     "image": (one_image, 0.45),

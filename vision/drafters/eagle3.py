@@ -16,15 +16,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.errors import UserError
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Prompt, Step, Target
-from vision.drafters import published, published_eagle3
-from vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
-from vision.drafters.positioned import PositionedDrafter
+from mmspec.vision.drafters import published, published_eagle3
+from mmspec.vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from mmspec.vision.drafters.positioned import PositionedDrafter
 
 _WATCHED = 128
 """Verify passes after which the acceptance length of a published checkpoint is checked."""

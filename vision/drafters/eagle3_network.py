@@ -17,11 +17,11 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
+from mmspec.core.target import Feature, output_of
 from mmspec.drafters.fields import Within
 from mmspec.errors import UserError
-from mmspec.targets.target import Feature, output_of
-from vision.drafters.layer import Attend, DecoderLayer, Norm, Rotation
-from vision.drafters.rope import RopeShape, rotary_of
+from mmspec.vision.drafters.layer import Attend, DecoderLayer, Norm, Rotation
+from mmspec.vision.drafters.rope import RopeShape, rotary_of
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mmspec.errors import UserError
 from mmspec.files import atomic, write_text
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.eagle3_network import Eagle3Config, default_reads
-from vision.drafters.published_eagle3 import SWITCHES, published_parts
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.eagle3_network import Eagle3Config, default_reads
+from mmspec.vision.drafters.published_eagle3 import SWITCHES, published_parts
 
 
 def export(drafter: Eagle3, target: Any, folder: Path, layout: str, tokens: int) -> None:

@@ -19,20 +19,20 @@ from torch.nn import functional as F
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
-from mmspec.quantisation.packing import pack_drafter
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Feature, Step, Target
-from vision.drafters import published
-from vision.drafters.latents import take
-from vision.drafters.layer import Rotary, Rotation
-from vision.drafters.levels import Levels, NativeCell, TokenLinear
+from mmspec.targets.packing import pack_drafter
+from mmspec.vision.drafters import published
+from mmspec.vision.drafters.latents import take
+from mmspec.vision.drafters.layer import Rotary, Rotation
+from mmspec.vision.drafters.levels import Levels, NativeCell, TokenLinear
 
 AHEAD = 1024
 """KV slots reserved after a prompt."""

@@ -15,12 +15,12 @@ from mmspec.drafters.growth import Reach
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
-from vision.drafters.latents import take
-from vision.drafters.layer import Rotation
-from vision.drafters.network import Cell, MSDNetwork
+from mmspec.vision.drafters.latents import take
+from mmspec.vision.drafters.layer import Rotation
+from mmspec.vision.drafters.network import Cell, MSDNetwork
 
 if TYPE_CHECKING:
-    from vision.drafters.hidden_state import HiddenStateDrafter
+    from mmspec.vision.drafters.hidden_state import HiddenStateDrafter
 
 
 _MAX_RATIO = 4  # maximum draft vocabulary of a table, in hidden sizes; larger tables cost too much memory

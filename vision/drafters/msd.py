@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.core.target import Prompt, Step, Target
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.targets.target import Prompt, Step, Target
-from vision.drafters import published
-from vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
-from vision.drafters.latents import Images, packing, take
-from vision.drafters.layer import Rotary, rotary_frequencies
-from vision.drafters.levels import NativeCell, TokenLinear
-from vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters import published
+from mmspec.vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
+from mmspec.vision.drafters.latents import Images, packing, take
+from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
+from mmspec.vision.drafters.levels import NativeCell, TokenLinear
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mmspec.core.target import Prompt, Step, Target
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
-from mmspec.targets.target import Prompt, Step, Target
-from vision.drafters import published_mtp
-from vision.drafters.mtp_network import MTPConfig, MTPNetwork
-from vision.drafters.positioned import PositionedDrafter
+from mmspec.vision.drafters import published_mtp
+from mmspec.vision.drafters.mtp_network import MTPConfig, MTPNetwork
+from mmspec.vision.drafters.positioned import PositionedDrafter
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vision.drafters.layer import Attend, DecoderLayer, Rotation
-from vision.drafters.rope import RopeShape, rotary_of
+from mmspec.vision.drafters.layer import Attend, DecoderLayer, Rotation
+from mmspec.vision.drafters.rope import RopeShape, rotary_of
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from mmspec.drafters.fields import Within
 from mmspec.errors import UserError
-from vision.drafters.latents import Images, Latents, compress, find_images
-from vision.drafters.layer import Attend, DecoderLayer, LayerShape, Norm, Rotation
+from mmspec.vision.drafters.latents import Images, Latents, compress, find_images
+from mmspec.vision.drafters.layer import Attend, DecoderLayer, LayerShape, Norm, Rotation
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.core.target import Prompt, Step
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.targets.target import Prompt, Step
-from vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
-from vision.drafters.layer import Rotation
-from vision.drafters.rope import rotary_of
+from mmspec.vision.drafters.hidden_state import AHEAD, HiddenStateDrafter
+from mmspec.vision.drafters.layer import Rotation
+from mmspec.vision.drafters.rope import rotary_of
 
 
 class PositionedDrafter(HiddenStateDrafter):

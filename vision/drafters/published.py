@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
 
 from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError
-from vision.drafters.network import MSDConfig
-from vision.drafters.weight_files import load_weights, tensor_names, weight_files
+from mmspec.vision.drafters.network import MSDConfig
+from mmspec.vision.drafters.weight_files import load_weights, tensor_names, weight_files
 
 _EMBEDDING = "embed_tokens.weight"
 _INPUT_NORM = "layers.0.input_layernorm.weight"

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError
-from vision.drafters.eagle3_network import Eagle3Config
-from vision.drafters.published import layer_shape, layout_of, read_tensors, refuse, rope_parameters, whole_number
+from mmspec.vision.drafters.eagle3_network import Eagle3Config
+from mmspec.vision.drafters.published import layer_shape, layout_of, read_tensors, refuse, rope_parameters, whole_number
 
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

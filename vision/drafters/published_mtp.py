@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
-from vision.drafters.mtp_network import MTPConfig
-from vision.drafters.rope import turning_order
-from vision.drafters.weight_files import load_weights, tensor_names, weight_files
+from mmspec.vision.drafters.mtp_network import MTPConfig
+from mmspec.vision.drafters.rope import turning_order
+from mmspec.vision.drafters.weight_files import load_weights, tensor_names, weight_files
 
 _PREFIX = "mtp."
 _FAMILY = "qwen3_5_text"

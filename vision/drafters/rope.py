@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec.errors import UserError, explained
-from vision.drafters.layer import LayerShape, Rotary, rotary_frequencies
+from mmspec.vision.drafters.layer import LayerShape, Rotary, rotary_frequencies
 
 _SCALINGS = ("linear", "llama3", "yarn")  # frequencies that do not depend on the length
 

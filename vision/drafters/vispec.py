@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.cache.rows import RowTensor
+from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.targets.target import Target
-from vision.drafters.latents import Images, find_runs
-from vision.drafters.msd import MSD
-from vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.latents import Images, find_runs
+from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 
 
 class Adaptor(nn.Module):

@@ -1,4 +1,4 @@
-"""`python -m vision.scenes --out DIR` writes held-out images and a video as files."""
+"""`python -m mmspec.vision.scenes --out DIR` writes held-out images and a video as files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import click
 from PIL import Image
 
 from mmspec.cli.options import OUT_FOLDER
-from vision.scenes.captions import caption
-from vision.scenes.clips import Clip, describe_clip, sample_clip
-from vision.scenes.drawing import draw
-from vision.scenes.scene import sample_scene, seeded
+from mmspec.vision.scenes.captions import caption
+from mmspec.vision.scenes.clips import Clip, describe_clip, sample_clip
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.scene import sample_scene, seeded
 
 SCALE = 4
 

@@ -6,9 +6,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from vision.scenes.scene import Item, Scene, Sign
-from vision.scenes.vocabulary import COLOURS, SHAPES
-from vision.scenes.wording import (
+from mmspec.vision.scenes.scene import Item, Scene, Sign
+from mmspec.vision.scenes.vocabulary import COLOURS, SHAPES
+from mmspec.vision.scenes.wording import (
     COLOUR_WORDS,
     NUMBERS,
     POSITIONS,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from vision.scenes.captions import caption
-from vision.scenes.scene import sample_scene
-from vision.scenes.vocabulary import COLOURS, SHAPES
+from mmspec.vision.scenes.captions import caption
+from mmspec.vision.scenes.scene import sample_scene
+from mmspec.vision.scenes.vocabulary import COLOURS, SHAPES
 
 SELF = "I am tiny-llava, a small model that describes drawings of coloured shapes, short texts and short videos."
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from vision.scenes.scene import Item, Scene, sample_item
-from vision.scenes.vocabulary import BACKGROUNDS, COLOURS, GRID, SIZES
-from vision.scenes.wording import (
+from mmspec.vision.scenes.scene import Item, Scene, sample_item
+from mmspec.vision.scenes.vocabulary import BACKGROUNDS, COLOURS, GRID, SIZES
+from mmspec.vision.scenes.wording import (
     COLOUR_WORDS,
     NUMBERS,
     SHAPE_WORDS,

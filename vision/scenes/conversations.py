@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from vision.scenes.captions import brief, caption, listing
-from vision.scenes.chat import invention, small_talk
-from vision.scenes.clips import ask_clip, describe_clip, sample_clip
-from vision.scenes.questions import ask
-from vision.scenes.scene import Scene, sample_scene
-from vision.scenes.wording import NUMBERS, capital
+from mmspec.vision.scenes.captions import brief, caption, listing
+from mmspec.vision.scenes.chat import invention, small_talk
+from mmspec.vision.scenes.clips import ask_clip, describe_clip, sample_clip
+from mmspec.vision.scenes.questions import ask
+from mmspec.vision.scenes.scene import Scene, sample_scene
+from mmspec.vision.scenes.wording import NUMBERS, capital
 
 DESCRIBE = (
     "Describe the image.",

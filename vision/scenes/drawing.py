@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from vision.scenes.scene import Item, Scene, Sign
-from vision.scenes.vocabulary import BACKGROUNDS, CELL, COLOURS, INK, SIDE, SLOT
+from mmspec.vision.scenes.scene import Item, Scene, Sign
+from mmspec.vision.scenes.vocabulary import BACKGROUNDS, CELL, COLOURS, INK, SIDE, SLOT
 
 Mask = np.ndarray
 """Coverage 0..1, float32, (height, width, 1)."""

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vision.scenes.scene import Item, Scene
-from vision.scenes.vocabulary import COLOURS, GRID, SHAPES
-from vision.scenes.wording import NUMBERS, POSITIONS, distinct, neighbours, plural, sign_kind, with_article
+from mmspec.vision.scenes.scene import Item, Scene
+from mmspec.vision.scenes.vocabulary import COLOURS, GRID, SHAPES
+from mmspec.vision.scenes.wording import NUMBERS, POSITIONS, distinct, neighbours, plural, sign_kind, with_article
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vision.scenes.scene import Item, Scene, Sign
-from vision.scenes.vocabulary import BACKGROUNDS, GRID
+from mmspec.vision.scenes.scene import Item, Scene, Sign
+from mmspec.vision.scenes.vocabulary import BACKGROUNDS, GRID
 
 T = TypeVar("T")
 

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vision.scenes.clips import Clip, sample_clip
-from vision.scenes.drawing import draw
-from vision.scenes.questions import KINDS, Question, ask
-from vision.scenes.reading import Mention, ReadEvent, read_events, read_names, read_objects, read_places, read_sign
-from vision.scenes.scene import Item, Scene, sample_scene, seeded
-from vision.scenes.wording import sign_kind
+from mmspec.vision.scenes.clips import Clip, sample_clip
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.questions import KINDS, Question, ask
+from mmspec.vision.scenes.reading import (
+    Mention,
+    ReadEvent,
+    read_events,
+    read_names,
+    read_objects,
+    read_places,
+    read_sign,
+)
+from mmspec.vision.scenes.scene import Item, Scene, sample_scene, seeded
+from mmspec.vision.scenes.wording import sign_kind
 
 FIRST_SCENE = 1_000_000
 """First held-out index of accuracy measurements; lower ones are for evaluations during the training."""

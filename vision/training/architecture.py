@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-from vision.scenes.vocabulary import SIDE, SLOT
+from mmspec.vision.scenes.vocabulary import SIDE, SLOT
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.training.loss import IGNORE, TokenBatch, pad_tokens
-from vision.scenes.conversations import (
+from mmspec.vision.scenes.conversations import (
     SceneConversation,
     lists_only,
     one_image,
@@ -25,10 +25,10 @@ from vision.scenes.conversations import (
     video,
     words_only,
 )
-from vision.scenes.drawing import draw
-from vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, seeded
-from vision.scenes.vocabulary import SIDE
-from vision.training.perception import SLOTS, TASKS, patch_labels
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, seeded
+from mmspec.vision.scenes.vocabulary import SIDE
+from mmspec.vision.training.perception import SLOTS, TASKS, patch_labels
 
 Encode = Callable[[SceneConversation], tuple[list[int], list[bool]]]
 """Token ids of a conversation, and for each whether it belongs to an answer."""

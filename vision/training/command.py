@@ -47,7 +47,7 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
     The vision tower is trained alone first. Run the same command again to resume an interrupted run from its last
     checkpoint. The model is written to OUT/model, metrics to OUT/log.jsonl, those of the tower to OUT/tower/log.jsonl.
     """
-    from vision.training.task import stages
+    from mmspec.vision.training.task import stages
 
     _train(lambda: stages(out, size, minutes=None if steps else minutes, steps=steps), **rest)
 
@@ -84,7 +84,7 @@ def smol_llava(
     The language model comes from its package and stays as it is. Run the same command again to resume an interrupted
     run from its last checkpoint. Stages have folders in OUT; the model is written to OUT/whole/model.
     """
-    from vision.training.smol import stages
+    from mmspec.vision.training.smol import stages
 
     budget: dict[str, Any] = {"minutes": None if steps else minutes, "steps": steps}
     _train(lambda: stages(out, size, **budget, start=start, seed=seed, compile=compile), **rest)
@@ -98,7 +98,7 @@ def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, sc
 
     import mmspec
     from mmspec.training.console import train_with_progress
-    from vision.training.accuracy import scene_accuracy
+    from mmspec.vision.training.accuracy import scene_accuracy
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from mmspec.training.loss import LossOutput, next_token_loss
-from vision.training.batches import ConversationBatch
-from vision.training.perception import PerceptionHeads, perception_loss
+from mmspec.vision.training.batches import ConversationBatch
+from mmspec.vision.training.perception import PerceptionHeads, perception_loss
 
 SDPA_FROM = 400
 """Sequence length from which fused attention trains faster."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.training.loss import IGNORE
-from vision.scenes.scene import Scene, Sign
-from vision.scenes.vocabulary import BACKGROUNDS, CHARACTERS, COLOURS, GRID, MAX_SIGN, SHAPES, SIZES
+from mmspec.vision.scenes.scene import Scene, Sign
+from mmspec.vision.scenes.vocabulary import BACKGROUNDS, CHARACTERS, COLOURS, GRID, MAX_SIGN, SHAPES, SIZES
 
 SLOTS = 2 * GRID
 """Rows and columns of character slots."""

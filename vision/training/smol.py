@@ -1,7 +1,7 @@
 """Training of smol-llava: a vision tower and a connector for SmolLM2, whose own weights stay as they are.
 
-Three stages: the tower learns attributes while the connector learns words (`vision.training.words`); then both learn
-from conversations through the language model, first with every other row of visual tokens, then with all of them.
+Three stages: the tower learns attributes while the connector learns words (`mmspec.vision.training.words`); then both
+learn from conversations through the language model, first with every other row of visual tokens, then with all of them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
-from vision.scenes.conversations import lists_only, one_image, questions_only, several_images, video, words_only
-from vision.scenes.vocabulary import SIDE
-from vision.training.architecture import Architecture, with_tower
-from vision.training.batches import ConversationKind, perception_scenes, render, to_pixels
-from vision.training.network import TrainedModel
-from vision.training.perception import patch_labels, perception_accuracy, perception_loss
-from vision.training.task import HELD_OUT, ConversationTask, SceneSampler
-from vision.training.text import ChatFormat, make_processor
-from vision.training.words import PER_SLOT, patch_words, word_loss
+from mmspec.vision.scenes.conversations import lists_only, one_image, questions_only, several_images, video, words_only
+from mmspec.vision.scenes.vocabulary import SIDE
+from mmspec.vision.training.architecture import Architecture, with_tower
+from mmspec.vision.training.batches import ConversationKind, perception_scenes, render, to_pixels
+from mmspec.vision.training.network import TrainedModel
+from mmspec.vision.training.perception import patch_labels, perception_accuracy, perception_loss
+from mmspec.vision.training.task import HELD_OUT, ConversationTask, SceneSampler
+from mmspec.vision.training.text import ChatFormat, make_processor
+from mmspec.vision.training.words import PER_SLOT, patch_words, word_loss
 
 IMAGE = "<empty_output>"
 """Placeholder of a visual token: a special token of SmolLM2 that texts do not contain."""

@@ -18,10 +18,10 @@ from mmspec.distil.options import FOLDER
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError, explained
-from vision.scenes.clips import sample_clip
-from vision.scenes.drawing import draw
-from vision.scenes.scene import sample_scene, seeded
-from vision.video import Video
+from mmspec.vision.scenes.clips import sample_clip
+from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.scene import sample_scene, seeded
+from mmspec.vision.video import Video
 
 _BATCH = 16
 

@@ -20,10 +20,10 @@ from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan, TrainingTask
 from mmspec.training.tokenizer import folder_tokenizer
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
-from vision.scenes.conversations import SceneConversation
-from vision.scenes.scene import seeded
-from vision.training.architecture import Architecture, llava_config
-from vision.training.batches import (
+from mmspec.vision.scenes.conversations import SceneConversation
+from mmspec.vision.scenes.scene import seeded
+from mmspec.vision.training.architecture import Architecture, llava_config
+from mmspec.vision.training.batches import (
     CONVERSATIONS,
     LISTS_UNTIL,
     ConversationBatch,
@@ -34,9 +34,9 @@ from vision.training.batches import (
     held_out_examples,
     perception_batch,
 )
-from vision.training.network import TrainedLlava, TrainedModel
-from vision.training.perception import perception_accuracy, perception_loss
-from vision.training.text import ChatFormat, corpus, encode, make_processor, token_ids, train_tokenizer
+from mmspec.vision.training.network import TrainedLlava, TrainedModel
+from mmspec.vision.training.perception import perception_accuracy, perception_loss
+from mmspec.vision.training.text import ChatFormat, corpus, encode, make_processor, token_ids, train_tokenizer
 
 TOKENIZER_SCENES = 3000
 """Scenes whose conversations, one of each kind, the tokenizer is trained on."""

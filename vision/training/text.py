@@ -15,8 +15,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from mmspec.training.tokenizer import SPECIAL, chat_template
 from mmspec.training.tokenizer import train_tokenizer as train_any
-from vision.scenes.conversations import SceneConversation
-from vision.scenes.vocabulary import SIDE, SLOT
+from mmspec.vision.scenes.conversations import SceneConversation
+from mmspec.vision.scenes.vocabulary import SIDE, SLOT
 
 IMAGE_TOKENS = (SIDE // SLOT) ** 2
 """Visual tokens of one image or frame."""

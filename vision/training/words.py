@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vision.scenes.scene import Scene, Sign
-from vision.scenes.vocabulary import GRID
+from mmspec.vision.scenes.scene import Scene, Sign
+from mmspec.vision.scenes.vocabulary import GRID
 
 PER_SLOT = 2
 """Patches along a side of a character's slot."""

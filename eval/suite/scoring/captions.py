@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from eval.suite.sample import Answered
+from mmspec.eval.suite.sample import Answered
 from mmspec.extras import missing
 
 

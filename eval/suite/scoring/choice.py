@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from statistics import mean
 
-from eval.suite.sample import Answered
-from eval.suite.scoring.words import normalise
+from mmspec.eval.suite.sample import Answered
+from mmspec.eval.suite.scoring.words import normalise
 
 
 def chosen_letter(answer: str, options: Sequence[str]) -> str | None:

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import mean
 
-from eval.suite.sample import Answered
-from ssm.texts import correct
-from vision.scenes.questions import Question
-from vision.scenes.reading import read_events, read_objects, read_sign
-from vision.scenes.scene import Scene
-from vision.scenes.vocabulary import COLOURS
-from vision.training.accuracy import events_of, is_right
+from mmspec.eval.suite.sample import Answered
+from mmspec.ssm.texts import correct
+from mmspec.vision.scenes.questions import Question
+from mmspec.vision.scenes.reading import read_events, read_objects, read_sign
+from mmspec.vision.scenes.scene import Scene
+from mmspec.vision.scenes.vocabulary import COLOURS
+from mmspec.vision.training.accuracy import events_of, is_right
 
 
 def objects(answered: Sequence[Answered]) -> dict[str, float]:
@@ -62,7 +62,7 @@ def events(answered: Sequence[Answered]) -> dict[str, float]:
 
 
 def generated(answered: Sequence[Answered]) -> dict[str, float]:
-    """Share of correct answers. ``metadata`` is the example of ``ssm.texts``."""
+    """Share of correct answers. ``metadata`` is the example of ``mmspec.ssm.texts``."""
     return {"accuracy": mean(float(correct(sample.metadata, answers[0])) for sample, answers in answered)}
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from eval.suite.sample import Answered
+from mmspec.eval.suite.sample import Answered
 
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _ARTICLES = {"a", "an", "the"}

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import mean
 
-from eval.suite.sample import Answered
-from eval.suite.scoring.words import normalise
+from mmspec.eval.suite.sample import Answered
+from mmspec.eval.suite.scoring.words import normalise
 
 
 def says_yes(answer: str) -> bool | None:

@@ -6,7 +6,7 @@ A benchmark's data is read from ``--data FOLDER`` (layout: ``local.py``) or from
 A new task is an ``EvalTask`` in one of this folder's modules, listed in ``registry._MODULES``.
 """
 
-from eval.suite.tasks.registry import GROUPS, TASKS, select_tasks
-from eval.suite.tasks.task import EvalTask
+from mmspec.eval.suite.tasks.registry import GROUPS, TASKS, select_tasks
+from mmspec.eval.suite.tasks.task import EvalTask
 
 __all__ = ["GROUPS", "TASKS", "EvalTask", "select_tasks"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eval.suite.sample import Sample
-from eval.suite.scoring.captions import cider
-from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset, lmms_lab
-from eval.suite.tasks.task import EvalTask, single_turn
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.scoring.captions import cider
+from mmspec.eval.suite.tasks.local import DatasetRow
+from mmspec.eval.suite.tasks.remote import HubDataset, lmms_lab
+from mmspec.eval.suite.tasks.task import EvalTask, single_turn
 
 _PROMPT = "Provide a one-sentence caption for the provided image."  # the prompt of LLaVA-1.5 and lmms-eval
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from eval.harness.prompts import Conversation
-from eval.suite.sample import Sample
-from eval.suite.scoring.choice import choice_accuracy
-from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import lmms_lab
-from eval.suite.tasks.task import EvalTask, single_turn
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.scoring.choice import choice_accuracy
+from mmspec.eval.suite.tasks.local import DatasetRow
+from mmspec.eval.suite.tasks.remote import lmms_lab
+from mmspec.eval.suite.tasks.task import EvalTask, single_turn
 
 _LETTER_PROMPT = "\nAnswer with the option's letter from the given choices directly."  # the prompt of LLaVA-1.5
 

@@ -1,7 +1,7 @@
 """The embedded suite: held-out scenes, clips and texts that the package generates, without files or network.
 
-``eval.harness.prompts`` lists the held-out indices; these tasks use those from ``FIRST_INDEX``, ``INDICES_PER_SUITE``
-each.
+``mmspec.eval.harness.prompts`` lists the held-out indices; these tasks use those from ``FIRST_INDEX``,
+``INDICES_PER_SUITE`` each.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from itertools import count as count_from
 
 from PIL import Image, ImageDraw
 
-from eval.harness.prompts import INDICES_PER_SUITE, Conversation, picture, video
-from eval.suite.sample import Sample, Scorer
-from eval.suite.scoring import drawn
-from eval.suite.tasks.task import EvalTask
-from ssm.texts import example
-from vision.scenes.clips import sample_clip
-from vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images
-from vision.scenes.questions import Question, ask
-from vision.scenes.scene import Scene, sample_scene, seeded
-from vision.scenes.vocabulary import BACKGROUNDS, COLOURS
+from mmspec.eval.harness.prompts import INDICES_PER_SUITE, Conversation, picture, video
+from mmspec.eval.suite.sample import Sample, Scorer
+from mmspec.eval.suite.scoring import drawn
+from mmspec.eval.suite.tasks.task import EvalTask
+from mmspec.ssm.texts import example
+from mmspec.vision.scenes.clips import sample_clip
+from mmspec.vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images
+from mmspec.vision.scenes.questions import Question, ask
+from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
+from mmspec.vision.scenes.vocabulary import BACKGROUNDS, COLOURS
 
 FIRST_INDEX = 4_000_000
 """First held-out scene of these tasks."""

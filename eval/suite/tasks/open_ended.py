@@ -6,12 +6,12 @@ whether methods differ, not how good a model is.
 
 from __future__ import annotations
 
-from eval.harness.prompts import Conversation
-from eval.suite.sample import Sample
-from eval.suite.scoring.words import rouge_l
-from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import lmms_lab
-from eval.suite.tasks.task import EvalTask, single_turn
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.scoring.words import rouge_l
+from mmspec.eval.suite.tasks.local import DatasetRow
+from mmspec.eval.suite.tasks.remote import lmms_lab
+from mmspec.eval.suite.tasks.task import EvalTask, single_turn
 
 
 def _mmvet(row: DatasetRow) -> Sample:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eval.suite.tasks import captions, choices, drawn, open_ended, short_answers, texts, yes_no
-from eval.suite.tasks.task import EvalTask
 from mmspec.errors import UserError
+from mmspec.eval.suite.tasks import captions, choices, drawn, open_ended, short_answers, texts, yes_no
+from mmspec.eval.suite.tasks.task import EvalTask
 
 _MODULES = (drawn, captions, short_answers, choices, yes_no, open_ended, texts)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eval.suite.tasks.local import DatasetRow
 from mmspec.errors import UserError, explained
+from mmspec.eval.suite.tasks.local import DatasetRow
 from mmspec.extras import install
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eval.harness.prompts import Conversation
-from eval.suite.sample import Sample, Scorer
-from eval.suite.scoring.words import anls, contained, exact, relaxed, vqa_accuracy
-from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset, lmms_lab
-from eval.suite.tasks.task import EvalTask, single_turn
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite.sample import Sample, Scorer
+from mmspec.eval.suite.scoring.words import anls, contained, exact, relaxed, vqa_accuracy
+from mmspec.eval.suite.tasks.local import DatasetRow
+from mmspec.eval.suite.tasks.remote import HubDataset, lmms_lab
+from mmspec.eval.suite.tasks.task import EvalTask, single_turn
 
 SHORT_ANSWER = "\nAnswer the question using a single word or phrase."  # LLaVA-1.5 (arXiv 2310.03744, 3.2)
 

@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eval.harness.prompts import Conversation
-from eval.suite.sample import Sample, Scorer
-from eval.suite.tasks.local import DatasetRow, local_rows
-from eval.suite.tasks.remote import HubDataset, hub_rows
 from mmspec.errors import UserError
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite.sample import Sample, Scorer
+from mmspec.eval.suite.tasks.local import DatasetRow, local_rows
+from mmspec.eval.suite.tasks.remote import HubDataset, hub_rows
 
 
 def single_turn(

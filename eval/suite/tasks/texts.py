@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from eval.harness.prompts import Conversation
-from eval.suite.sample import Sample
-from eval.suite.scoring.words import last_number
-from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import HubDataset
-from eval.suite.tasks.task import EvalTask
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.scoring.words import last_number
+from mmspec.eval.suite.tasks.local import DatasetRow
+from mmspec.eval.suite.tasks.remote import HubDataset
+from mmspec.eval.suite.tasks.task import EvalTask
 
 
 def _turns(row: DatasetRow) -> Sample:

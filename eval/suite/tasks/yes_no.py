@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from eval.suite.sample import Sample
-from eval.suite.scoring.yes_no import mme, pope
-from eval.suite.tasks.local import DatasetRow
-from eval.suite.tasks.remote import lmms_lab
-from eval.suite.tasks.short_answers import SHORT_ANSWER
-from eval.suite.tasks.task import EvalTask, single_turn
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.scoring.yes_no import mme, pope
+from mmspec.eval.suite.tasks.local import DatasetRow
+from mmspec.eval.suite.tasks.remote import lmms_lab
+from mmspec.eval.suite.tasks.short_answers import SHORT_ANSWER
+from mmspec.eval.suite.tasks.task import EvalTask, single_turn
 
 
 def _pope(row: DatasetRow) -> Sample:

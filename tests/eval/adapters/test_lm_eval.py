@@ -57,10 +57,10 @@ def adapter(monkeypatch, base=None):
         for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setattr(sys.modules["lm_eval.models.huggingface"], "HFLM", base, raising=False)
-    monkeypatch.delitem(sys.modules, "eval.adapters.lm_eval_model", raising=False)
-    from eval.adapters.lm_eval_model import MmspecLM
+    monkeypatch.delitem(sys.modules, "mmspec.eval.adapters.lm_eval_model", raising=False)
+    from mmspec.eval.adapters.lm_eval_model import MmspecLM
 
-    monkeypatch.delitem(sys.modules, "eval.adapters.lm_eval_model")
+    monkeypatch.delitem(sys.modules, "mmspec.eval.adapters.lm_eval_model")
     return MmspecLM
 
 
@@ -84,7 +84,7 @@ def test_answers_equal_plain_decoding_up_to_the_stop_text(folder, monkeypatch):
 
 def test_the_harness_finds_the_adapter_by_its_entry_point():
     (entry,) = entry_points(group="lm_eval.models", name="mmspec")
-    assert entry.value == "eval.adapters.lm_eval_model:MmspecLM"
+    assert entry.value == "mmspec.eval.adapters.lm_eval_model:MmspecLM"
 
 
 needs_lm_eval = pytest.mark.skipif(

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 import mmspec
-from eval.adapters.lmms import generation_keywords, manifest, messages_to_request
 from mmspec.errors import UserError
+from mmspec.eval.adapters.lmms import generation_keywords, manifest, messages_to_request
 from tests.standin import save_llava
 
 
@@ -37,9 +37,9 @@ def framework(monkeypatch):
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "eval.adapters.lmms_model", raising=False)
+    monkeypatch.delitem(sys.modules, "mmspec.eval.adapters.lmms_model", raising=False)
     yield
-    sys.modules.pop("eval.adapters.lmms_model", None)
+    sys.modules.pop("mmspec.eval.adapters.lmms_model", None)
 
 
 def test_the_manifest_names_the_class(framework):
@@ -52,7 +52,7 @@ def test_the_manifest_names_the_class(framework):
 
 
 def test_answers_are_in_request_order_and_equal_plain_decoding(framework, tmp_path):
-    from eval.adapters.lmms_model import MmspecLMM
+    from mmspec.eval.adapters.lmms_model import MmspecLMM
 
     folder = str(save_llava(tmp_path / "llava"))
     pictures = [Image.new("RGB", (9, 9), (50 * k, 9, 9)) for k in range(5)]

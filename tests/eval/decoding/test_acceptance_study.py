@@ -9,18 +9,18 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
-from eval import acceptance
-from eval.decoding.acceptance_study import AcceptanceStudy, Condition, paired_differences, with_totals
-from eval.decoding.tiny_models import msd_network
-from eval.harness.acceptance import AcceptanceStats
-from eval.harness.prompts import Conversation
+from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.engine import Engine
+from mmspec.eval import acceptance
+from mmspec.eval.decoding.acceptance_study import AcceptanceStudy, Condition, paired_differences, with_totals
+from mmspec.eval.decoding.tiny_models import msd_network
+from mmspec.eval.harness.acceptance import AcceptanceStats
+from mmspec.eval.harness.prompts import Conversation
 from mmspec.sampling.params import SamplingParams
-from mmspec.speculation.tree import build_tree
+from mmspec.vision.drafters.msd import MSD
 from tests.standin import save_llava
-from vision.drafters.msd import MSD
 
 PICTURES = [Image.new("RGB", (9, 9), (90 * k, 9, 9)) for k in range(3)]
 

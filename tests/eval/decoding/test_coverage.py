@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, FalconConfig, JambaConfig, LlamaConfig, LlavaNextConfig, Qwen2VLConfig
 
-from eval.coverage import check_apart, main
-from eval.decoding import coverage
-from eval.decoding.coverage import (
+from mmspec.eval.coverage import check_apart, main
+from mmspec.eval.decoding import coverage
+from mmspec.eval.decoding.coverage import (
     EQUAL,
     FAULTY,
     NOT_BUILT,
@@ -23,7 +23,7 @@ from eval.decoding.coverage import (
     check,
     models,
 )
-from eval.decoding.small_configs import VOCAB, published_config, small_config
+from mmspec.eval.decoding.small_configs import VOCAB, published_config, small_config
 from mmspec.ops import kernels
 
 _TEXTS, _IMAGES = ("prompt", "long prompt", "batch"), ("image", "batch with images")
@@ -180,13 +180,13 @@ def test_a_process_that_ends_or_takes_too_long_is_an_outcome():
 
 def test_a_sweep_writes_its_page_and_resumes(tmp_path, monkeypatch):
     found = [Model(TEXT, "llama"), Model(VISION, "blip")]
-    monkeypatch.setattr("eval.coverage.models", lambda configs: found)
+    monkeypatch.setattr("mmspec.eval.coverage.models", lambda configs: found)
     paths = [tmp_path / name for name in ("log.jsonl", "models.md", "out.json")]
     options = ["--log", paths[0], "--docs", paths[1], "--out", paths[2]]
     assert CliRunner().invoke(main, [*map(str, options), "--limit", "0"]).exit_code == 0
     log = paths[0].read_text()
     assert len(log.splitlines()) == 2
-    monkeypatch.setattr("eval.coverage.check_apart", lambda *_: pytest.fail("these are done"))
+    monkeypatch.setattr("mmspec.eval.coverage.check_apart", lambda *_: pytest.fail("these are done"))
     assert CliRunner().invoke(main, [*map(str, options)]).exit_code == 0
     assert paths[0].read_text() == log
     row = dict.fromkeys(OUTCOMES, 0) | {NOT_BUILT: 1}

@@ -8,11 +8,18 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
-from eval import flash
-from eval.decoding.flash_ablation import MSD, Variant, ablation_requests, load_variant, train_variant, variant_grid
 from mmspec.errors import UserError
+from mmspec.eval import flash
+from mmspec.eval.decoding.flash_ablation import (
+    MSD,
+    Variant,
+    ablation_requests,
+    load_variant,
+    train_variant,
+    variant_grid,
+)
+from mmspec.vision.distil.command import flash as train_flash
 from tests.standin import save_llava
-from vision.distil.command import flash as train_flash
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from eval.decoding.losslessness import (
+from mmspec import ops
+from mmspec.eval.decoding.losslessness import (
     DRAFTERS_WITH_WEIGHTS,
     MODELS,
     SETTINGS,
@@ -15,8 +16,7 @@ from eval.decoding.losslessness import (
     sampling_margin,
     select_cases,
 )
-from eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec import ops
+from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec.sampling.sampler import Sampled
 from tests.tiny import shared_model
 
@@ -80,5 +80,5 @@ def test_sampling_margin_is_the_distance_to_the_nearest_token(monkeypatch):
         for _ in range(max_new_tokens):
             ops.sample(torch.tensor([[[0.25, 0.25, 0.5]]]).log(), torch.tensor([[next(draws)]]))
 
-    monkeypatch.setattr("eval.decoding.losslessness.mmspec.generate", generate)
+    monkeypatch.setattr("mmspec.eval.decoding.losslessness.mmspec.generate", generate)
     assert sampling_margin(None, Case("llama", 1, 0, 8, 5, "sampled", "msd"), 1) == pytest.approx([0.01], abs=1e-6)

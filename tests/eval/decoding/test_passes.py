@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.decoding.passes import divergence, interleaved, ratio
+from mmspec.eval.decoding.passes import divergence, interleaved, ratio
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 

@@ -8,15 +8,15 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
-from eval import speed
-from eval.decoding.speed_tables import time_breakdown
-from eval.decoding.tiny_models import msd_network
-from eval.harness.prompts import held_out_requests
-from eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
+from mmspec.core.tree import TokenTree
 from mmspec.drafters.recycle import Recycle
-from mmspec.speculation.tree import TokenTree
+from mmspec.eval import speed
+from mmspec.eval.decoding.speed_tables import time_breakdown
+from mmspec.eval.decoding.tiny_models import msd_network
+from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
+from mmspec.vision.drafters.msd import MSD
 from tests.standin import save_llava
-from vision.drafters.msd import MSD
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from eval import hybrid_cost
-from eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, shape_model
+from mmspec.eval import hybrid_cost
+from mmspec.eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, shape_model
 from mmspec.targets.transformers_target import TransformersTarget
 
 

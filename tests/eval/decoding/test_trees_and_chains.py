@@ -9,24 +9,24 @@ from click.testing import CliRunner
 from transformers import GenerationConfig
 
 import mmspec
-from eval import hybrid
-from eval.decoding.tiny_models import mamba_network, msd_network
-from eval.decoding.trees_and_chains import compare_trees_with_chains, fastest, methods_by_kind
-from eval.decoding.unrolled import UnrolledTarget
-from eval.harness.drafters import ProfiledDrafter
-from eval.harness.prompts import held_out_texts
-from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec import TokenTree, UserError
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import fork
 from mmspec.drafters.chain import as_chain
-from mmspec.drafters.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.eval import hybrid
+from mmspec.eval.decoding.tiny_models import mamba_network, msd_network
+from mmspec.eval.decoding.trees_and_chains import compare_trees_with_chains, fastest, methods_by_kind
+from mmspec.eval.decoding.unrolled import UnrolledTarget
+from mmspec.eval.harness.drafters import ProfiledDrafter
+from mmspec.eval.harness.prompts import held_out_texts
+from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.budget import Budget
-from ssm.drafters.mamba import Mamba
-from ssm.training.architecture import Architecture, new_model
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.ssm.training.architecture import Architecture, new_model
+from mmspec.vision.drafters.msd import MSD
 from tests.standin import tokenizer
-from vision.drafters.msd import MSD
 
 SIZE = Architecture(
     width=48, layers=3, attention=(1,), heads=2, mamba_heads=2, state=8, mlp=48, context=512, vocabulary=320

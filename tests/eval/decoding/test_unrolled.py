@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_models import text_inputs
-from eval.decoding.unrolled import UnrolledTarget, unroll
 from mmspec import TokenTree, verify_greedy
+from mmspec.core.target import Prompt
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.tiny_models import text_inputs
+from mmspec.eval.decoding.unrolled import UnrolledTarget, unroll
 from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, shared_model
 

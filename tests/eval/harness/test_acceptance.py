@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from eval.harness.acceptance import AcceptanceStats, acceptance_difference
-from eval.harness.drafters import ProfiledDrafter
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stats import Stats
+from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference
+from mmspec.eval.harness.drafters import ProfiledDrafter
 
 
 def stats_of(*accepted, drafted=4):

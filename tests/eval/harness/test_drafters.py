@@ -4,17 +4,17 @@ import pytest
 import torch
 
 import mmspec
-from eval.decoding.tiny_models import msd_network, vision_model
-from eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec import UserError
-from mmspec.drafters.drafter import fork, learns, lend
+from mmspec.core.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
+from mmspec.eval.decoding.tiny_models import msd_network, vision_model
+from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec.pipeline import Pipeline
+from mmspec.vision.drafters.msd import MSD, Eagle
+from mmspec.vision.embedded import tiny_llava
 from tests.standin import save_llava, save_text_model
-from vision.drafters.msd import MSD, Eagle
-from vision.embedded import tiny_llava
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from eval.harness.intervals import median_interval
+from mmspec.eval.harness.intervals import median_interval
 
 
 @pytest.mark.parametrize("count", [29, 43, 111])

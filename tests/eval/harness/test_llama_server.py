@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.decoding.passes import plain_step
-from eval.harness.llama_server import CONTEXT, LlamaServer
 from mmspec.errors import UserError
+from mmspec.eval.decoding.passes import plain_step
+from mmspec.eval.harness.llama_server import CONTEXT, LlamaServer
 from tests.llama_server import CRASH, STEP, install
 
 

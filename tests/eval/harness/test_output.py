@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from eval.harness.options import SIZES, TEMPERATURES
-from eval.harness.output import BenchmarkCommand, benchmark, make_table, percent, write_result
 from mmspec.errors import UserError
+from mmspec.eval.harness.options import SIZES, TEMPERATURES
+from mmspec.eval.harness.output import BenchmarkCommand, benchmark, make_table, percent, write_result
 
 
 def cells(table):

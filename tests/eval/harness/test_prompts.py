@@ -3,8 +3,8 @@
 import pytest
 from PIL import Image
 
-from eval.harness import prompts
-from eval.harness.prompts import (
+from mmspec.eval.harness import prompts
+from mmspec.eval.harness.prompts import (
     FIRST_INDEX,
     INDICES_PER_SUITE,
     SUITES,
@@ -12,7 +12,7 @@ from eval.harness.prompts import (
     held_out_requests,
     suite_conversations,
 )
-from vision.training.accuracy import FIRST_SCENE
+from mmspec.vision.training.accuracy import FIRST_SCENE
 
 
 def test_suites_have_disjoint_index_ranges(monkeypatch):

@@ -4,8 +4,8 @@ import json
 
 import jsonschema
 
-from eval.harness.schemas import KINDS, schema_requests
 from mmspec import SamplingParams
+from mmspec.eval.harness.schemas import KINDS, schema_requests
 
 
 def test_schemas_are_valid_different_and_supported():

@@ -13,7 +13,7 @@ from tests.served import eventually
 
 SCRIPT = """
 import subprocess, weakref, time, click
-from eval.harness.output import BenchmarkCommand
+from mmspec.eval.harness.output import BenchmarkCommand
 class Server: pass
 @click.command(cls=BenchmarkCommand)
 def main():

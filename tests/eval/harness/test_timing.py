@@ -5,8 +5,8 @@ from functools import wraps
 import pytest
 
 import mmspec
-from eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, interleaved_medians, time_ratios
 from mmspec.drafters.recycle import Recycle
+from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, interleaved_medians, time_ratios
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.standin import save_text_model
@@ -19,7 +19,12 @@ REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]
 def pipe(tmp_path, monkeypatch):
     """A pipeline whose calls take ``SECONDS`` on the fake clock."""
     now = [0.0]
-    for module in ("mmspec.engine.engine", "mmspec.engine.sequence", "eval.harness.timing", "eval.harness.drafters"):
+    for module in (
+        "mmspec.engine.engine",
+        "mmspec.engine.sequence",
+        "mmspec.eval.harness.timing",
+        "mmspec.eval.harness.drafters",
+    ):
         monkeypatch.setattr(f"{module}.clock", lambda: now[0])
     monkeypatch.setattr("mmspec.engine.timing.perf_counter", lambda: now[0])
 
@@ -79,7 +84,7 @@ def test_transformers_answers_are_counted(pipe):
 
 def test_calls_are_interleaved_in_rotating_order_after_a_warm_up(monkeypatch):
     now, order = [0.0], []
-    monkeypatch.setattr("eval.harness.timing.clock", lambda: now[0])
+    monkeypatch.setattr("mmspec.eval.harness.timing.clock", lambda: now[0])
 
     def call(name, seconds):
         order.append(name)

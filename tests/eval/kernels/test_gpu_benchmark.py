@@ -10,10 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from eval import gpu
-from eval.kernels import gpu_benchmark, gpu_kernels, gpu_models, gpu_parts
-from eval.kernels.gpu_kernels import KernelTimer, binary_tree, median_seconds, time_attention
-from eval.scale_up.axes import SHAPES, Shape
+from mmspec.eval import gpu
+from mmspec.eval.kernels import gpu_benchmark, gpu_kernels, gpu_models, gpu_parts
+from mmspec.eval.kernels.gpu_kernels import KernelTimer, binary_tree, median_seconds, time_attention
+from mmspec.eval.scale_up.axes import SHAPES, Shape
 
 
 def call(*arguments):
@@ -194,7 +194,7 @@ def test_the_remaining_parts_run_in_a_new_process(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     assert call("--device", "cpu", "--quick", "--out", str(out), "--skip", "tests").exit_code == 7
     ((_, *arguments),) = called
-    assert arguments[:6] == ["-m", "eval.gpu", "--out", str(out), "--device", "cpu"]
+    assert arguments[:6] == ["-m", "mmspec.eval.gpu", "--out", str(out), "--device", "cpu"]
     assert arguments[8:] == ["--skip", "tests", "--skip", "scans"]
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import mmspec
-from eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
-from eval.kernels.gpu_parts import run_parts
-from eval.scale_up.axes import Weights
+from mmspec.core.budget import CostTable
+from mmspec.core.target import Prompt
+from mmspec.eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
+from mmspec.eval.kernels.gpu_parts import run_parts
+from mmspec.eval.scale_up.axes import Weights
 from mmspec.pipeline import Pipeline
-from mmspec.speculation.budget import CostTable
-from mmspec.targets.target import Prompt
 
 pytest.importorskip("triton")
 from tests.pretended import pretended, pretended_cuda

@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from eval import ssm_memory
+from mmspec.eval import ssm_memory
 
 
 def test_a_tree_takes_less_memory_than_a_state_per_node(tmp_path):

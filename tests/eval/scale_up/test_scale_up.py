@@ -8,18 +8,18 @@ import torch
 from click.testing import CliRunner
 
 import mmspec
-from eval import scaled
-from eval.decoding.tiny_models import msd_network, text_model
-from eval.harness.prompts import held_out_requests, held_out_texts
-from eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
-from eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
-from eval.scale_up.models import scale_up, shape_of
-from eval.scale_up.pipeline import prompt_tokens
+from mmspec.core.target import Prompt
 from mmspec.errors import UserError
+from mmspec.eval import scaled
+from mmspec.eval.decoding.tiny_models import msd_network, text_model
+from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
+from mmspec.eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
+from mmspec.eval.scale_up.models import scale_up, shape_of
+from mmspec.eval.scale_up.pipeline import prompt_tokens
+from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
-from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Prompt
-from vision.drafters.msd import Flash
+from mmspec.vision.drafters.msd import Flash
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each
 GROUPED = Shape(320, 400, 9, 16, 4, 64, 896)  # larger query groups, same vocabulary

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import mmspec
-from eval.suite.evaluator import SuiteSettings
-from eval.suite.methods import parse_methods
-from eval.suite.run import run_suite
 from mmspec.errors import UserError
+from mmspec.eval.suite.evaluator import SuiteSettings
+from mmspec.eval.suite.methods import parse_methods
+from mmspec.eval.suite.run import run_suite
 from tests.llama_server import STEP, install
 from tests.standin import save_gguf
 

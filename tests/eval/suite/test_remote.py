@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from eval.suite.tasks import TASKS
 from mmspec.errors import UserError
-from vision.images import load_image
+from mmspec.eval.suite.tasks import TASKS
+from mmspec.vision.images import load_image
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install -e '.[eval]'")
 

@@ -11,20 +11,20 @@ import pytest
 from click.testing import CliRunner
 
 import mmspec
-from eval.decoding.tiny_models import msd_network
-from eval.suite import evaluator, methods
-from eval.suite.command import evaluate
-from eval.suite.evaluator import Evaluator, SuiteSettings
-from eval.suite.methods import auto_methods, parse_methods
-from eval.suite.records import RunRecords, suite_jobs
-from eval.suite.report import write_report
-from eval.suite.run import run_suite
-from eval.suite.spec_bench import answer_lines
-from eval.suite.summary import summarise
-from eval.suite.tasks import TASKS
 from mmspec.errors import UserError
+from mmspec.eval.decoding.tiny_models import msd_network
+from mmspec.eval.suite import evaluator, methods
+from mmspec.eval.suite.command import evaluate
+from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
+from mmspec.eval.suite.methods import auto_methods, parse_methods
+from mmspec.eval.suite.records import RunRecords, suite_jobs
+from mmspec.eval.suite.report import write_report
+from mmspec.eval.suite.run import run_suite
+from mmspec.eval.suite.spec_bench import answer_lines
+from mmspec.eval.suite.summary import summarise
+from mmspec.eval.suite.tasks import TASKS
+from mmspec.vision.drafters.msd import MSD
 from tests.standin import save_llava, save_text_model
-from vision.drafters.msd import MSD
 
 METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"
 
@@ -120,7 +120,7 @@ def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path
     path = tmp_path / "records.jsonl"
     path.write_text(path.read_text()[:-40])  # a kill in the middle of a line
     done.clear()
-    monkeypatch.setattr("eval.suite.run.write_report", lambda summary, folder: None)
+    monkeypatch.setattr("mmspec.eval.suite.run.write_report", lambda summary, folder: None)
     monkeypatch.setattr(Evaluator, "__call__", lambda self, job: done.append(job) or call(self, job))
     summary = run_suite(settings(folder), tmp_path)
     assert len(done) == 8 - 2
@@ -140,8 +140,8 @@ def test_other_settings_in_the_same_folder_are_refused(whole, folder):
 
 
 def test_a_finished_run_is_not_measured_again(whole, folder, monkeypatch):
-    monkeypatch.setattr("eval.suite.run.write_report", lambda summary, folder: None)
-    monkeypatch.setattr("eval.suite.run.Evaluator", lambda plain: pytest.fail("loaded"))
+    monkeypatch.setattr("mmspec.eval.suite.run.write_report", lambda summary, folder: None)
+    monkeypatch.setattr("mmspec.eval.suite.run.Evaluator", lambda plain: pytest.fail("loaded"))
     assert run_suite(settings(folder), whole[0]) == whole[1]
 
 
@@ -178,7 +178,7 @@ def test_the_report_has_figures_and_plots(whole):
 
 
 def test_a_report_needs_no_matplotlib(whole, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "eval.suite.plots", None)
+    monkeypatch.setitem(__import__("sys").modules, "mmspec.eval.suite.plots", None)
     assert "they need the package matplotlib" in write_report(whole[1], tmp_path).read_text()
 
 
@@ -300,7 +300,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 @needs_ray
 @pytest.mark.filterwarnings("ignore")
 def test_ray_gives_the_same_results_and_repeats_a_killed_workers_job(whole, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("eval.suite.run.Evaluator", KilledEvaluator)
+    monkeypatch.setattr("mmspec.eval.suite.run.Evaluator", KilledEvaluator)
     summary = run_suite(settings(folder), tmp_path, engine="ray", workers=2)
     assert os.path.exists(os.path.join(os.path.dirname(folder), "died"))
     assert len(records(tmp_path)) == 8

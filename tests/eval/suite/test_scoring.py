@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 
-from eval.harness.prompts import Conversation
-from eval.suite.sample import Sample
-from eval.suite.scoring import captions, choice, drawn, words, yes_no
-from eval.suite.tasks import TASKS
 from mmspec.errors import UserError
-from vision.scenes.captions import caption
-from vision.scenes.clips import describe_clip
-from vision.scenes.scene import seeded
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.scoring import captions, choice, drawn, words, yes_no
+from mmspec.eval.suite.tasks import TASKS
+from mmspec.vision.scenes.captions import caption
+from mmspec.vision.scenes.clips import describe_clip
+from mmspec.vision.scenes.scene import seeded
 
 
 def sample(*accepted, category="", metadata=None):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from eval.harness.prompts import Conversation
-from eval.suite.sample import Sample
-from eval.suite.summary import summarise
 from mmspec.errors import UserError
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.summary import summarise
 
 TASK = "scenes-captions"
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from eval.harness import prompts
-from eval.suite.tasks import GROUPS, TASKS, drawn, select_tasks
 from mmspec.errors import UserError
+from mmspec.eval.harness import prompts
+from mmspec.eval.suite.tasks import GROUPS, TASKS, drawn, select_tasks
 
 ROWS = {
     "coco": {"image": "a.png", "answer": ["A dog.", "One dog."], "id": 7},

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 import mmspec
-from eval.decoding.tiny_models import msd_network, text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
 from mmspec.cache.prefix_cache import Prefix, PrefixCache, media_key
 from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
-from mmspec.speculation.budget import Budget
-from mmspec.targets.target import Prompt
+from mmspec.eval.decoding.tiny_models import msd_network, text_inputs, vision_inputs
+from mmspec.vision.drafters.msd import Flash
 from tests.decoding import decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from vision.drafters.msd import Flash
 
 BYTES = 1 << 24
 

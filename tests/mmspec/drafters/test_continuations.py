@@ -2,14 +2,14 @@
 
 import torch
 
-from mmspec.drafters.drafter import continuations
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import continuations
+from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.speculation.budget import Budget
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 

@@ -10,9 +10,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec import TokenTree, plugins, verify_greedy
-from mmspec.drafters.drafter import features
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import features
+from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
@@ -21,16 +22,15 @@ from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec.ops import graphs, kernels
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
-from mmspec.targets.target import Prompt
-from ssm.drafters.mamba import Mamba
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.msd import MSD, Flash
 from tests.device import Replayed, as_launches
 from tests.drafting import network_for
 from tests.targets import prompt_of
 from tests.tiny import root_path, shared_model, valid_nodes
-from vision.drafters.msd import MSD, Flash
 
 VOCAB = 101
 

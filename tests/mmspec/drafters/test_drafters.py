@@ -9,19 +9,19 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmspec
-from eval.decoding.tiny_configs import TINY_SIZES
-from eval.decoding.tiny_models import text_inputs
 from mmspec import TokenTree, UserError, plugins
-from mmspec.drafters.drafter import fork
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import fork
+from mmspec.core.target import Prompt, Step
+from mmspec.core.tree import build_tree
+from mmspec.core.verify import verify_greedy
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import build_tree
-from mmspec.speculation.verify import verify_greedy
-from mmspec.targets.loading import make_drafter
-from mmspec.targets.target import Prompt, Step
+from mmspec.eval.decoding.tiny_configs import TINY_SIZES
+from mmspec.eval.decoding.tiny_models import text_inputs
+from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import root_path, shared_model, valid_nodes
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mmspec import TokenTree, verify_greedy
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Step
 from mmspec.drafters import recycled
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.recycled import Rankings
 from mmspec.ops import kernels
-from mmspec.speculation.budget import Budget
-from mmspec.targets.target import Prompt, Step
 from tests.tiny import root_path
 
 VOCAB = 60

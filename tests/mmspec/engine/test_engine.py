@@ -7,17 +7,18 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
-from eval.decoding.oracle import Oracle
 from mmspec import TokenTree
+from mmspec.core.budget import Budget, CostTable
+from mmspec.core.target import Prompt, Step
+from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable
-from mmspec.speculation.tree import build_tree
-from mmspec.targets.target import Prompt, Step
 from tests.decoding import decode
 from tests.tiny import table_model
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import BatchSampler, Sampler
-from mmspec.speculation.budget import Budget
 from tests.decoding import decode
 from tests.mmspec.engine.test_engine import VOCAB, Fixed, TableTarget, prompt_of, said_plainly
 from tests.tiny import table_model

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from eval.decoding.tiny_models import (
+from mmspec import TokenTree, plugins, verify_greedy
+from mmspec.cache.rows import batch_bucket
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_models import (
     eagle3_network,
     mamba_network,
     mtp_network,
@@ -11,26 +19,18 @@ from eval.decoding.tiny_models import (
     vision_inputs,
     vispec_network,
 )
-from mmspec import TokenTree, plugins, verify_greedy
-from mmspec.cache.rows import batch_bucket
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
-from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
-from mmspec.targets.target import Prompt
+from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget, node_bucket
-from ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.msd import MSD, Flash
+from mmspec.vision.drafters.mtp import MTP
+from mmspec.vision.drafters.vispec import ViSpec
 from tests.decoding import decode
 from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.msd import MSD, Flash
-from vision.drafters.mtp import MTP
-from vision.drafters.vispec import ViSpec
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eval.decoding.oracle import Oracle
+from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
 from tests.mmspec.engine.test_engine import VOCAB, run
 from tests.tiny import table_model
 

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
-from mmspec.targets.target import Prompt
 from tests.decoding import decode
 from tests.mmspec.ops.test_graphs import DRAFTERS
 from tests.tiny import shared_model

@@ -7,8 +7,17 @@ from functools import cache
 import pytest
 import torch
 
-from eval.decoding.tiny_configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
-from eval.decoding.tiny_models import (
+from mmspec import SamplingParams, plugins
+from mmspec.core.budget import Budget, CostTable
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.drafters.union import Union
+from mmspec.engine.budget import AdaptiveBudget
+from mmspec.engine.engine import Engine
+from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import (
     eagle3_network,
     mamba_network,
     msd_network,
@@ -17,21 +26,13 @@ from eval.decoding.tiny_models import (
     vision_inputs,
     vispec_network,
 )
-from mmspec import SamplingParams, plugins
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
-from mmspec.drafters.union import Union
-from mmspec.engine.engine import Engine
-from mmspec.engine.stopping import Stopper
-from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable
-from ssm.drafters.mamba import Mamba
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.msd import MSD, Flash
+from mmspec.vision.drafters.mtp import MTP
+from mmspec.vision.drafters.vispec import ViSpec
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.msd import MSD, Flash
-from vision.drafters.mtp import MTP
-from vision.drafters.vispec import ViSpec
 
 SLOTS, CHUNK, REQUESTS = 4, 8, 10
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec import SamplingParams, plugins
+from mmspec.core.budget import Budget, CostTable
+from mmspec.core.verify import Verdict
+from mmspec.engine.budget import SteadyBudget
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import BatchSampler, Sampler
-from mmspec.speculation.budget import Budget, CostTable, SteadyBudget
-from mmspec.speculation.verify import Verdict
 from tests.decoding import decode
 from tests.device import as_launches, on_a_gpu, waiting
 from tests.mmspec.ops.test_graphs import CASES as CAPTURED

@@ -201,7 +201,7 @@ def fresh(monkeypatch, tmp_path):
 
 def test_without_a_compiler_torchs_kernels_run(fresh):
     from mmspec.quantisation.linear import Int4Linear
-    from mmspec.quantisation.packing import packed
+    from mmspec.targets.packing import packed
 
     fresh.setenv("PATH", "")
     fresh.delenv("CXX", raising=False)

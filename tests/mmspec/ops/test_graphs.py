@@ -5,8 +5,15 @@ import copy
 import pytest
 import torch
 
-from eval.decoding.tiny_configs import VISION_CONFIGS
-from eval.decoding.tiny_models import (
+from mmspec import TokenTree, plugins, verify_greedy
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.small import Small
+from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
+from mmspec.eval.decoding.tiny_models import (
     eagle3_network,
     mamba_network,
     mtp_network,
@@ -14,28 +21,21 @@ from eval.decoding.tiny_models import (
     vision_inputs,
     vispec_network,
 )
-from mmspec import TokenTree, plugins, verify_greedy
-from mmspec.cache.tree_cache import TreeCache
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
-from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs, kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
+from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
-from ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.eagle3 import Eagle3
+from mmspec.vision.drafters.msd import MSD, Flash
+from mmspec.vision.drafters.mtp import MTP
+from mmspec.vision.drafters.vispec import ViSpec
 from tests.decoding import decode
 from tests.device import Replayed, as_launches, on_a_gpu
 from tests.drafting import network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from vision.drafters.eagle3 import Eagle3
-from vision.drafters.msd import MSD, Flash
-from vision.drafters.mtp import MTP
-from vision.drafters.vispec import ViSpec
 
 
 @pytest.fixture

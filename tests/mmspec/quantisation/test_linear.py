@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.ops import cpu
 from mmspec.quantisation.linear import GROUP, quantise_int4
-from mmspec.quantisation.packing import KINDS, pack_drafter, packed
+from mmspec.targets.packing import KINDS, pack_drafter, packed
 
 SHAPES = [(192, 576), (576, 1536), (48, 64)]
 

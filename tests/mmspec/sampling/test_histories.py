@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mmspec.core.tree import TokenTree
 from mmspec.sampling.histories import NOTHING, Histories
-from mmspec.speculation.tree import TokenTree
 from tests.tiny import random_tree, root_path, valid_nodes
 
 

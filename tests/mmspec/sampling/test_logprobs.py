@@ -10,7 +10,7 @@ import torch
 import mmspec
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation, Pipeline
-from vision.embedded import samples
+from mmspec.vision.embedded import samples
 
 REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}
 SAMPLED = {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.3}

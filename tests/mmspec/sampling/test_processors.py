@@ -13,19 +13,19 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 import mmspec
-from eval.decoding.oracle import Oracle
-from eval.decoding.tiny_models import text_inputs
 from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins
+from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.processors import tree_form
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
-from mmspec.speculation.budget import Budget
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
 

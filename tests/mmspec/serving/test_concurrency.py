@@ -17,14 +17,14 @@ import httpx
 import psutil
 import pytest
 
-from eval.harness.prompts import picture
 from mmspec.engine.stats import Stats
+from mmspec.eval.harness.prompts import picture
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
+from mmspec.vision.scenes.conversations import one_image
+from mmspec.vision.scenes.scene import seeded
 from tests.served import LONG, QUESTION, SCENE, Served, data_uri, eventually, question, served
-from vision.scenes.conversations import one_image
-from vision.scenes.scene import seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import MptConfig, MptForCausalLM
 
-from eval.decoding.oracle import Oracle
 from mmspec import plugins
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
+from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampler
-from mmspec.speculation.budget import Budget
-from mmspec.targets.target import Prompt
 
 LONGEST = 32
 

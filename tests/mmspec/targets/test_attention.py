@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmspec.speculation.tree import TokenTree
+from mmspec.core.target import Prompt
+from mmspec.core.tree import TokenTree
 from mmspec.targets.attention import NAME, PassAttention, tree_attention
-from mmspec.targets.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 

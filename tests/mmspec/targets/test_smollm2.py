@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import mmspec
-from eval.suite.run import is_visual
 from mmspec import plugins
 from mmspec.drafters import checkpoint
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
+from mmspec.eval.suite.run import is_visual
 from mmspec.ops import cpu
 
 PROMPT = "Write a Python function that counts the vowels of a text, and explain it."

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mmspec import Pipeline
+from mmspec.core.budget import CostTable
+from mmspec.core.target import Prompt, Step
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
-from mmspec.speculation.budget import CostTable
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
 from mmspec.targets.processor import Processor
-from mmspec.targets.target import Prompt, Step
 from tests.tiny import byte_tokenizer
 
 VOCAB = 259

@@ -20,16 +20,16 @@ from transformers import (
 )
 
 import mmspec
-from eval.decoding.oracle import Oracle
-from eval.decoding.small_configs import random_model, small_config
-from eval.decoding.tiny_configs import TEXT_CONFIGS
-from eval.decoding.tiny_models import text_inputs, text_model
 from mmspec import TokenTree, UserError, plugins
-from mmspec.speculation.budget import CostTable
-from mmspec.targets.loading import make_drafter
+from mmspec.core.budget import CostTable
+from mmspec.core.target import Prompt, output_of
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.small_configs import random_model, small_config
+from mmspec.eval.decoding.tiny_configs import TEXT_CONFIGS
+from mmspec.eval.decoding.tiny_models import text_inputs, text_model
+from mmspec.loading import make_drafter
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
-from mmspec.targets.target import Prompt, output_of
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.speculation.budget import CostTable
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
+from mmspec.core.budget import CostTable
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 
 Feature = int | str
 """Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its output as the layer returns it, and

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mmspec.drafters.drafter import Drafter, continuations
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, continuations
+from mmspec.core.tree import TokenTree, build_tree
 from mmspec.drafters.growth import Nodes, best_first
 from mmspec.sampling.sampler import Sampled
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree, build_tree
 
 _At = tuple[int | None, tuple[int, ...], tuple[int, ...]]  # drafted node, path to it, tokens forced after it
 

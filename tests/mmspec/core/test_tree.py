@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from mmspec import TokenTree
+from mmspec.core.tree import merge
 from mmspec.ops import kernels
-from mmspec.speculation.tree import merge
 from tests.tiny import random_tree, root_path, valid_nodes
 
 

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import mmspec
+from mmspec.core.target import Prompt, output_of
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import verify_greedy
 from mmspec.drafters.ngram import Ngram
-from mmspec.quantisation.decoder_layer import MergedLayer, merge_layers
-from mmspec.quantisation.packing import pack_model, weights_kind
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import verify_greedy
-from mmspec.targets.target import Prompt, output_of
+from mmspec.targets.decoder_layer import MergedLayer, merge_layers
+from mmspec.targets.packing import pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 

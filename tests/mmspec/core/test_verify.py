@@ -16,7 +16,7 @@ import torch
 from mmspec import TokenTree, ops, verify, verify_greedy
 from tests.tiny import random_tree, valid_nodes
 
-module = import_module("mmspec.speculation.verify")
+module = import_module("mmspec.core.verify")
 VOCAB = 5
 UNDECIDED = -2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-from mmspec.speculation.trace import JudgedTree
+from mmspec.engine.trace import JudgedTree
 
 _COLUMN, _WIDE, _ROW, _BOX, _LONGEST = 108, 88, 34, 26, 10
 

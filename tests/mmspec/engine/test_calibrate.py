@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-import mmspec.speculation.calibrate as calibrate
+import mmspec.engine.calibrate as calibrate
+from mmspec.core.budget import CostTable
 from mmspec.files import cache_folder
-from mmspec.speculation.budget import CostTable
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 

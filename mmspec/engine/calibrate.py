@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import transformers
 
+from mmspec.core.budget import CostTable
+from mmspec.core.target import Prompt, Target
+from mmspec.core.tree import TokenTree
 from mmspec.files import cache_folder, write_text
-from mmspec.quantisation.packing import weights_kind
-from mmspec.speculation.budget import CostTable
-from mmspec.speculation.tree import TokenTree
-from mmspec.targets.target import Prompt, Target
+from mmspec.targets.packing import weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Step
+from mmspec.core.target import Step
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,20 @@
 """Tree budgets: number of drafted nodes per step.
 
 A tree of n drafted nodes with path probabilities g_1 >= g_2 >= ... emits ``1 + sum(g_1..g_n)`` expected tokens in
-``t(n + 1)`` seconds. t is measured (``mmspec.speculation.calibrate``); the probabilities are the drafter's, calibrated
+``t(n + 1)`` seconds. t is measured (``mmspec.engine.calibrate``); the probabilities are the drafter's, calibrated
 by observed acceptance. Plain decoding, a tree of the root alone, is always a candidate.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from math import inf, log2
+from math import log2
 from typing import TYPE_CHECKING
 
+from mmspec.core.budget import Budget, CostTable
+
 if TYPE_CHECKING:
-    from mmspec.speculation.tree import TokenTree
+    from mmspec.core.tree import TokenTree
 
 _BINS = 16
 _PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
@@ -35,100 +34,6 @@ _RIDGE = 0.1  # ridge term of the time fit: variance of sizes, in plain steps sq
 _MIN_SLOPE = 0.2  # minimum share of the verify time that grows with the tree
 _CREDIT = 0.25  # plain steps that drafting may lose initially
 _CREDIT_PER_TOKEN = 0.005  # additional credit per emitted token
-
-
-@dataclass(frozen=True)
-class CostTable:
-    """Measured time of a verify pass by its total number of tokens.
-
-    Attributes:
-        tokens: measured sizes, ascending from 1.
-        seconds: time of a pass of each size.
-
-    Raises:
-        ValueError: fewer than two sizes, sizes that do not ascend from 1, or a time that is not positive.
-    """
-
-    tokens: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        ascending = len(self.tokens) > 1 and self.tokens[0] == 1 and all(a < b for a, b in pairwise(self.tokens))
-        if not ascending or len(self.seconds) != len(self.tokens):
-            raise ValueError(f"sizes must ascend from 1, with a time each: got {self.tokens} and {self.seconds}")
-        if not all(0 < seconds < inf for seconds in self.seconds):
-            raise ValueError(f"times must be positive: got {self.seconds}")
-
-    def __call__(self, count: int) -> float:
-        """Seconds for ``count`` tokens, by linear interpolation and extrapolation."""
-        at = min(max(bisect_left(self.tokens, count), 1), len(self.tokens) - 1)
-        low, high = self.tokens[at - 1], self.tokens[at]
-        share = (count - low) / (high - low)
-        return self.seconds[at - 1] + share * (self.seconds[at] - self.seconds[at - 1])
-
-    def width(self, nodes: int, batch: int = 1) -> int:
-        """Padded number of nodes, at least ``nodes``, with the fastest pass.
-
-        More tokens can be faster: CPU GEMMs of one or a few rows use slower kernels than those of eight.
-        """
-        best = nodes
-        for count in self.tokens:
-            wider = count // batch
-            if wider > best and self(wider * batch) < 0.97 * self(best * batch):
-                best = wider
-        return best
-
-
-class Budget:
-    """Fixed number of drafted nodes per step; base class of budgets.
-
-    Args:
-        nodes: maximum drafted nodes per row and step.
-        depth: maximum tree depth.
-
-    Attributes:
-        remaining: (set by the engine) drafts that the longest unfinished row can still accept.
-        floor: minimum path probability of a candidate.
-    """
-
-    floor = 0.002
-
-    def __init__(self, nodes: int = 16, depth: int = 12) -> None:
-        self.nodes = nodes
-        self.depth = depth
-        self.remaining = depth
-
-    def resize(self, batch: int) -> None:
-        """Set the batch size of the next step."""
-
-    def begin(self, share: float = 1.0) -> None:
-        """Start new requests, which make up ``share`` of the batch."""
-
-    @property
-    def max_depth(self) -> int:
-        return min(self.depth, self.remaining)
-
-    def drafts(self) -> bool:
-        """Whether to draft at all in this step."""
-        return self.remaining > 0 and self.nodes > 0
-
-    def deeper(self, gain: float) -> bool:
-        """Whether to grow one more tree level, expected to add ``gain`` tokens per row."""
-        return True
-
-    def prune(self, tree: TokenTree) -> TokenTree:
-        """Prune a tree to its most probable nodes; drawn trees and those without ``log_probs`` are kept whole."""
-        return tree.first(1 + self.nodes) if tree.prunable else tree
-
-    def observe(
-        self,
-        nodes: int,
-        paths: list[list[int]],
-        draft_seconds: float,
-        verify_seconds: float,
-        commit_seconds: float = 0.0,
-    ) -> None:
-        """Update with a step's tree size (root included), accepted path per row, and times."""
 
 
 class AdaptiveBudget(Budget):

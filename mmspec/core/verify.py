@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmspec import ops
-from mmspec.speculation.tree import TokenTree
+from mmspec.core.tree import TokenTree
 
 
 @dataclass(frozen=True)

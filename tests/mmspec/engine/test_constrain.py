@@ -8,12 +8,12 @@ import torch
 
 import mmspec
 from mmspec import SamplingParams, TokenTree
+from mmspec.core.budget import Budget
+from mmspec.core.tree import build_tree
+from mmspec.engine.constrain import constrain
 from mmspec.engine.sequence import Sequence
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.constrain import constrain
-from mmspec.speculation.tree import build_tree
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mmspec.speculation.budget import Budget
-from mmspec.speculation.tree import TokenTree
-from mmspec.speculation.verify import Verdict
-from mmspec.targets.target import Feature, Prompt, Step, Target
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 
 
 class Drafter(Protocol):

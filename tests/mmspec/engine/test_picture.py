@@ -2,8 +2,8 @@
 
 from xml.etree import ElementTree
 
-from mmspec.speculation.picture import draw_tree
-from mmspec.speculation.trace import JudgedTree
+from mmspec.engine.picture import draw_tree
+from mmspec.engine.trace import JudgedTree
 
 SVG = "{http://www.w3.org/2000/svg}"
 TEXTS = {1: "a", 2: "b<", 3: "a very long token", 4: "d", 5: " ", 6: "end"}

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from mmspec.extras import missing
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
-from mmspec.quantisation.decoder_layer import merge_layers
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
+from mmspec.targets.decoder_layer import merge_layers
 from mmspec.targets.support import lay_out_for_few_rows
 
 KINDS: dict[str, type[PackedLinear]] = {

@@ -16,14 +16,14 @@ from transformers import AutoConfig
 
 from mmspec import plugins
 from mmspec.checks import shown
+from mmspec.core.drafter import Drafter
 from mmspec.drafters import checkpoint
-from mmspec.drafters.drafter import Drafter
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError, explained
 from mmspec.ops import cpu
-from mmspec.quantisation.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import from_pretrained, lay_out_for_few_rows, read_whole
 from mmspec.targets.transformers_target import TransformersTarget

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mmspec import TokenTree
-from mmspec.speculation.budget import AdaptiveBudget, Budget, CostTable, SteadyBudget
-from mmspec.speculation.tree import build_tree
+from mmspec.core.budget import Budget, CostTable
+from mmspec.core.tree import build_tree
+from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
 
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))

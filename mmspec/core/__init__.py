@@ -1,0 +1,1 @@
+"""Contracts: token trees, verification, budgets, and the interfaces of targets and drafters."""

@@ -1,1 +1,0 @@
-"""Draft trees: their verification, and how large they should be."""
