@@ -25,9 +25,9 @@ from transformers.generation import (
 from mmspec import plugins
 from mmspec.checks import shown
 from mmspec.core.target import Prompt
-from mmspec.engine.engine import Engine
 from mmspec.engine.request import NODES
 from mmspec.engine.sequence import Sequence as Row
+from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
@@ -80,7 +80,7 @@ def decode(
         prompt = _prompt(input_ids, model_kwargs)
         stopper = _stopper(stopping_criteria, input_ids.shape[1])
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        rows = _decode(_pipeline(model, drafter).engine, prompt, sampler, stopper, nodes, streamer)
+        rows = _decode(_pipeline(model, drafter), prompt, sampler, stopper, nodes, streamer)
     finally:
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever
@@ -91,19 +91,20 @@ def decode(
 
 
 def _decode(
-    engine: Engine, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None, streamer: Any
+    pipe: Pipeline, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None, streamer: Any
 ) -> list[Row]:
     """Decode all rows of a prompt until they end."""
-    rows = engine.add(prompt, sampler, stopper, nodes)
+    wakeup = Wakeup()
+    rows = pipe.add(prompt, sampler, stopper, nodes, on_change=wakeup)
     try:
         ended = False
         while not ended:
-            engine.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_output)
+            wakeup.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_output)
             ended = all(row.done for row in rows)  # before the tokens: another thread may be adding some
             for token in rows[0].take() if streamer is not None else ():
                 streamer.put(torch.tensor([token]))
     finally:
-        engine.remove(rows)
+        pipe.engine.remove(rows)
     for row in rows:
         if row.error is not None:
             raise row.error

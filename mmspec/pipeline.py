@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike, fspath
@@ -17,19 +18,20 @@ from mmspec.checks import shown, whole
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target
-from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
-from mmspec.engine.calibrate import cost_table, stored_cost
 from mmspec.engine.engine import SLOTS, Engine
 from mmspec.engine.request import SLOT_COUNT, Call, parse
+from mmspec.engine.sequence import Sequence as RunningSequence
+from mmspec.engine.sequence import Wakeup
+from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import JudgedTree
 from mmspec.errors import UserError
 from mmspec.loading import load_target, make_drafter
-from mmspec.ops import kernels
 from mmspec.sampling.grammar import Grammar, Grammars
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.sampler import Sampler
 from mmspec.targets.processor import Detokenizer, Processor
 
 Message = Mapping[str, Any]
@@ -129,20 +131,21 @@ def load(
 class Pipeline:
     """A target, its processor, a drafter and the engine that decodes with them.
 
-    Threads may share it: their requests decode together, and no request's tokens depend on another's. Pipelines that
-    share a target or a drafter wait for each other.
+    Threads may share it: their requests decode together, and no request's tokens depend on another's. Pipelines over
+    one target share its engine; requests with different drafters decode one after the other.
 
     Args:
         target: computes and caches.
         processor: encodes requests and decodes answers; None if prompts and answers are token ids only.
         drafter: None for plain decoding.
         name: how the model was asked for; by default the name that its configuration gives.
-        slots: requests that decode at the same time; further ones wait.
+        slots: requests that decode at the same time; further ones wait. Pipelines over one target share the most.
         prefix_cache: see ``load``; for targets with that attribute.
 
     Attributes:
         model, processor: the plain transformers objects.
         target, drafter, name, slots: as above.
+        engine: decodes; the target's.
         io: the ``Processor``.
         context_limit: maximum length of prompt plus output; the target's own, if not lowered.
         budget: adaptive budget of this drafter on this target; None before the first draft.
@@ -161,10 +164,7 @@ class Pipeline:
         # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
         self.target: Any = target
         self.io = Processor() if processor is None else processor
-        self.drafter = drafter
-        self.budget: Budget | None = None
         self.context_limit: int | None = target.context_limit
-        self._searched = False  # for the target's stored cost
         self._grammars: Grammars | None = None  # built by the first constrained request
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -173,24 +173,52 @@ class Pipeline:
             if not hasattr(self.target, "prefix_cache"):
                 raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
             self.target.prefix_cache = PrefixCache(prefix_cache)
-        self.engine = Engine(target, drafter, self._budget, slots=slots)
-        self.engine.attach()
+        self._speculation = Speculation(target, drafter)
+        self.engine = Engine.of(target, self.slots)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("engine", "_grammars")}
+        state = {
+            name: value for name, value in vars(self).items() if name not in ("engine", "_grammars", "_speculation")
+        }
+        return {**state, "drafter": self.drafter, "budget": self.budget}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles without the requests in progress."""
+        drafter, budget = state.pop("drafter"), state.pop("budget")
         vars(self).update(state)
-        for part in (self.target, self.drafter):
+        for part in (self.target, drafter):
             if part is not None:
                 part.select([])
         self._grammars = None
-        self.engine = Engine(self.target, self.drafter, self._budget, slots=self.slots)
+        self._speculation = Speculation(self.target, drafter)
+        self.budget = budget
+        self.engine = Engine.of(self.target, self.slots)
 
     @property
     def model(self) -> Any:
         return self.target.model
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._speculation.drafter
+
+    @property
+    def budget(self) -> Budget | None:
+        return self._speculation.budget
+
+    @budget.setter
+    def budget(self, budget: Budget | None) -> None:
+        self._speculation.budget = budget
+
+    def calibrate(self, *, refresh: bool = False) -> None:
+        """Measure the target's verify times, if adaptive budgets need them and they are not stored.
+
+        The first request does so otherwise, before it starts.
+
+        Args:
+            refresh: measure again.
+        """
+        self._speculation.calibrate(refresh=refresh)
 
     @property
     def processor(self) -> Any:
@@ -199,6 +227,12 @@ class Pipeline:
     def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
         return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
+
+    def add(
+        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None, **options: Any
+    ) -> list[RunningSequence]:
+        """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
+        return self.engine.add(prompt, sampler, stopper, self._speculation, nodes, **options)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """The grammar that constrains outputs, compiled for the tokenizer; None without one.
@@ -245,16 +279,17 @@ class Pipeline:
         """
         calls = parse(requests, keywords)
         answers: list[_Answer] = []
+        wakeup = Wakeup()
 
         def ready() -> bool:
             return len(answers) - sum(answer.sequence.done for answer in answers) < 2 * self.engine.slots
 
         try:
             for call in calls:
-                self.engine.wait(ready)  # the inputs of waiting requests take memory
-                answers.append(_Answer(self, call))
+                wakeup.wait(ready)  # the inputs of waiting requests take memory
+                answers.append(_Answer(self, call, wakeup))
             for answer in answers:
-                self.engine.wait(lambda answer=answer: answer.sequence.done)  # type: ignore[misc]
+                wakeup.wait(lambda answer=answer: answer.sequence.done)  # type: ignore[misc]
                 answer.check()
         finally:
             self.engine.remove(answer.sequence for answer in answers)
@@ -273,10 +308,15 @@ class Pipeline:
     async def astream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
-        """``stream`` for asyncio: a thread waits for tokens. Cancelling the task or leaving the loop cancels the
-        request."""
+        """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
         (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
-        made = asyncio.ensure_future(asyncio.to_thread(_Answer, self, call))
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(changed.set)
+
+        made = asyncio.ensure_future(asyncio.to_thread(_Answer, self, call, wake))
         try:
             answer = await asyncio.shield(made)
         except asyncio.CancelledError:
@@ -284,38 +324,25 @@ class Pipeline:
             raise
         try:
             while not answer.ended:
-                piece = await asyncio.to_thread(answer.next)
-                if piece is not None:
-                    yield piece
-        finally:
-            self.engine.remove([answer.sequence])
-
-    def _pieces(self, call: Call) -> Iterator[Piece]:
-        answer = _Answer(self, call)
-        try:
-            while not answer.ended:
+                await changed.wait()
+                changed.clear()
                 piece = answer.next()
                 if piece is not None:
                     yield piece
         finally:
             self.engine.remove([answer.sequence])
 
-    def _budget(self, batch: int, nodes: int | None) -> Budget:
-        """A budget of ``nodes`` draft tokens per step; None: an adaptive one from measured verify times."""
-        target = self.target
-        if target.cost is None and not self._searched:
-            target.cost, self._searched = stored_cost(target), True
-        if self.drafter is None:
-            return Budget(nodes=0)
-        if nodes is not None:
-            return Budget(nodes)
-        if self.budget is None:
-            if target.cost is None:
-                target.cost = cost_table(target.fork())  # this one has sequences
-            steady = kernels.fixed_shapes(target.device)
-            self.budget = (SteadyBudget if steady else AdaptiveBudget)(target.cost, batch=batch)
-        self.budget.resize(batch)
-        return self.budget
+    def _pieces(self, call: Call) -> Iterator[Piece]:
+        wakeup = Wakeup()
+        answer = _Answer(self, call, wakeup)
+        try:
+            while not answer.ended:
+                wakeup.wait(lambda: answer.sequence.has_output)
+                piece = answer.next()
+                if piece is not None:
+                    yield piece
+        finally:
+            self.engine.remove([answer.sequence])
 
 
 def _cancel(made: asyncio.Future[_Answer]) -> None:
@@ -327,7 +354,7 @@ def _cancel(made: asyncio.Future[_Answer]) -> None:
 class _Answer:
     """A request in the engine, and the text of its answer."""
 
-    def __init__(self, pipe: Pipeline, call: Call) -> None:
+    def __init__(self, pipe: Pipeline, call: Call, on_change: Callable[[], None]) -> None:
         self.pipe = pipe
         params, extras = call.params, call.extras
         constraint = pipe.grammar(params)
@@ -345,9 +372,8 @@ class _Answer:
             tokenizer=pipe.io.tokenizer,
         )
         sampler = params.sampler(extras.logits_processor, constraint)
-        (self.sequence,) = pipe.engine.add(
-            prompt, sampler, stopper, extras.nodes, trace=extras.trace, logprobs=extras.logprobs
-        )
+        recorded = {"trace": extras.trace, "logprobs": extras.logprobs}
+        (self.sequence,) = pipe.add(prompt, sampler, stopper, extras.nodes, on_change=on_change, **recorded)
         self.ended = False
         if constraint is not None:
             rendering["verbatim"] = True
@@ -368,9 +394,8 @@ class _Answer:
         return Generation(text, ids, reason, one.stats, one.trees or [], one.logprobs[: len(ids)])
 
     def next(self) -> Piece | None:
-        """Wait for the next tokens; None before a character is whole."""
+        """The tokens since the last call; None before a character is whole."""
         sequence = self.sequence
-        self.pipe.engine.wait(lambda: sequence.has_output)
         self.check()
         reason = sequence.finish_reason  # before the tokens: another thread may be adding some
         self.ended = reason is not None

@@ -6,12 +6,42 @@ import torch
 
 import mmspec
 from mmspec.engine.engine import Engine
+from mmspec.engine.speculation import Speculation
 from mmspec.eval.decoding.tiny_models import text_inputs
+
+
+class SteppedEngine(Engine):
+    """An engine without a worker thread, for one drafter: ``wait`` runs the steps in the caller's thread.
+
+    Args:
+        budget: a function of batch size and ``nodes``.
+    """
+
+    def __init__(self, target, drafter, budget, **settings):
+        super().__init__(target, **settings)
+        self.speculation = Speculation(target, drafter)
+        self.speculation.budget_of, self.speculation.calibrate = budget, lambda adaptive: None
+
+    def add(self, prompt, sampler, stopper, nodes=None, **options):
+        return super().add(prompt, sampler, stopper, self.speculation, nodes, **options)
+
+    def wait(self, ready):
+        while not ready():
+            assert self._has_work()
+            self._turn()
+
+    def remove(self, sequences):
+        super().remove(sequences)
+        self._remove_finished()
+        self._has_work()
+
+    def _wake(self):
+        pass
 
 
 def decode(target, drafter, prompt, sampler, stopper, budget, **settings):
     """The sequences of a prompt after each step; ``emitted`` of each holds its tokens of this step."""
-    engine = Engine(target, drafter, lambda batch, nodes: budget, **settings)
+    engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, **settings)
     rows = engine.add(prompt, sampler, stopper)
     try:
         while alive := [row for row in rows if not row.done]:

@@ -14,6 +14,7 @@ import torch
 
 from mmspec.core.target import Prompt
 from mmspec.distil.answering import PendingConversation
+from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -73,12 +74,12 @@ def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: Sa
     target = pipe.target
     prompt = torch.tensor([opening], device=target.device)
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
-    sequences = []
+    sequences, wakeup = [], Wakeup()
     for number in numbers:
         drawn = replace(params, seed=zlib.crc32(f"prompt {params.seed} {number}".encode()))
-        sequences += pipe.engine.add(Prompt(prompt, None), drawn.sampler(), stopper, 0)
+        sequences += pipe.add(Prompt(prompt, None), drawn.sampler(), stopper, 0, on_change=wakeup)
     try:
-        pipe.engine.wait(lambda: all(sequence.done for sequence in sequences))
+        wakeup.wait(lambda: all(sequence.done for sequence in sequences))
     finally:
         pipe.engine.remove(sequences)
     for sequence in sequences:

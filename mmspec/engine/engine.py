@@ -6,12 +6,14 @@ A sequence's tokens do not depend on the other sequences of the batch.
 
 from __future__ import annotations
 
+import atexit
 import threading
-from collections import abc, deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections import abc
+from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter as clock
 from typing import Any, TypeGuard
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -22,8 +24,9 @@ from mmspec.core.target import KeepsPrefixes, Prompt, Step, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import verify_greedy
 from mmspec.engine.constrain import constrain
-from mmspec.engine.leases import Lease
+from mmspec.engine.scheduler import Mode, PromptBatch, Scheduler
 from mmspec.engine.sequence import Sequence
+from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.engine.timing import mark, seconds
 from mmspec.engine.trace import judge
@@ -39,34 +42,19 @@ CHUNK = 512
 _IDLE_CHUNKS = 4
 """Chunks that one prefill pass takes while nothing decodes."""
 
-
-@dataclass
-class _PromptBatch:
-    """Prompts that wait for prefill, or are in it."""
-
-    prompt: Prompt
-    sequences: list[Sequence]
-    nodes: int | None
-    kind: Hashable
-    seconds: float = 0.0  # prefill time so far
-    passes: abc.Iterator[Step | None] | None = None  # prefill chunks
-
-    @property
-    def size(self) -> int:
-        """Number of prompt tokens, padding included."""
-        return self.prompt.input_ids.numel()
+_ENGINES: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the target, which the engine keeps alive
+_ALL: WeakSet[Engine] = WeakSet()
+_LOCK = threading.Lock()
+_LOCAL = threading.local()  # the engine whose worker this thread is
 
 
 class Engine:
-    """Continuous-batching engine.
+    """Continuous-batching engine of one target.
 
-    Any thread may add, remove and wait for sequences: one waiting thread runs the steps for all, the others sleep until
-    a step has ended.
+    A worker thread runs steps while there are sequences. Clients add sequences, and wait for their own.
 
     Args:
         target: the target model.
-        drafter: proposes the trees; None decodes plainly.
-        budget: returns the budget of a step, given batch size and tree size (None: adaptive).
         slots: maximum batch size.
         chunk: prompt tokens prefilled per step while other sequences decode.
 
@@ -74,61 +62,68 @@ class Engine:
         running: decoding sequences; their indices are the rows of target and drafter.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        budget: Callable[[int, int | None], Budget],
-        *,
-        slots: int = SLOTS,
-        chunk: int = CHUNK,
-    ) -> None:
-        self.target, self.drafter = target, drafter
-        self.slots, self.chunk = slots, chunk
+    def __init__(self, target: Target, *, slots: int = SLOTS, chunk: int = CHUNK) -> None:
+        self.target, self.chunk = target, chunk
         self.running: list[Sequence] = []
-        self._budget = budget
-        self._waiting: deque[_PromptBatch] = deque()
-        self._prefilling: _PromptBatch | None = None
+        self._scheduler = Scheduler(slots, self._resumes)
+        self._prefilling: PromptBatch | None = None
         self._prefilled: list[tuple[Prompt, Step, list[Sequence]]] = []  # not yet passed to the drafter
-        self._nodes: int | None = None  # tree size of the running sequences
-        self._kind: Hashable = None
+        self._mode: Mode | None = None  # of the running sequences
         self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
         self._sampler = BatchSampler()
-        self._changed = threading.Condition()
-        self._stepping: threading.Thread | None = None
-        self._lease = Lease(target, drafter)
+        self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
+        self._worker: threading.Thread | None = None
+        self._closed = False
+        self._touched: dict[Sequence, None] = {}  # that may have changed in this step
+        _ALL.add(self)
+
+    @classmethod
+    def of(cls, target: Target, slots: int = SLOTS) -> Engine:
+        """Return the engine of a target, which all pipelines over it share, with at least so many slots."""
+        with _LOCK:
+            engine = _ENGINES.get(id(target))
+            if engine is None:
+                engine = _ENGINES[id(target)] = cls(target, slots=slots)
+            engine._scheduler.slots = max(engine.slots, slots)
+            return engine
+
+    @property
+    def slots(self) -> int:
+        return self._scheduler.slots
 
     # ------------------------------------------------------------------ clients
-
-    def attach(self) -> None:
-        """Attach the drafter to the target; raises ``UserError`` if they do not match."""
-        lease = Lease(self.target, self.drafter, drafter_only=True)
-        lease.acquire()
-        lease.release()
 
     def add(
         self,
         prompt: Prompt,
         sampler: Sampler,
         stopper: Stopper,
+        speculation: Speculation,
         nodes: int | None = None,
         *,
         trace: bool = False,
         logprobs: int | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> list[Sequence]:
         """Queue prompts for decoding; those of one call start together.
 
         Args:
             prompt: one or several rows.
             sampler, stopper: sampling and stopping criteria.
+            speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             nodes: drafted nodes per step; None chooses adaptively. Sequences with different values are not batched
                 together.
             trace: record the verified trees.
             logprobs: record each token's log probability and those of so many alternatives; None records none.
+            on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
 
         Raises:
-            UserError: another engine holds this target or drafter and may never release it.
+            UserError: called by a logits processor or a stopping criterion of this engine.
         """
+        caller: Engine | None = getattr(_LOCAL, "engine", None)
+        if caller is self or (caller and caller._mode and caller._mode.speculation.shares(speculation)):
+            raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
+        speculation.calibrate(adaptive=nodes is None)
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
         sequences = [
@@ -138,48 +133,93 @@ class Engine:
         for sequence in sequences:
             sequence.trees = [] if trace else None
             sequence.top_logprobs = logprobs
+            sequence.on_change = on_change
+        batch = PromptBatch(prompt, sequences, Mode(speculation, nodes, self.target.kind(prompt)))
         with self._changed:
-            self._lease.acquire()
-            self._waiting.append(_PromptBatch(prompt, sequences, nodes, self.target.kind(prompt)))
+            if self._closed:
+                raise RuntimeError("the interpreter is shutting down")
+            self._scheduler.add(batch)
+            self._wake()
         return sequences
 
     def remove(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Cancel sequences and free their rows at the next step; no effect on finished ones."""
+        """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
         for sequence in sequences:
             sequence.cancelled = True
+
+    def drain(self) -> None:
+        """Wait until all sequences have ended and their rows are free."""
         with self._changed:
-            if not self._stepping:
-                self._release()
+            self._changed.wait_for(lambda: self._worker is None)
+
+    def close(self) -> None:
+        """Cancel all sequences and accept no others."""
+        with self._changed:
+            self._closed = True
+            self.remove([*self.running, *(one for batch in self._queued for one in batch.sequences)])
+        self.drain()
+
+    # ------------------------------------------------------------------ worker
+
+    def _wake(self) -> None:
+        """Start the worker, unless it runs."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._run, name="mmspec engine", daemon=True)
+            self._worker.start()
+
+    def _run(self) -> None:
+        """Run steps until no sequence is left."""
+        _LOCAL.engine, device = self, self.target.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            while self._has_work():
+                self._turn()
+
+    def _has_work(self) -> bool:
+        """Whether to run another step; otherwise the worker has ended."""
+        with self._changed:
+            if self.running or not all(batch.done for batch in self._queued):
+                return True
+            self._scheduler.clear()
+            self._prefilling = self._worker = None
+            self._hold(None)
             self._changed.notify_all()
+            return False
 
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """Run steps until ``ready()``, or wait while another thread runs them.
+    def _turn(self) -> None:
+        """Run a step and notify the clients of its sequences."""
+        self._touched = dict.fromkeys(self.running)
+        try:
+            self.step()
+        except Exception as error:
+            self._abort(error)
+        except BaseException as error:  # SystemExit of a processor must not end the worker
+            self._abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
+        for sequence in self._touched:
+            if sequence.has_output:
+                sequence.on_change()
 
-        Raises:
-            UserError: called inside a step, by a logits processor or a stopping criterion.
-        """
-        while True:
-            with self._changed:
-                if self._stepping is threading.current_thread():
-                    raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
-                while self._stepping and not ready():
-                    self._changed.wait()
-                if ready():
-                    return
-                self._stepping = threading.current_thread()
-            try:
-                with self._lease.used():
-                    self.step()
-            except Exception as error:
-                self._abort(error)
-            except BaseException:
-                self._abort(RuntimeError("decoding was interrupted"))
-                raise
-            finally:
-                with self._changed:
-                    self._stepping = None
-                    self._changed.notify_all()
-                    self._release()
+    @property
+    def _queued(self) -> list[PromptBatch]:
+        return [*self._scheduler, *([self._prefilling] if self._prefilling else [])]
+
+    def _hold(self, mode: Mode | None) -> None:
+        """Use the drafter of a mode from now on, exclusively, and free the one before."""
+        held, new = self._mode and self._mode.speculation, mode and mode.speculation
+        self._mode = mode
+        if held is not new:
+            if held is not None:
+                held.__exit__()
+            if new is not None:
+                try:
+                    new.__enter__()
+                except BaseException:
+                    self._mode = None
+                    raise
+        self.target.features = features(new.drafter if new else None)
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        return self._mode.speculation.drafter if self._mode else None
 
     # ------------------------------------------------------------------ one step
 
@@ -190,6 +230,7 @@ class Engine:
         self._remove_finished()
         # Clients get the first token before the first decode step.
         if self._prefill() and not running:
+            self._remove_finished()
             return
         self._remove_finished()
         if self.running:
@@ -200,7 +241,7 @@ class Engine:
 
     def _decode(self) -> None:
         """One decode step: draft, verify, commit."""
-        start, rows, drafter, device = clock(), self.running, self.drafter, self._token.device
+        start, rows, drafter, device = clock(), self.running, self._drafter, self._token.device
         begun = mark(device)
         budget = self._prepare()
         prepared = mark(device)
@@ -241,12 +282,13 @@ class Engine:
 
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
-        budget = self._budget(len(self.running), self._nodes)
+        assert self._mode is not None
+        budget = self._mode.speculation.budget_of(len(self.running), self._mode.nodes)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
             budget.begin(new / len(self.running))
         for prompt, step, sequences in self._prefilled:
-            if self.drafter is not None:
-                self.drafter.begin(prompt, step, [sequence.history for sequence in sequences])
+            if self._drafter is not None:
+                self._drafter.begin(prompt, step, [sequence.history for sequence in sequences])
         self._prefilled = []
         return budget
 
@@ -258,14 +300,14 @@ class Engine:
         Returns:
             Whether the prefill of any prompt is complete.
         """
-        if not self._waiting and self._prefilling is None:
+        if not len(self._scheduler) and self._prefilling is None:
             return False
         busy, tokens, complete = bool(self.running), 0, False
         while not busy or tokens < self.chunk:
             batch = self._prefilling or self._schedule(self.chunk - tokens if busy else _IDLE_CHUNKS * self.chunk)
             if batch is None or (busy and tokens and tokens + batch.size > self.chunk):
                 break  # delay decode steps by at most one chunk
-            if all(sequence.done for sequence in batch.sequences):
+            if batch.done:
                 self._prefilling = None
                 continue
             started, step = clock(), None
@@ -286,46 +328,24 @@ class Engine:
                 self._start(batch, step)
         return complete
 
-    def _schedule(self, tokens: int) -> _PromptBatch | None:
-        """Next prompts to prefill: compatible ones are stacked up to ``tokens`` tokens, padding included."""
-        found: list[_PromptBatch] = []
-        longest, rows = 0, len(self.running)
+    def _schedule(self, tokens: int) -> PromptBatch | None:
+        """Take the next prompts to prefill from the queue, at most ``tokens`` tokens if they are stacked."""
+        if self.running and self._mode and self._mode.speculation.wanted:
+            return None  # another engine waits for the drafter
         with self._changed:
-            while self._waiting:
-                batch = self._waiting[0]
-                rows += len(batch.sequences)
-                longest = max(longest, batch.prompt.input_ids.shape[1])
-                if all(sequence.done for sequence in batch.sequences):
-                    rows -= len(batch.sequences)
-                elif not self.running and not found:
-                    self._nodes, self._kind = batch.nodes, batch.kind
-                    found.append(batch)
-                else:
-                    compatible = (batch.nodes, batch.kind) == (self._nodes, self._kind)
-                    fits = not found or longest * (rows - len(self.running)) <= tokens
-                    if not (compatible and fits and rows <= self.slots) or self._resumes(batch, found):
-                        break
-                    found.append(batch)
-                self._waiting.popleft()
-            if len(found) > 1:
-                prompt = Prompt.stack([batch.prompt for batch in found])
-                if prompt is None:
-                    self._waiting.extendleft(reversed(found[1:]))
-                else:
-                    sequences = [sequence for batch in found for sequence in batch.sequences]
-                    found = [_PromptBatch(prompt, sequences, self._nodes, self._kind)]
-            self._prefilling = found[0] if found else None
-        self.target.features = features(self.drafter)
-        return self._prefilling
+            batch = self._prefilling = self._scheduler.next(len(self.running), self._mode, tokens)
+        if batch is not None:
+            self._touched |= dict.fromkeys(batch.sequences)
+            self._hold(batch.mode)
+        return batch
 
-    def _resumes(self, batch: _PromptBatch, found: list[_PromptBatch]) -> bool:
+    def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
         """Whether a prompt or the first of those before it has a known prefix, which takes a prefill of its own."""
-        if not found or not _keeps_prefixes(self.target):
+        if not _keeps_prefixes(self.target):
             return False
-        earlier = [one.prompt for one in found]
-        return self.target.resumes(batch.prompt, earlier) or self.target.resumes(earlier[0], [])
+        return self.target.resumes(prompt, earlier) or self.target.resumes(earlier[0], [])
 
-    def _start(self, batch: _PromptBatch, step: Step) -> None:
+    def _start(self, batch: PromptBatch, step: Step) -> None:
         """Emit the first token of each prefilled sequence and add them to the batch."""
         sequences = batch.sequences
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=step.logits.device))
@@ -359,30 +379,28 @@ class Engine:
         self.running = [self.running[row] for row in order]
         self._token = self._token[row_index(order, self._token.device)]
         self.target.select(order)
-        if self.drafter is not None:
-            self.drafter.select(order)
-
-    def _release(self) -> None:
-        """Free finished and cancelled sequences, and the lease if none is left; called between steps."""
-        if not self._prefilled or all(sequence.done for sequence in self.running):
-            self._remove_finished()
-        batches = [*self._waiting, *([self._prefilling] if self._prefilling else [])]
-        if not self.running and all(sequence.done for batch in batches for sequence in batch.sequences):
-            self._waiting.clear()
-            self._prefilling = None
-            self._lease.release()
+        if self._drafter is not None:
+            self._drafter.select(order)
 
     def _abort(self, error: Exception) -> None:
         """Fail all sequences of a broken step and reset target and drafter."""
-        for sequence in self.running + (self._prefilling.sequences if self._prefilling else []):
+        for sequence in [*self.running, *(self._prefilling.sequences if self._prefilling else [])]:
+            self._touched[sequence] = None
             if not sequence.done:
                 sequence.error = error
         self.running, self._prefilled, self._prefilling = [], [], None
         self._token = self._token[:0]
         self.target.select([])
-        if self.drafter is not None:
-            self.drafter.select([])
+        if self._drafter is not None:
+            self._drafter.select([])
 
 
 def _keeps_prefixes(target: Any) -> TypeGuard[KeepsPrefixes]:
     return isinstance(target, KeepsPrefixes) and target.prefix_cache is not None
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop the workers before the interpreter does: a thread inside a kernel would crash it."""
+    for engine in list(_ALL):
+        engine.close()

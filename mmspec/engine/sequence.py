@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from time import perf_counter as clock
 
 import torch
@@ -25,6 +27,7 @@ class Sequence(Sampled):
         trees: verified trees, one per step; None if not recorded.
         logprobs: of all generated tokens, and possibly of some after a stop; empty if not recorded.
         top_logprobs: alternatives per token in ``logprobs``; None does not record them.
+        on_change: called after a step in which the sequence got tokens or ended.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Sequence(Sampled):
         self.trees: list[JudgedTree] | None = None
         self.logprobs: list[TokenLogprob] = []
         self.top_logprobs: int | None = None
+        self.on_change: Callable[[], None] = lambda: None
         self._read = len(history)
 
     @property
@@ -97,3 +101,21 @@ class Sequence(Sampled):
         if failed < len(path) and self.finish_reason is None:
             self.error = self.failures[path[failed]]
         return len(emitted)
+
+
+class Wakeup:
+    """Blocks a thread until its sequences have changed; an instance is their ``on_change``."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __call__(self) -> None:
+        self._event.set()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``, which is asked again after every change."""
+        while True:
+            self._event.clear()
+            if ready():
+                return
+            self._event.wait()

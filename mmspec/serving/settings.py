@@ -48,7 +48,6 @@ class Settings:
 
         from mmspec.cli.session import open_pipeline
         from mmspec.drafters.per_sequence import per_sequence
-        from mmspec.engine.calibrate import cost_table
         from mmspec.pipeline import Pipeline
 
         loaded = open_pipeline(
@@ -56,8 +55,7 @@ class Settings:
         )
         options = {"slots": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
         pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
-        if pipe.drafter is not None:
-            pipe.target.cost = cost_table(pipe.target)
+        pipe.calibrate()
         return pipe
 
     def app(self, pipe: Pipeline, scrape: Callable[[], Awaitable[Collector]] | None = None) -> FastAPI:

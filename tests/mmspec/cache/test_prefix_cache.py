@@ -16,12 +16,11 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.tiny_models import msd_network, text_inputs, vision_inputs
 from mmspec.vision.drafters.msd import Flash
-from tests.decoding import decode
+from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
@@ -232,7 +231,7 @@ def test_long_rest_in_chunks_beside_other_sequences():
     prompts.append(followed(prompts[0], [], tuple(text_inputs(1, 40, 9)["input_ids"][0].tolist())))
     expected = [answered(plain, None, prompt, new=30)[0] for prompt in prompts]
     answered(target, None, prompts[0])
-    engine = Engine(target, None, lambda batch, nodes: Budget(0), slots=8, chunk=7)
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=8, chunk=7)
     sampler, stopper = SamplingParams().sampler(), Stopper(30, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
@@ -246,7 +245,7 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     model, turns = prompts_of(name, 1)
     plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
     target.prefix_cache = PrefixCache(BYTES)
-    engine = Engine(target, Ngram(), lambda batch, nodes: Budget(6, 3), slots=8)
+    engine = SteppedEngine(target, Ngram(), lambda batch, nodes: Budget(6, 3), slots=8)
     prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
     sampler = SamplingParams().sampler()
     rows = [
@@ -280,7 +279,7 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
         prompts = [turns[0][0], replace(prompt_of(vision_inputs(name, 1, 2)), attention_mask=None)]
         prompts[1].inputs["pixel_values"] = prompts[1].inputs["pixel_values"] * 0.5
     prompts.append(prompts[0])
-    engine = Engine(target, None, lambda batch, nodes: Budget(0), slots=8)
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=8)
     sampler, stopper = SamplingParams().sampler(), Stopper(9, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))

@@ -20,13 +20,13 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.recycled import Recycled
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec.ops import graphs, kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.vision.drafters.msd import MSD, Flash
+from tests.decoding import SteppedEngine
 from tests.device import Replayed, as_launches
 from tests.drafting import network_for
 from tests.targets import prompt_of
@@ -211,7 +211,7 @@ def test_answers_are_those_of_generate_whoever_comes_and_goes(kind, seed, shapes
         "recycle+mamba": lambda: Union([Recycle(), DRAFTERS["mamba"](model)]),
     }[kind]()
     target = plugins.target_class(model.config)(model)
-    engine = Engine(target, drafter, lambda batch, nodes: Budget(10, 4), slots=5, chunk=8)
+    engine = SteppedEngine(target, drafter, lambda batch, nodes: Budget(10, 4), slots=5, chunk=8)
     asked = []
     while len(asked) < 8 or not all(row.done for row, *_ in asked):
         if len(asked) < 8 and rnd.random() < 0.4:

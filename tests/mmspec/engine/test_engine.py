@@ -14,12 +14,11 @@ from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
-from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Sampler
-from tests.decoding import decode
+from tests.decoding import SteppedEngine, decode
 from tests.tiny import table_model
 
 VOCAB = 7
@@ -349,7 +348,7 @@ class Absorbing(TableTarget):
 def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
     table = table_model(VOCAB)
     target = Absorbing(table)
-    engine = Engine(target, None, lambda batch, nodes: Budget(0), chunk=16)
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), chunk=16)
     (first,) = engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(60))
     engine.step()
     prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]

@@ -14,7 +14,6 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.budget import AdaptiveBudget
-from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.tiny_configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
 from mmspec.eval.decoding.tiny_models import (
@@ -31,6 +30,7 @@ from mmspec.vision.drafters.eagle3 import Eagle3
 from mmspec.vision.drafters.msd import MSD, Flash
 from mmspec.vision.drafters.mtp import MTP
 from mmspec.vision.drafters.vispec import ViSpec
+from tests.decoding import SteppedEngine
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
@@ -81,7 +81,7 @@ def requests(name):
         else:
             inputs = text_inputs(length=1 + 5 * number, seed=number)
         prompt, params = prompt_of(inputs), PARAMS[number % len(PARAMS)]
-        engine = Engine(plugins.target_class(model.config)(model), None, lambda batch, nodes: Budget(0))
+        engine = SteppedEngine(plugins.target_class(model.config)(model), None, lambda batch, nodes: Budget(0))
         (row,) = engine.add(prompt, params.sampler(), stopper := Stopper(2 + 3 * number, eos_token_ids=[3]))
         engine.wait(lambda row=row: row.done)
         found.append((prompt, params, stopper, row.token_ids))
@@ -128,7 +128,7 @@ def check(name, drafter, seeds):
     for seed in seeds:
         rng = random.Random(zlib.crc32(f"{name} {drafter} {seed}".encode()))
         budget = budget_of(rng)
-        engine = Engine(target, used, lambda batch, nodes, budget=budget: budget, slots=SLOTS, chunk=CHUNK)
+        engine = SteppedEngine(target, used, lambda batch, nodes, budget=budget: budget, slots=SLOTS, chunk=CHUNK)
         running, ended = [], 0
         for _ in range(60):
             event = rng.random()

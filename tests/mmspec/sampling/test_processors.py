@@ -19,13 +19,13 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.processors import tree_form
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
+from tests.decoding import SteppedEngine
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
 
@@ -219,7 +219,7 @@ def engine_of(model, drafter, nodes=12):
     target = plugins.target_class(model.config)(model)
     if drafter is not None:
         drafter.attach(target)
-    return Engine(target, drafter, lambda batch, _: Budget(nodes if drafter else 0, 6))
+    return SteppedEngine(target, drafter, lambda batch, _: Budget(nodes if drafter else 0, 6))
 
 
 @pytest.mark.parametrize("drafter", ["plain", "recycle", "union"])

@@ -7,10 +7,10 @@ from transformers import MptConfig, MptForCausalLM
 from mmspec import plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
-from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampler
+from tests.decoding import SteppedEngine
 
 LONGEST = 32
 
@@ -26,7 +26,7 @@ def test_a_row_at_the_last_position_drafts_as_deep_as_the_others(order):
         for ids, count in zip(prompts, new, strict=True)
     ]
     said = [row[len(ids) :].tolist() + [5] * LONGEST for ids, row in zip(prompts, expected, strict=True)]
-    engine = Engine(
+    engine = SteppedEngine(
         plugins.target_class(config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
     )
     rows = [

@@ -1,0 +1,112 @@
+"""Queue of prompts: which of them are prefilled next, and with which others."""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from mmspec.core.target import Prompt, Step
+from mmspec.engine.sequence import Sequence
+from mmspec.engine.speculation import Speculation
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What sequences must have in common to decode in one batch.
+
+    Attributes:
+        speculation: drafter and budgets.
+        nodes: drafted nodes per step; None chooses adaptively.
+        kind: the target's key of the prompt.
+    """
+
+    speculation: Speculation
+    nodes: int | None
+    kind: Hashable
+
+
+@dataclass
+class PromptBatch:
+    """Prompts that wait for prefill, or are in it.
+
+    Attributes:
+        seconds: prefill time so far.
+        passes: prefill chunks, once begun.
+    """
+
+    prompt: Prompt
+    sequences: list[Sequence]
+    mode: Mode
+    seconds: float = 0.0
+    passes: abc.Iterator[Step | None] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of prompt tokens, padding included."""
+        return self.prompt.input_ids.numel()
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.done for sequence in self.sequences)
+
+
+class Scheduler:
+    """First come, first served; prompts at the head of the queue that are compatible are stacked.
+
+    Args:
+        slots: maximum batch size.
+        resumes: whether a prompt after others has a known prefix, and takes a prefill of its own.
+    """
+
+    def __init__(self, slots: int, resumes: Callable[[Prompt, list[Prompt]], bool]) -> None:
+        self.slots = slots
+        self._resumes = resumes
+        self._waiting: deque[PromptBatch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> abc.Iterator[PromptBatch]:
+        return iter(self._waiting)
+
+    def add(self, batch: PromptBatch) -> None:
+        """Append to the queue."""
+        self._waiting.append(batch)
+
+    def clear(self) -> None:
+        """Empty the queue."""
+        self._waiting.clear()
+
+    def next(self, running: int, mode: Mode | None, tokens: int) -> PromptBatch | None:
+        """Remove the next prompts from the queue; None if none of them can join.
+
+        Args:
+            running: number of decoding sequences.
+            mode: theirs.
+            tokens: stacked prompts have at most so many, padding included.
+        """
+        found: list[PromptBatch] = []
+        longest, rows = 0, running
+        while self._waiting:
+            batch = self._waiting[0]
+            if batch.done:
+                self._waiting.popleft()
+                continue
+            rows += len(batch.sequences)
+            longest = max(longest, batch.prompt.input_ids.shape[1])
+            if running or found:
+                fits = not found or longest * (rows - running) <= tokens
+                joins = batch.mode == mode and fits and rows <= self.slots
+                if not joins or (found and self._resumes(batch.prompt, [one.prompt for one in found])):
+                    break
+            mode = batch.mode
+            found.append(self._waiting.popleft())
+        if len(found) > 1:
+            prompt = Prompt.stack([batch.prompt for batch in found])
+            if prompt is None:
+                self._waiting.extendleft(reversed(found[1:]))
+            else:
+                sequences = [sequence for batch in found for sequence in batch.sequences]
+                return PromptBatch(prompt, sequences, found[0].mode)
+        return found[0] if found else None

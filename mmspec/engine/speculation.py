@@ -1,0 +1,131 @@
+"""A drafter on a target, with the budgets that choose tree sizes; exclusive use of drafters."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from mmspec.core.budget import Budget, CostTable
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Target
+from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
+from mmspec.engine.calibrate import cost_table, stored_cost
+from mmspec.ops import kernels
+
+_FREED = threading.Condition()
+_OWNERS: dict[int, Speculation] = {}  # by id of a drafter that drafts for running sequences
+_WANTED: dict[int, int] = {}  # by id of a drafter: engines that wait for it
+_CALIBRATION = threading.Lock()
+
+
+class Speculation:
+    """A drafter and its budgets on one target. Requests that decode together have the same.
+
+    Args:
+        target: verifies.
+        drafter: proposes trees; None decodes plainly.
+
+    Attributes:
+        budget: the adaptive budget; None before the first step that needs it.
+
+    Raises:
+        UserError: the drafter was trained for another target.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None) -> None:
+        self.target, self.drafter = target, drafter
+        self.budget: Budget | None = None
+        self._fixed: dict[int, Budget] = {}
+        self._parts = _parts(drafter)
+        self._searched = False  # for the target's stored cost
+        if drafter is not None:
+            with self:
+                pass
+
+    # ------------------------------------------------------------------ exclusive use
+
+    def __enter__(self) -> None:
+        """Wait until no other target uses the drafter, then attach it.
+
+        An engine that waits here runs no sequences and uses no other drafter, so that this ends.
+        """
+        mine = {id(part) for part in self._parts}
+        with _FREED:
+            for part in mine:
+                _WANTED[part] = _WANTED.get(part, 0) + 1
+            while any(part in _OWNERS for part in mine):
+                _FREED.wait()
+            for part in mine:
+                _WANTED[part] -= 1
+                if not _WANTED[part]:
+                    del _WANTED[part]
+                _OWNERS[part] = self
+        if self.drafter is not None:
+            try:
+                self.drafter.attach(self.target)
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *_: Any) -> None:
+        with _FREED:
+            for part in self._parts:
+                if _OWNERS.get(id(part)) is self:
+                    del _OWNERS[id(part)]
+            _FREED.notify_all()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether another engine waits for the drafter."""
+        with _FREED:
+            return any(id(part) in _WANTED for part in self._parts)
+
+    def shares(self, other: Speculation) -> bool:
+        """Whether both have a drafter in common."""
+        return any(one is two for one in self._parts for two in other._parts)
+
+    # ------------------------------------------------------------------ budgets
+
+    def calibrate(self, adaptive: bool = True, *, refresh: bool = False) -> CostTable | None:
+        """Load the target's measured verify times, or measure them if ``adaptive`` budgets will need them.
+
+        Args:
+            adaptive: measure if nothing is stored, or if ``refresh``.
+            refresh: measure again.
+        """
+        with _CALIBRATION:
+            if self.target.cost is None and not self._searched:
+                self.target.cost, self._searched = stored_cost(self.target), True
+            if refresh or (adaptive and self.drafter is not None and self.target.cost is None):
+                self.target.cost = cost_table(self.target.fork(), refresh=refresh)  # this one may have sequences
+            return self.target.cost
+
+    def budget_of(self, batch: int, nodes: int | None) -> Budget:
+        """The budget of a step: ``nodes`` draft tokens, or adaptive.
+
+        Args:
+            batch: number of sequences.
+            nodes: None chooses adaptively.
+        """
+        if self.drafter is None:
+            return self._fixed.setdefault(0, Budget(0))
+        if nodes is not None:
+            return self._fixed.setdefault(nodes, Budget(nodes))
+        if self.budget is None:
+            cost = self.calibrate()
+            assert cost is not None
+            steady = kernels.fixed_shapes(self.target.device)
+            self.budget = (SteadyBudget if steady else AdaptiveBudget)(cost, batch=batch)
+        self.budget.resize(batch)
+        return self.budget
+
+
+def _parts(drafter: Any) -> list[Any]:
+    """A drafter, and those that it contains."""
+    parts, pending = [], [drafter] if drafter is not None else []
+    while pending:
+        part = pending.pop()
+        parts.append(part)
+        wrapped = getattr(part, "drafter", None)
+        pending += [*getattr(part, "drafters", ()), *([wrapped] if wrapped is not None else [])]
+    return parts
