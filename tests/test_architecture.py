@@ -1,52 +1,150 @@
-"""The arrows between the packages: ``demos, eval -> vision, ssm -> mmspec``; vision and ssm do not know each other."""
+"""Imports between packages and between the rooms of a package: arrows without circles.
+
+A room is a folder of a package, or a single module beside such folders. Imports for type checkers only are exempt.
+"""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ALLOWED = {
+PACKAGES = {
     "mmspec": set(),
     "vision": {"mmspec"},
     "ssm": {"mmspec"},
     "eval": {"mmspec", "vision", "ssm"},
     "demos": {"mmspec", "vision", "ssm"},
 }
-FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
+"""Packages, by the folder at the top of the repository, and what each may import."""
+
+LAYERS = [
+    {"errors"},
+    {"checks", "extras", "files", "plugins"},
+    {"jobs", "ops"},
+    {"core"},
+    {"cache", "quantisation", "sampling"},
+    {"targets"},
+    {"drafters"},
+    {"engine", "loading"},
+    {"pipeline"},
+    {"compare", "hook"},
+    {"mmspec"},
+    {"training"},
+    {"distil"},
+    {"cli"},
+    {"serving"},
+]
+"""Rooms of ``mmspec``: each imports from earlier layers only. ``mmspec`` is the package's own module, the public API."""
+
+COMMANDS = {"cli", "serving", "eval", "demos", "__main__"}
+"""Rooms and packages that may import ``mmspec.cli``."""
+
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if not path.is_symlink()]
 
 
-def imported(source: str, package: str) -> Iterator[str]:
-    """Top-level names that a module imports anywhere, in functions and ``if TYPE_CHECKING`` too."""
-    for node in ast.walk(ast.parse(source)):
+def imported(source: str) -> Iterator[str]:
+    """Dotted names that a module imports anywhere, in functions too, but for ``if TYPE_CHECKING``."""
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            pending += node.orelse
+            continue
+        pending += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield package if node.level else (node.module or "").split(".")[0]
+            assert not node.level, "relative imports are not used"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.args[0].value.split(".")[0]
+                yield node.args[0].value
+
+
+def place(name: str) -> tuple[str, str] | None:
+    """Package and room of an imported name; None for what is not ours. The room of a package itself is its name."""
+    parts = name.split(".")
+    if parts[0] != "mmspec":
+        return ("tests", "tests") if parts[0] == "tests" else None
+    if parts[1:2] and parts[1] in PACKAGES:
+        parts = parts[1:]
+    folder = ROOT / parts[0]
+    is_room = len(parts) > 1 and ((folder / parts[1]).is_dir() or (folder / f"{parts[1]}.py").exists())
+    return parts[0], parts[1] if is_room else parts[0]
+
+
+def home(path: Path) -> tuple[str, str]:
+    """Package and room of a file."""
+    package, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return package, package if rest == ["__init__"] else rest[0]
+
+
+def rooms(package: str) -> dict[str, set[str]]:
+    """The rooms of a package, and which rooms each imports."""
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        where, room = home(path)
+        if where == package:
+            targets = [place(name) for name in imported(path.read_text())]
+            found.setdefault(room, set()).update(to[1] for to in targets if to and to[0] == package and to[1] != room)
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
 def test_imports_follow_the_arrows(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    known = {*ALLOWED, "tests"}
-    crossing = {name for name in imported(path.read_text(), package) if name in known and name != package}
-    assert crossing <= ALLOWED[package]
+    package, room = home(path)
+    places = [place(name) for name in imported(path.read_text())]
+    assert {to[0] for to in places if to} - {package} <= PACKAGES[package]
+    if not {package, room, path.stem} & COMMANDS:
+        assert ("mmspec", "cli") not in places
 
 
-def test_imports_are_found_wherever_they_stand() -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_have_no_circles(package: str) -> None:
+    assert list(TopologicalSorter(rooms(package)).static_order())
+
+
+def test_rooms_of_the_core_import_from_lower_layers_only() -> None:
+    level = {room: number for number, layer in enumerate(LAYERS) for room in layer}
+    found = rooms("mmspec")
+    assert set(level) == set(found)
+    assert [(room, to) for room, imports in found.items() for to in imports if level[to] >= level[room]] == []
+
+
+def test_circles_and_imports_are_noticed() -> None:
     source = """
 import mmspec.vision.images as images
-from . import near
 from mmspec.ssm.scan import tree_scan
+if TYPE_CHECKING:
+    from mmspec.engine import engine
+else:
+    from mmspec import errors
 def later():
     from mmspec.eval import speed
-    importlib.import_module("demos.web")
+    importlib.import_module("mmspec.demos.web")
 """
-    assert set(imported(source, "mmspec")) == {"vision", "mmspec", "ssm", "eval", "demos"}
+    names = set(imported(source))
+    assert {to[0] for name in names if (to := place(name))} == {"vision", "ssm", "mmspec", "eval", "demos"}
+    assert place("mmspec.errors.UserError") == place("mmspec.errors") == ("mmspec", "errors")
+    assert "mmspec.engine.engine" not in names
+    with pytest.raises(CycleError):
+        list(TopologicalSorter({"cache": {"targets"}, "targets": {"cache"}}).static_order())
+
+
+def test_packages_of_a_user_do_no_harm(tmp_path: Path) -> None:
+    """A script's own packages may be called as our folders are."""
+    for name in ("vision", "ssm", "eval", "demos"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('a package of the user')")
+    (tmp_path / "script.py").write_text("import mmspec; print(mmspec.load('tiny-llava', drafter=None).model.device)")
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, "-W", "ignore", "script.py"], **options)  # type: ignore[call-overload]
+    assert (done.returncode, done.stdout) == (0, "cpu\n"), done.stderr

@@ -14,18 +14,6 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 POSITIVE = Number(0, min_open=True)
 SHARE = Number(0, 1)
 
-RESUMABLE_WITH_OTHER = (
-    "out",
-    "threads",
-    "cache",
-    "recorded",
-    "device",
-    "checkpoint_minutes",
-    "report_minutes",
-    "tensorboard",
-)
-"""Options whose values may change when a run is resumed."""
-
 
 def target_option(text: str) -> Callable:
     """Returns the option that names the target model, with this help."""

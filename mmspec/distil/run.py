@@ -21,7 +21,6 @@ from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.feature_cache import FeatureCache
 from mmspec.distil.features import Extractor
-from mmspec.distil.options import RESUMABLE_WITH_OTHER
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
@@ -33,6 +32,18 @@ from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer
 
 MakeSetup = Callable[[Mapping[str, Any], Pipeline, list[Conversation]], DrafterSetup]
 """Makes network, objective and drafter from the command's options, the target and the training conversations."""
+
+RESUMABLE_WITH_OTHER = (
+    "out",
+    "threads",
+    "cache",
+    "recorded",
+    "device",
+    "checkpoint_minutes",
+    "report_minutes",
+    "tensorboard",
+)
+"""Options whose values may change when a run is resumed."""
 
 _FITTED = 1024
 """Conversations that a network is fitted to before it is trained, at most."""

@@ -1,4 +1,4 @@
-"""Plots training curves: ``python -m mmspec.training.curve RUN/log.jsonl OTHER/log.jsonl --out curves.svg``."""
+"""Plots of training curves."""
 
 from __future__ import annotations
 
@@ -7,27 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mmspec.cli.module import ModuleCommand
-from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic
-
-
-@click.command(cls=ModuleCommand)
-@click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--out", required=True, type=OUT_FILE, help="Plot to write, SVG or PNG.")
-@click.option("--name", "names", multiple=True, help="Legend names of the logs; by default their folders' names.")
-@click.option(
-    "--against", type=click.Choice(["step", "minutes"]), default="step", show_default=True, help="Horizontal axis."
-)
-def main(logs: tuple[Path, ...], out: Path, names: tuple[str, ...], against: str) -> None:
-    """Plot loss and acceptance length of one or several runs."""
-    draw(logs, out, names, against)
 
 
 def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: str = "step") -> None:
@@ -88,7 +73,3 @@ def write_figure(figure: Figure, out: Path) -> None:
     stable = rc_context({"svg.hashsalt": "mmspec"})
     with explained(f"cannot write {out}", OSError, ValueError), stable, atomic(out) as part:
         figure.savefig(part, format=kind, metadata={"Date": None} if kind == "svg" else None)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ is computed from its parents. States at nodes are temporaries, those of a tile o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,7 @@ from torch import Tensor
 
 from mmspec.ops import kernels
 from mmspec.ssm.ops.decay import exp2
-
-_TILE = 2**18, 2**24
-"""State elements of a tile at all nodes: on a CPU, in whose cache they stay, and elsewhere."""
-
-_NARROWEST = 512
-"""Channels of the smallest tile: in narrower ones, calls take longer than their work."""
+from mmspec.ssm.ops.tiles import tiles
 
 
 @dataclass(frozen=True)
@@ -135,16 +129,6 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True
         ):
             tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * one).unsqueeze(2), entering.unsqueeze(1))
-
-
-def tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]:
-    """Groups, and slices of their channels, given the elements that a channel takes."""
-    groups, channels = b.shape[2], x.shape[2] // b.shape[2]
-    tile = max(_NARROWEST, _TILE[x.device.type != "cpu"] // per_channel)
-    for group in range(groups):
-        for start in range(0, channels, tile):
-            first = group * channels
-            yield group, slice(first + start, first + min(start + tile, channels))
 
 
 def _base2(a: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
+from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.tiny_models import msd_network, text_inputs, vision_inputs
@@ -301,8 +302,9 @@ def test_threads_share_prefixes():
     expected = [answered(plain, None, prompt)[0] for prompt in prompts]
 
     def ask(prompt):
-        (row,) = pipe.engine.add(prompt, SamplingParams().sampler(), Stopper(8, criteria=[]))
-        pipe.engine.wait(lambda: row.done)
+        wakeup = Wakeup()
+        (row,) = pipe.add(prompt, SamplingParams().sampler(), Stopper(8, criteria=[]), on_change=wakeup)
+        wakeup.wait(lambda: row.done)
         return row.token_ids, row.stats.num_cached_tokens
 
     with ThreadPoolExecutor(4) as pool:
