@@ -41,7 +41,7 @@ LAYERS = [
     {"cli"},
     {"serving"},
 ]
-"""Rooms of ``mmspec``: each imports from earlier layers only. ``mmspec`` is the package's own module, the public API."""
+"""Rooms of ``mmspec``: each imports from earlier layers only. ``mmspec`` is the package itself, the public API."""
 
 COMMANDS = {"cli", "serving", "eval", "demos", "__main__"}
 """Rooms and packages that may import ``mmspec.cli``."""

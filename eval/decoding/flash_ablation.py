@@ -98,7 +98,7 @@ def train_variant(
     command = [
         sys.executable,
         "-m",
-        "mmspec.vision.distil.command",
+        "mmspec.vision.cli.drafters",
         "flash",
         *length,
         *options,

@@ -56,7 +56,7 @@ def train_drafter(options: Mapping[str, Any], make_setup: MakeSetup) -> None:
     """Trains a drafter, or resumes the run in `options["out"]`.
 
     Args:
-        options: values of the command's options, those of `mmspec.distil.options` among them.
+        options: values of the command's options, those of `mmspec.cli.training` among them.
         make_setup: makes what is specific to the kind of drafter.
     """
     transformers.logging.set_verbosity_error()
@@ -212,5 +212,5 @@ def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[
 
 
 def tree_settings(options: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the values of `mmspec.distil.options.TREES` that drafters take."""
+    """Returns the values of `mmspec.cli.training.TREES` that drafters take."""
     return {name: options[name] for name in ("top_k", "depth", "total_tokens")}

@@ -19,14 +19,14 @@ from mmspec.distil.features import Extractor, Features
 from mmspec.distil.tasks import DrafterSetup, DrafterTask
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
-from mmspec.ssm.distil.command import mamba
+from mmspec.ssm.cli.drafters import mamba
 from mmspec.ssm.distil.objective import forward_kl
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.sampler import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG
-from mmspec.vision.distil.make_data import make_data
+from mmspec.vision.cli.make_data import make_data
 from tests.standin import save_text_model
 from tests.tiny import shared_model
 from tests.training import terminated_at

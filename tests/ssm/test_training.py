@@ -21,9 +21,9 @@ from transformers.models.bamba.modeling_bamba import BambaMixer, mamba2_chunk_sc
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
 
+from mmspec.ssm.cli.models import tiny_hybrid
 from mmspec.ssm.texts import KINDS, example
 from mmspec.ssm.training.architecture import GATED_DELTANET, MAMBA2, STEP_SIZES, Architecture, new_model
-from mmspec.ssm.training.command import tiny_hybrid
 from mmspec.ssm.training.delta import chunk_delta
 from mmspec.ssm.training.encoding import encode, make_tokenizer
 from mmspec.ssm.training.layers import chunk_scan, fast_layers

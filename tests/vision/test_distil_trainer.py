@@ -25,7 +25,7 @@ from mmspec.distil.features import Features
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
-from mmspec.vision.distil.command import eagle3, flash, msd
+from mmspec.vision.cli.drafters import eagle3, flash, msd
 from mmspec.vision.distil.msd import fit_projection
 from mmspec.vision.drafters.eagle3 import Eagle3
 from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
@@ -324,7 +324,7 @@ def test_missing_conversations_are_refused(train: Callable[..., str], files: dic
 
 
 def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
-    command = [sys.executable, *launcher, "-m", "mmspec.vision.distil.command", "msd", *options]
+    command = [sys.executable, *launcher, "-m", "mmspec.vision.cli.drafters", "msd", *options]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

@@ -17,7 +17,7 @@ import mmspec
 from mmspec.eval.decoding.losslessness import Case, compare_case
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec.training.trainer import DRAFTER, LOG
-from mmspec.vision.distil.command import flash
+from mmspec.vision.cli.drafters import flash
 from mmspec.vision.processor import VisionProcessor
 from tests.standin import TEMPLATE, tokenizer
 from tests.tiny import shared_model

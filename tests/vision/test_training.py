@@ -18,6 +18,7 @@ from mmspec.errors import UserError
 from mmspec.training.loss import IGNORE
 from mmspec.training.optimisers import lr_factor
 from mmspec.training.trainer import CHECKPOINT, LOG, MODEL, Trainer
+from mmspec.vision.cli.models import tiny_llava
 from mmspec.vision.scenes.conversations import one_image, several_images, video
 from mmspec.vision.scenes.drawing import draw
 from mmspec.vision.scenes.reading import Mention, ReadEvent, read_events, read_objects
@@ -35,7 +36,6 @@ from mmspec.vision.training.batches import (
     render,
     to_pixels,
 )
-from mmspec.vision.training.command import tiny_llava
 from mmspec.vision.training.network import TrainedLlava
 from mmspec.vision.training.perception import TASKS, patch_labels, perception_accuracy, perception_loss
 from mmspec.vision.training.task import TOWER_SHARE, TowerTask, llava_task, stages

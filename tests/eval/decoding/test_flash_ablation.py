@@ -18,7 +18,7 @@ from mmspec.eval.decoding.flash_ablation import (
     train_variant,
     variant_grid,
 )
-from mmspec.vision.distil.command import flash as train_flash
+from mmspec.vision.cli.drafters import flash as train_flash
 from tests.standin import save_llava
 
 

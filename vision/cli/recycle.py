@@ -14,7 +14,7 @@ from rich.progress import track
 
 import mmspec
 from mmspec.cli.options import OUT_FOLDER
-from mmspec.distil.options import FOLDER
+from mmspec.cli.training import FOLDER
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError, explained

@@ -15,7 +15,7 @@ from mmspec.distil import data
 from mmspec.distil.answering import AnswerGenerator, PendingConversation, without_answers
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
-from mmspec.vision.distil.make_data import Dataset, make_data
+from mmspec.vision.cli.make_data import Dataset, make_data
 from mmspec.vision.distil.scenes import KINDS, scene_conversations
 from mmspec.vision.scenes.conversations import video
 from mmspec.vision.scenes.scene import seeded

@@ -12,9 +12,9 @@ from PIL import Image
 import mmspec
 from mmspec import plugins
 from mmspec.cli import main
-from mmspec.vision import folder as folders
+from mmspec.vision.cli import folder as folders
+from mmspec.vision.cli.folder import Captioner, caption_folder
 from mmspec.vision.embedded import samples
-from mmspec.vision.folder import Captioner, caption_folder
 from tests.standin import save_llava, save_text_model
 
 NAMES = [f"{k}.png" for k in range(5)]

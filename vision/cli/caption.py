@@ -11,7 +11,7 @@ import click
 from mmspec.cli.options import LOADING, OUT_FILE, Number, generation_options
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
-from mmspec.vision.folder import PROMPTS
+from mmspec.vision.cli.folder import PROMPTS
 
 EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 
@@ -79,7 +79,7 @@ def caption(
 
 
 def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of ``mmspec.vision.folder.Captioner``, from the command line's options."""
+    """The settings of ``mmspec.vision.cli.folder.Captioner``, from the command line's options."""
     from mmspec.cli.session import generation_keywords
     from mmspec.vision.video_decord import import_decord
 
@@ -103,8 +103,8 @@ def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine
     from rich.progress import Progress
 
     from mmspec.cli.session import show_limits
+    from mmspec.vision.cli.folder import caption_folder
     from mmspec.vision.embedded import samples
-    from mmspec.vision.folder import caption_folder
 
     console = Console(stderr=True)
 

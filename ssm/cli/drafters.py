@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mmspec.distil.options import DATA, LENGTH, REPORTS, TREES, option_groups
+from mmspec.cli.training import DATA, LENGTH, REPORTS, TREES, option_groups
 
 NETWORK = (
     click.option("--hidden-size", type=click.IntRange(1), default=128, show_default=True, help="Width."),
@@ -26,7 +26,7 @@ def mamba(**options: Any) -> None:
 
     Its input is tokens only: images and videos in --data are placeholder tokens to the drafter. Run the same command
     again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to OUT/log.jsonl and
-    OUT/curve.svg. On several devices: `accelerate launch -m mmspec.ssm.distil.command mamba OPTIONS`.
+    OUT/curve.svg. On several devices: `accelerate launch -m mmspec.ssm.cli.drafters mamba OPTIONS`.
     """
     from mmspec.ssm.distil.mamba import train_mamba
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mmspec.cli.options import Number
-from mmspec.distil.options import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES, option_groups
+from mmspec.cli.training import DATA, LENGTH, POSITIVE, REPORTS, SHARE, TREES, option_groups
 from mmspec.errors import UserError
 
 
@@ -163,7 +163,7 @@ def msd(**options: Any) -> None:
     """Train an MSD drafter: first on text, then on a growing share of images and videos.
 
     Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
-    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.vision.distil.command msd
+    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.vision.cli.drafters msd
     OPTIONS`.
     """
     from mmspec.vision.distil.msd import train_msd

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.cli.options import OUT_FOLDER, Number, device_options
+from mmspec.cli.training import SHARE, target_option
 from mmspec.distil import data
-from mmspec.distil.options import SHARE, target_option
 from mmspec.errors import UserError
 from mmspec.files import write_text
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import mmspec
 from mmspec import UserError
 from mmspec.loading import make_drafter
-from mmspec.vision.training.successors import recycle
+from mmspec.vision.cli.recycle import recycle
 from tests.standin import save_llava, save_text_model
 
 
