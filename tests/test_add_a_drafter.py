@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs/add-a-drafter.md"
 
 @pytest.fixture(scope="module")
 def bigram():
-    (code,) = PAGE.read_text().split("```python\n")[1:]
+    code = PAGE.read_text().split("```python\n")[1]
     names = {}
     exec(code.partition("```")[0], names)
     return names["Bigram"]
