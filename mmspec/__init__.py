@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Generation",
     "Piece",

@@ -1,0 +1,53 @@
+"""The look-up drafter of docs/add-a-drafter.md, run as it is written there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.core.budget import Budget
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.union import Union
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from tests.tiny import shared_model
+
+PAGE = Path(__file__).parent.parent / "docs/add-a-drafter.md"
+
+
+@pytest.fixture(scope="module")
+def bigram():
+    code = PAGE.read_text().split("```python\n")[1]
+    names = {}
+    exec(code.partition("```")[0], names)
+    return names["Bigram"]
+
+
+@pytest.mark.parametrize("name", ["llama", "llava", "bamba"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_its_output_equals_generate(name, batch, bigram):
+    model = shared_model(name)
+    inputs = vision_inputs(name, batch, 1, 0) if name == "llava" else text_inputs(batch, 9, 0)
+    options = {**inputs, "max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**options)
+    for drafter in (bigram(), bigram(width=1), Union([bigram(), Ngram()])):
+        output = mmspec.generate(model, drafter=drafter, return_dict_in_generate=True, **options)
+        assert torch.equal(output.sequences, expected)
+
+
+def test_it_drafts_what_followed_the_last_token(bigram):
+    drafter = bigram()
+    drafter.begin(None, None, [[5, 6, 5, 7, 5, 6, 5]])
+    tree = drafter.propose(torch.tensor([5]), Budget(nodes=3, depth=1))
+    assert tree.tokens.tolist() == [[5, 6, 7]]
+    assert tree.path_probs == [[pytest.approx(2 / 4), pytest.approx(1 / 4)]]
+
+
+@pytest.mark.parametrize("path", ["mmspec", "tests", "eval", "ssm", "vision", "demos"])
+def test_files_that_it_names_exist(path):
+    words = PAGE.read_text().replace("`", " ").replace("(", " ").replace(")", " ").replace(",", " ").split()
+    named = {word.rstrip(".:;") for word in words if word.startswith(f"{path}/")}
+    made = {"mmspec/drafters/bigram.py"}
+    assert [name for name in sorted(named - made) if not (PAGE.parent.parent / name).exists()] == []
