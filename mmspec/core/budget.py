@@ -62,9 +62,11 @@ class Budget:
     Attributes:
         remaining: (set by the engine) drafts that the longest unfinished row can still accept.
         floor: minimum path probability of a candidate.
+        drift: verify passes against their calibration, if there is one.
     """
 
     floor = 0.002
+    drift: Drift | None = None
 
     def __init__(self, nodes: int = 16, depth: int = 12) -> None:
         self.nodes = nodes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import abc, deque
 from collections.abc import Callable, Hashable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter as clock
 from typing import Any, TypeGuard
@@ -96,6 +97,7 @@ class Engine:
         self._sampler = BatchSampler()
         self._changed = threading.Condition()
         self._stepping: threading.Thread | None = None
+        self._pauses = 0  # threads that wait for the end of a step
         self._lease = Lease(target, drafter)
 
     # ------------------------------------------------------------------ clients
@@ -162,7 +164,7 @@ class Engine:
             with self._changed:
                 if self._stepping is threading.current_thread():
                     raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
-                while self._stepping and not ready():
+                while (self._stepping or self._pauses) and not ready():
                     self._changed.wait()
                 if ready():
                     return
@@ -180,6 +182,19 @@ class Engine:
                     self._stepping = None
                     self._changed.notify_all()
                     self._release()
+
+    @contextmanager
+    def paused(self) -> abc.Iterator[None]:
+        """Run a block between two steps: no thread changes target or drafter meanwhile."""
+        with self._changed:
+            self._pauses += 1
+            try:
+                while self._stepping not in (None, threading.current_thread()):
+                    self._changed.wait()
+                yield
+            finally:
+                self._pauses -= 1
+                self._changed.notify_all()
 
     # ------------------------------------------------------------------ one step
 
