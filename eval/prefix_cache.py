@@ -25,7 +25,7 @@ def timed(pipe: mmspec.Pipeline, request: dict[str, Any], max_new_tokens: int) -
     """Seconds to the first piece, text, tokens, and the number of cached tokens of the prompt."""
     start, first = clock(), None
     pieces = []
-    for piece in pipe.stream(**request, max_new_tokens=max_new_tokens):
+    for piece in pipe.stream(**request, max_new_tokens=max_new_tokens, temperature=0.0):
         first = clock() - start if first is None else first
         pieces.append(piece)
     stats = pieces[-1].stats

@@ -56,7 +56,7 @@ def main(
     for number, request in enumerate(requests):
         if number % 4 == 3:
             request["images"] = None
-    expected = [plain.generate(**request, max_new_tokens=max_new_tokens).text for request in requests]
+    expected = [plain.generate(**request, max_new_tokens=max_new_tokens, temperature=0.0).text for request in requests]
     bodies = [chat_body(plain.name, request, max_new_tokens) for request in requests]
     options = {"model": model, "drafter": drafter, "dtype": dtype, "max_running": max_running}
     loads: dict[int, list[tuple[list[StreamedRequest], float, int | None]]] = {size: [] for size in clients}

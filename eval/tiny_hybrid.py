@@ -65,7 +65,8 @@ def greedy_decoder(model: str, batch: int) -> Answer:
     def every(prompts: Sequence[str]) -> Iterator[str]:
         for start in range(0, len(prompts), batch):
             requests = [{"prompt": prompt} for prompt in prompts[start : start + batch]]
-            yield from (found.text.strip() for found in pipe.generate_batch(requests, max_new_tokens=MAX_NEW_TOKENS))
+            answers = pipe.generate_batch(requests, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+            yield from (found.text.strip() for found in answers)
 
     return lambda prompts: list(every(prompts))
 

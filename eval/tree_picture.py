@@ -31,7 +31,7 @@ def main(model: str, drafter: str, out: Path, nodes: int) -> None:
     pipe = mmspec.load(model, drafter)
     seen: list[JudgedTree] = []
     for request in held_out_requests(images=8, videos=0):
-        trees = pipe.generate(**request, nodes=nodes, trace=True).trees
+        trees = pipe.generate(**request, nodes=nodes, temperature=0.0, trace=True).trees
         ends = set(pipe.io.tokenizer.all_special_ids)
         seen += [tree for tree in trees if ends.isdisjoint([*tree.tokens, tree.bonus])]
     step = max(seen, key=_instructiveness)

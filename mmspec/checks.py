@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from math import isfinite
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 from mmspec.errors import UserError
 
 _LONGEST = 80  # characters of a value that a message repeats
+_SIMILARITY = 0.75  # of names; presence_penalty and repetition_penalty, which differ, have 0.71
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,15 @@ class Checked:
     """Base of frozen dataclasses with fields by ``option``, which the constructor checks.
 
     Raises:
-        UserError: a field violates its rule.
+        UserError: a field violates its rule, or there is none of this name.
     """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        for name in named:
+            if name not in known:
+                raise UserError(f"unknown field of {cls.__name__}: got {name}{nearest(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for one in fields(self):  # type: ignore[arg-type]
@@ -85,9 +94,20 @@ def optional(rule: Rule) -> Rule:
     )
 
 
+def settable(rule: Rule) -> Rule:
+    """A value that a rule allows, or None for a field that is not set."""
+    return replace(optional(rule), expected=rule.expected)
+
+
 def is_text(value: Any) -> bool:
     """Whether a value is a str that UTF-8 can encode: a lone surrogate has no encoding."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that it is nearly; empty without any."""
+    found = get_close_matches(name, known, 1, _SIMILARITY)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def shown(value: Any) -> str:

@@ -9,14 +9,14 @@ from time import perf_counter as clock
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList
 
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
+from mmspec.engine.request import params_of
 from mmspec.pipeline import Generation, Pipeline
-from mmspec.sampling.grammar import KINDS
 from mmspec.sampling.matcher import Matcher
-from mmspec.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Difference:
         position: index of the first token that differs, counted from the first new one.
         speculative, plain: the tokens there; None for an output that had ended.
         margin: of greedy outputs, the target's highest logit there minus the lower of the two tokens' (after the
-            grammar's mask and the repetition penalty), from another pass over prompt and common tokens. Near zero in
+            grammar's mask and the logits processors), from another pass over prompt and common tokens. Near zero in
             half precision it is a tie, which rounding decides.
     """
 
@@ -107,7 +107,8 @@ def compare(
     """
 
     def run(speculate: bool) -> tuple[Generation, float]:
-        fresh = Pipeline(pipe.target, pipe.io, make_drafter() if speculate else None)
+        drafter = make_drafter() if speculate else None
+        fresh = Pipeline(pipe.target, pipe.io, drafter, generation_config=pipe.generation_config)
         start = clock()
         generation = fresh.generate(**request, **keywords)
         seconds = clock() - start
@@ -120,8 +121,8 @@ def compare(
         for speculate in (True, False) if turn % 2 == 0 else (False, True):
             runs[speculate].append(run(speculate))
     fast, slow = _speed(runs[True]), _speed(runs[False])
-    sampled = keywords.get("temperature", 0.0) > 0
-    if sampled and keywords.get("seed") is None:
+    params = pipe.defaults.complete(params_of(keywords))
+    if params.do_sample and params.seed is None:
         return Comparison(rounds, fast, slow, None, None)
     pairs = [(a.token_ids, b.token_ids) for (a, _), (b, _) in zip(runs[True], runs[False], strict=True)]
     unequal = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -152,12 +153,12 @@ def first_difference(
     """
     shorter = min(len(speculative), len(plain))
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
-    if at == shorter or keywords.get("temperature", 0.0) > 0:
+    params = pipe.defaults.complete(params_of(keywords))
+    if at == shorter or params.do_sample:
         ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, ours, theirs, None)
-    names = ("repetition_penalty", *KINDS)
-    params = SamplingParams(**{name: keywords[name] for name in names if name in keywords})
-    scores = next_token_scores(pipe.target, pipe.encode([request]), plain[:at], params)
+    prompt = pipe.encode([request])
+    scores = next_token_scores(pipe.target, prompt, plain[:at], pipe.defaults.processors(params, prompt.input_ids))
     if (grammar := pipe.grammar(params)) is not None:
         allowed = Matcher(grammar, []).allowed(plain[:at], (), len(scores))
         scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
@@ -165,7 +166,9 @@ def first_difference(
     return Difference(at, speculative[at], plain[at], float(scores.max() - two.min()))
 
 
-def next_token_scores(target: Target, prompt: Prompt, tokens: Sequence[int], params: SamplingParams) -> torch.Tensor:
+def next_token_scores(
+    target: Target, prompt: Prompt, tokens: Sequence[int], processors: LogitsProcessorList
+) -> torch.Tensor:
     """Processed float32 logits of the token after ``tokens``, (vocab,), for a prompt of one row.
 
     The tokens are one verify pass over a chain.
@@ -177,4 +180,4 @@ def next_token_scores(target: Target, prompt: Prompt, tokens: Sequence[int], par
         parents = torch.arange(-1, len(tokens) - 1, device=chain.device)[None]
         step = target.forward_tree(TokenTree(chain, parents))
     history = torch.tensor([prompt.histories()[0] + list(tokens)], device=prompt.input_ids.device)
-    return params.processors()(history, step.logits[:, -1].float())[0]  # type: ignore[arg-type]
+    return processors(history, step.logits[:, -1].float())[0]  # type: ignore[arg-type]

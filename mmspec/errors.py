@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+Attempt = Callable[[Callable[[], Any]], Any]
+"""Calls a function, and decides about its mistakes: ``raising`` or ``returning``."""
 
 
 class UserError(ValueError):
@@ -30,3 +34,18 @@ def explained(message: str, *kinds: type[Exception]) -> Iterator[None]:
         raise
     except kinds as error:
         raise UserError(f"{message}: {first_line(error)}") from error
+
+
+def raising(function: Callable[[], Any]) -> Any:
+    """The function's result; its errors are raised."""
+    return function()
+
+
+def returning(function: Callable[[], Any]) -> Any:
+    """The function's result, or its mistake as a ``UserError``. Processors raise ValueError for images they reject."""
+    try:
+        return function()
+    except UserError as error:
+        return error
+    except ValueError as error:
+        return UserError(first_line(error))

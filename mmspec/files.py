@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, first_line
 
 _MAKING = threading.Lock()
+_REFUSALS = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)]
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
@@ -34,7 +36,7 @@ def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
         write: fills the temporary folder that it is given.
 
     Raises:
-        UserError: its parent cannot be written.
+        UserError: its parent cannot be written, or the disk is full.
     """
     with _MAKING:
         if folder.is_dir():
@@ -43,18 +45,34 @@ def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             part = Path(tempfile.mkdtemp(dir=folder.parent))
         except OSError as error:
-            raise UserError(
-                f"cannot make {folder}: expected a cache folder that can be written, received {error}; MMSPEC_CACHE "
-                "names another one"
-            ) from error
+            raise _cannot_make(folder, error) from error
         try:
             write(part)
+            for file in part.rglob("*"):
+                if file.is_file():
+                    flush(file)
             os.rename(part, folder)
-        except OSError:
-            if not folder.is_dir():  # no other process was faster
-                raise
+        except Exception as error:
+            if isinstance(error, OSError) and folder.is_dir():  # another process was faster
+                return
+            if any(text in str(error) for text in _REFUSALS):  # safetensors has errors of its own
+                raise _cannot_make(folder, error) from error
+            raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def _cannot_make(folder: Path, error: Exception) -> UserError:
+    return UserError(
+        f"cannot make {folder}: expected a cache folder that can be written, received {first_line(error)}; "
+        "MMSPEC_CACHE names another one"
+    )
+
+
+def flush(file: Path) -> None:
+    """Wait until a file's contents are on the disk: after a power failure, a renamed file may otherwise be empty."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
-    GenerationMode,
     MaxLengthCriteria,
     StopStringCriteria,
 )
@@ -29,10 +28,11 @@ from mmspec.engine.request import NODES
 from mmspec.engine.sequence import Sequence as Row
 from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stats import Stats
-from mmspec.engine.stopping import Stopper
+from mmspec.engine.stopping import JointCriteria, Stopper
 from mmspec.errors import UserError
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
 from mmspec.sampling.sampler import Sampler
 
 
@@ -78,25 +78,34 @@ def decode(
         if streamer is not None and len(input_ids) > 1:
             raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
         prompt = _prompt(input_ids, model_kwargs)
-        stopper = _stopper(stopping_criteria, input_ids.shape[1])
+        stopper, joint = _stopping(stopping_criteria, input_ids, _padding(generation_config))
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        rows = _decode(_pipeline(model, drafter), prompt, sampler, stopper, nodes, streamer)
+        rows = _decode(_pipeline(model, drafter), prompt, sampler, stopper, joint, nodes, streamer)
     finally:
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever
-    sequences = _join(input_ids, rows, generation_config)
+    sequences = _join(input_ids, rows, _padding(generation_config)) if joint is None else joint.ids
     if not generation_config.return_dict_in_generate:
         return sequences
     return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
 
 
 def _decode(
-    pipe: Pipeline, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None, streamer: Any
+    pipe: Pipeline,
+    prompt: Prompt,
+    sampler: Sampler,
+    stopper: Stopper,
+    joint: JointCriteria | None,
+    nodes: int | None,
+    streamer: Any,
 ) -> list[Row]:
     """Decode all rows of a prompt until they end."""
     wakeup = Wakeup()
     rows = pipe.add(prompt, sampler, stopper, nodes, on_change=wakeup)
     try:
+        if joint is not None:
+            _decode_jointly(pipe, rows, wakeup, joint)
+            return rows
         ended = False
         while not ended:
             wakeup.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_output)
@@ -109,6 +118,23 @@ def _decode(
         if row.error is not None:
             raise row.error
     return rows
+
+
+def _decode_jointly(pipe: Pipeline, rows: list[Row], wakeup: Wakeup, joint: JointCriteria) -> None:
+    """Decode rows until criteria of all of them end; some get ahead of others, and so beyond their end."""
+
+    def lacking() -> list[Row]:
+        return [rows[number] for number in joint.lacking([row.token_ids for row in rows])]
+
+    while not joint.over:
+        wakeup.wait(lambda: all(row.done for row in lacking()))
+        for row in lacking():
+            assert row.error is not None, "rows end at their criteria"
+            raise row.error
+        joint.advance([row.token_ids for row in rows])
+        pipe.engine.remove(rows[number] for number in joint.ended)
+    for row, length in zip(rows, joint.lengths, strict=True):
+        row.stats.num_generated_tokens = length
 
 
 def generate(
@@ -204,35 +230,41 @@ def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt:
 def _pipeline(model: PreTrainedModel, drafter: Any) -> Pipeline:
     if not isinstance(drafter, Pipeline):
         target = plugins.target_class(model.config)(model)
-        return Pipeline(target, drafter=make_drafter(drafter, model.config.name_or_path or ""))
+        drafter = make_drafter(drafter, model.config.name_or_path or "")
+        return Pipeline(target, drafter=drafter, generation_config=LIBRARYS)  # generate() applies the model's
     if drafter.model is not model:
         raise UserError(f"a pipeline as drafter must hold the model that generates: it holds {drafter.name}")
     return drafter
 
 
-def _join(input_ids: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:
-    longest = max(len(row.token_ids) for row in rows)
+def _padding(config: GenerationConfig) -> int:
     pad = getattr(config, "_pad_token_tensor", None)
-    pad_id = 0 if pad is None else int(pad)
-    new = [row.token_ids + [pad_id] * (longest - len(row.token_ids)) for row in rows]
+    return 0 if pad is None else int(pad)
+
+
+def _join(input_ids: Tensor, rows: list[Row], padding: int) -> Tensor:
+    longest = max(len(row.token_ids) for row in rows)
+    new = [row.token_ids + [padding] * (longest - len(row.token_ids)) for row in rows]
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)
 
 
-def _stopper(criteria: Sequence[Any], prompt_length: int) -> Stopper:
-    """A stopper with transformers' criteria; length and end-of-sequence need no call per token."""
-    limits = [c.max_length - prompt_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-    eos = [int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten()]
-    others = [c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    return Stopper(min(limits), eos_token_ids=eos, criteria=others)
+def _stopping(criteria: Sequence[Any], input_ids: Tensor, padding: int) -> tuple[Stopper, JointCriteria | None]:
+    """A stopper for each row, and the criteria of several rows together, if there are any but length and
+    end of sequence, which need no call per token."""
+    limits = [c.max_length - input_ids.shape[1] for c in criteria if type(c) is MaxLengthCriteria]
+    eos = [int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()]
+    others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+    if not others or len(input_ids) == 1:
+        return Stopper(min(limits), eos_token_ids=eos, criteria=others), None
+    pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers' own rule
+    joint = JointCriteria(StoppingCriteriaList(criteria), input_ids, padding if pads else None)
+    return Stopper(min(limits), eos_token_ids=eos), joint
 
 
 def _refuse_unsupported(
     config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], assistant_model: Any
 ) -> None:
-    mode = config.get_generation_mode(assistant_model)
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        asked = str(mode.value).replace("_", " ")
-        raise UserError(f"generation must be greedy search or sampling: got {asked}, use model.generate for it")
+    refuse_other_modes(config, assistant_model, assisted=False)
     wanted = [
         name
         for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from mmspec import plugins
-from mmspec.checks import shown
+from mmspec.checks import nearest, shown
 from mmspec.core.drafter import Drafter
 from mmspec.drafters import checkpoint
 from mmspec.drafters.union import Union
@@ -88,12 +89,31 @@ def _located(name: str) -> Iterator[dict[str, Any]]:
     if not name or (not os.path.exists(name) and is_path(name)):
         raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
     if os.path.exists(name):
-        expected = "the folder of a supported model"
+        expected = "the GGUF file of a supported model" if os.path.isfile(name) else "the folder of a supported model"
     with (
         explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
         cache_if_offline("model", name) as found,
     ):
         yield found
+
+
+@contextmanager
+def known_options(function: str, options: Collection[str], known: Iterable[str]) -> Iterator[None]:
+    """Raise a ``UserError`` where transformers refuses one of the options, which it does as the model is built.
+
+    Args:
+        function: for the message.
+        options: names that were passed on to transformers.
+        known: names of further options that ``function`` takes.
+    """
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None or found[1] not in options:
+            raise
+        hint = nearest(found[1], [*known, *signature(PreTrainedModel.from_pretrained).parameters])
+        raise UserError(f"unknown option of {function}: got {found[1]}{hint}") from error
 
 
 def _cpu_dtype(folder: str, model: Any) -> Any:

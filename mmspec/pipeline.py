@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Literal, overload
 
 from transformers import PreTrainedModel
 
 from mmspec import plugins
 from mmspec.cache.prefix_cache import PrefixCache
-from mmspec.checks import shown, whole
+from mmspec.checks import Rule, nearest, shown, whole
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter
-from mmspec.core.target import Prompt, Target
+from mmspec.core.drafter import Drafter, fork
+from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.engine.engine import SLOTS, Engine
 from mmspec.engine.request import SLOT_COUNT, Call, parse
 from mmspec.engine.sequence import Sequence as RunningSequence
@@ -26,8 +27,9 @@ from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import JudgedTree
-from mmspec.errors import UserError
-from mmspec.loading import load_target, make_drafter
+from mmspec.errors import UserError, raising, returning
+from mmspec.loading import known_options, load_target, make_drafter
+from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
 from mmspec.sampling.grammar import Grammar, Grammars
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
@@ -36,6 +38,8 @@ from mmspec.targets.processor import Detokenizer, Processor
 
 Message = Mapping[str, Any]
 _BYTES = whole(0)
+_ATTEMPTS = {"raise": raising, "return": returning}
+_ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def load(
     processor: Any = None,
     slots: int = SLOTS,
     prefix_cache: int = 0,
+    generation_config: str = MODELS,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -95,16 +100,25 @@ def load(
         slots: requests that decode at the same time; each needs memory for its keys and values.
         prefix_cache: memory in bytes for the states of prompts: one that begins like an earlier one, such as the next
             turn of a conversation, then computes only its new tokens. 0 keeps none.
+        generation_config: source of the sampling parameters that a request leaves unset. ``"auto"`` is the model's
+            generation config, whose further entries (``suppress_tokens``, ``no_repeat_ngram_size``, ...) are applied
+            too, so that tokens are those of ``model.generate``; ``"mmspec"`` is ``SamplingParams``' own defaults.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
     Raises:
-        UserError: the model, drafter, device or dtype is unknown or not available.
+        UserError: the model, drafter, device or dtype is unknown or not available, or the model's generation config
+            asks for what speculative decoding cannot do, such as beam search.
     """
+    SOURCE.check("generation_config", generation_config)
+    known = {*signature(load).parameters, "trust_remote_code"} - {"options"}
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
         asked = {"device": device, "dtype": dtype, **options}
+        for name in options:
+            if hint := nearest(name, known):
+                raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
         if given := [f"{name}={shown(value)}" for name, value in asked.items() if value != "auto"]:
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(given)}")
         home = model.config.name_or_path or ""
@@ -115,6 +129,7 @@ def load(
             make_drafter(drafter, home),
             slots=slots,
             prefix_cache=prefix_cache,
+            generation_config=generation_config,
         )
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
@@ -124,8 +139,10 @@ def load(
     folder = plugins.model_path(model)
     # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-    target, processor = load_target(folder, device, dtype, **options)
-    return Pipeline(target, processor, speculator, model, slots=slots, prefix_cache=prefix_cache)
+    with known_options("mmspec.load", options, known):
+        target, processor = load_target(folder, device, dtype, **options)
+    settings: dict[str, Any] = {"slots": slots, "prefix_cache": prefix_cache, "generation_config": generation_config}
+    return Pipeline(target, processor, speculator, model, **settings)
 
 
 class Pipeline:
@@ -141,11 +158,13 @@ class Pipeline:
         name: how the model was asked for; by default the name that its configuration gives.
         slots: requests that decode at the same time; further ones wait. Pipelines over one target share the most.
         prefix_cache: see ``load``; for targets with that attribute.
+        generation_config: see ``load``; targets without defaults of their own have the library's.
 
     Attributes:
         model, processor: the plain transformers objects.
-        target, drafter, name, slots: as above.
+        target, drafter, name, slots, generation_config: as above.
         engine: decodes; the target's.
+        defaults: of sampling parameters.
         io: the ``Processor``.
         context_limit: maximum length of prompt plus output; the target's own, if not lowered.
         budget: adaptive budget of this drafter on this target; None before the first draft.
@@ -160,6 +179,7 @@ class Pipeline:
         *,
         slots: int = SLOTS,
         prefix_cache: int = 0,
+        generation_config: str = MODELS,
     ) -> None:
         # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
         self.target: Any = target
@@ -168,6 +188,10 @@ class Pipeline:
         self._grammars: Grammars | None = None  # built by the first constrained request
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        self.generation_config = SOURCE.check("generation_config", generation_config)
+        self.defaults = Defaults()
+        if generation_config == MODELS and isinstance(target, HasDefaults):
+            self.defaults = target.defaults()
         self.slots = SLOT_COUNT.check("slots", slots)
         if _BYTES.check("prefix_cache", prefix_cache):
             if not hasattr(self.target, "prefix_cache"):
@@ -177,18 +201,16 @@ class Pipeline:
         self.engine = Engine.of(target, self.slots)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {
-            name: value for name, value in vars(self).items() if name not in ("engine", "_grammars", "_speculation")
-        }
-        return {**state, "drafter": self.drafter, "budget": self.budget}
+        """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
+        left_out = ("engine", "_grammars", "_speculation")
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        with self.engine.paused():
+            return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles without the requests in progress."""
         drafter, budget = state.pop("drafter"), state.pop("budget")
         vars(self).update(state)
-        for part in (self.target, drafter):
-            if part is not None:
-                part.select([])
+        self.target.select([])
         self._grammars = None
         self._speculation = Speculation(self.target, drafter)
         self.budget = budget
@@ -267,7 +289,19 @@ class Pipeline:
         """
         return self.generate_batch([{"prompt": prompt, "images": images, "videos": videos}], **keywords)[0]
 
-    def generate_batch(self, requests: Sequence[Mapping[str, Any]], **keywords: Any) -> list[Generation]:
+    @overload
+    def generate_batch(
+        self, requests: Sequence[Mapping[str, Any]], *, on_error: Literal["raise"] = "raise", **keywords: Any
+    ) -> list[Generation]: ...
+
+    @overload
+    def generate_batch(
+        self, requests: Sequence[Mapping[str, Any]], *, on_error: Literal["return"], **keywords: Any
+    ) -> list[Generation | UserError]: ...
+
+    def generate_batch(
+        self, requests: Sequence[Mapping[str, Any]], *, on_error: str = "raise", **keywords: Any
+    ) -> Sequence[Generation | UserError]:
         """Answer several prompts, ``slots`` of them at a time.
 
         In float32, each answer has the same tokens as alone.
@@ -275,25 +309,32 @@ class Pipeline:
         Args:
             requests: ``{"prompt": ..., "images": ..., "videos": ..., "params": ...}`` each; ``params`` replaces those
                 of the call.
+            on_error: ``"raise"`` raises the first request's mistake and drops the other answers; ``"return"`` returns
+                it as a ``UserError`` in the place of its answer. Invalid keywords of the call are raised.
             **keywords: see ``generate``.
         """
-        calls = parse(requests, keywords)
-        answers: list[_Answer] = []
+        attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
+        calls = parse(requests, keywords, self.io.options, attempt)
+        answers: list[_Answer | UserError] = []
         wakeup = Wakeup()
 
+        def started() -> list[_Answer]:
+            return [answer for answer in answers if isinstance(answer, _Answer)]
+
         def ready() -> bool:
-            return len(answers) - sum(answer.sequence.done for answer in answers) < 2 * self.engine.slots
+            return sum(not answer.sequence.done for answer in started()) < 2 * self.engine.slots
+
+        def result(answer: _Answer) -> Generation:
+            wakeup.wait(lambda: answer.sequence.done)
+            return answer.whole()
 
         try:
             for call in calls:
                 wakeup.wait(ready)  # the inputs of waiting requests take memory
-                answers.append(_Answer(self, call, wakeup))
-            for answer in answers:
-                wakeup.wait(lambda answer=answer: answer.sequence.done)  # type: ignore[misc]
-                answer.check()
+                answers.append(attempt(partial(_Answer, self, call, wakeup)) if isinstance(call, Call) else call)
+            return [attempt(partial(result, one)) if isinstance(one, _Answer) else one for one in answers]
         finally:
-            self.engine.remove(answer.sequence for answer in answers)
-        return [answer.whole() for answer in answers]
+            self.engine.remove(answer.sequence for answer in started())
 
     def stream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
@@ -302,25 +343,26 @@ class Pipeline:
 
         The request starts with the first ``next``. Closing or dropping the iterator cancels it.
         """
-        (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
+        (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords, self.io.options)
         return self._pieces(call)
 
     async def astream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
-        (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords)
+        request = {"prompt": prompt, "images": images, "videos": videos}
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:
             with suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(changed.set)
 
-        made = asyncio.ensure_future(asyncio.to_thread(_Answer, self, call, wake))
+        made = asyncio.ensure_future(asyncio.to_thread(self._begin, request, keywords, wake))
         try:
             answer = await asyncio.shield(made)
         except asyncio.CancelledError:
-            made.add_done_callback(_cancel)
+            await asyncio.wait({made})  # the thread cannot be ended
+            _cancel(made)
             raise
         try:
             while not answer.ended:
@@ -331,6 +373,11 @@ class Pipeline:
                     yield piece
         finally:
             self.engine.remove([answer.sequence])
+
+    def _begin(self, request: Mapping[str, Any], keywords: Mapping[str, Any], on_change: Callable[[], None]) -> _Answer:
+        """Validate and queue a request."""
+        (call,) = parse([request], keywords, self.io.options)
+        return _Answer(self, call, on_change)
 
     def _pieces(self, call: Call) -> Iterator[Piece]:
         wakeup = Wakeup()
@@ -351,18 +398,23 @@ def _cancel(made: asyncio.Future[_Answer]) -> None:
         made.result().pipe.engine.remove([made.result().sequence])
 
 
+def _without(tokens: Container[int], decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
+    return decode([token for token in token_ids if token not in tokens])
+
+
 class _Answer:
     """A request in the engine, and the text of its answer."""
 
     def __init__(self, pipe: Pipeline, call: Call, on_change: Callable[[], None]) -> None:
         self.pipe = pipe
-        params, extras = call.params, call.extras
+        params, extras = pipe.defaults.complete(call.params), call.extras
         constraint = pipe.grammar(params)
         rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
         prompt = pipe.encode([call.request], **call.inputs, **rendering)
         length, limit = prompt.input_ids.shape[1], pipe.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
+        assert params.max_new_tokens is not None
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
@@ -371,13 +423,15 @@ class _Answer:
             criteria=extras.stopping_criteria,
             tokenizer=pipe.io.tokenizer,
         )
-        sampler = params.sampler(extras.logits_processor, constraint)
-        recorded = {"trace": extras.trace, "logprobs": extras.logprobs}
+        sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
+        recorded: dict[str, Any] = {"trace": extras.trace, "logprobs": extras.logprobs}
         (self.sequence,) = pipe.add(prompt, sampler, stopper, extras.nodes, on_change=on_change, **recorded)
         self.ended = False
+        decode = partial(pipe.io.decode, **rendering)
         if constraint is not None:
-            rendering["verbatim"] = True
-        self._detokenizer = Detokenizer(partial(pipe.io.decode, **rendering), params.stop_strings)
+            ends = stopper.eos_token_ids  # may be ordinary text, which the grammar does not contain
+            decode = partial(_without, ends, partial(decode, verbatim=True))
+        self._detokenizer = Detokenizer(decode, params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece
         self._sent = 0  # tokens of earlier pieces
 
@@ -387,7 +441,8 @@ class _Answer:
             raise self.sequence.error
 
     def whole(self) -> Generation:
-        """The complete answer of an ended sequence."""
+        """The complete answer of an ended sequence. Raises the sequence's error, if any."""
+        self.check()
         one, ids = self.sequence, self.sequence.token_ids
         text = self._detokenizer.text(ids)
         reason = one.finish_reason or "length"

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mmspec.checks import nearest
 from mmspec.errors import UserError
 
 
@@ -142,7 +143,9 @@ def find(group: str, name: str) -> Any:
     for entry in _entries(group):
         if entry.name == name:
             return entry.load()
-    raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(names(group))}, got {name!r}")
+    known = names(group)
+    hint = nearest(name, known)
+    raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(known)}, got {name!r}{hint}")
 
 
 def model_path(name: str) -> str:

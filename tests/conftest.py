@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.leftovers import Leftovers
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_measurements(tmp_path_factory):
@@ -12,6 +14,15 @@ def _own_measurements(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMSPEC_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left(_own_measurements):
+    """The tests of a module leave no threads, processes, replaced functions or changed settings behind."""
+    before = Leftovers()
+    yield
+    if left := before.found():
+        pytest.fail("\n".join(["the tests of this module leave behind:", *left]), pytrace=False)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,10 @@ class SteppedEngine(Engine):
         self.speculation = Speculation(target, drafter)
         self.speculation.budget_of, self.speculation.calibrate = budget, lambda adaptive: None
 
+    @property
+    def drafter(self):
+        return self.speculation.drafter
+
     def add(self, prompt, sampler, stopper, nodes=None, **options):
         return super().add(prompt, sampler, stopper, self.speculation, nodes, **options)
 

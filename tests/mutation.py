@@ -1,8 +1,9 @@
 """Mutation run: the share of small faults that the tests of a file notice. ``make mutants``.
 
-cosmic-ray generates the mutants of each file in ``mutation.toml``. A seeded sample, one mutant per place in the source,
-is tried in a copy of the tree, so that the working tree is never changed. Results are kept as cosmic-ray sessions in
-``.mutants/``: a killed run goes on, and a later run tries again what survived. A changed source starts a new session.
+cosmic-ray generates the mutants of each file in ``mutation.toml``, with its own operators and one that deletes
+statements. A seeded sample, one mutant per place in the source, is tried in a copy of the tree, so that the working
+tree is never changed. Results are kept as cosmic-ray sessions in ``.mutants/``: a killed run goes on, and a later run
+tries again what survived. A changed source starts a new session.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ CONFIG = Path(__file__).with_suffix(".toml")
 SESSIONS = ROOT / ".mutants"
 GOAL = 0.9
 LOGGED = ".mutation.log"
+
+
+DELETED = ("expr_stmt", "atom_expr", "power", "return_stmt", "raise_stmt", "del_stmt", "await", "keyword")
+"""Statements of functions that are deleted, as parso names them."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def sample(file: str, code: str, items: Sequence[Any], limit: int, seed: int) ->
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
+    add_deletion()
     places: dict[tuple[Any, ...], list[Any]] = {}
     for item in items:
         places.setdefault((item.mutations[0].start_pos, item.mutations[0].end_pos), []).append(item)
@@ -98,6 +104,38 @@ def sample(file: str, code: str, items: Sequence[Any], limit: int, seed: int) ->
         if len(chosen) == limit:
             break
     return chosen
+
+
+def add_deletion() -> None:
+    """Add an operator to cosmic-ray's, which have none that deletes a statement of a function."""
+    from cosmic_ray.operators.operator import Operator
+    from cosmic_ray.plugins import OPERATOR_PROVIDERS
+    from parso.python.tree import Keyword
+
+    class Deletion(Operator):
+        """Puts ``pass`` in place of a statement; docstrings, imports, assertions and declarations stay."""
+
+        def mutation_positions(self, node: Any) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+            statement = node.children[0] if node.type == "simple_stmt" else None
+            in_function = statement is not None and statement.search_ancestor("funcdef", "classdef")
+            if not in_function or in_function.type != "funcdef" or statement.type not in DELETED:
+                return
+            declared = statement.type == "expr_stmt" and getattr(statement.children[1], "children", ())
+            if statement.type == "keyword" and statement.value not in ("continue", "break", "return", "raise"):
+                return
+            if not (declared and declared[0] == ":" and len(declared) == 2):  # no value
+                yield statement.start_pos, statement.end_pos
+
+        def mutate(self, node: Any, index: int) -> Any:
+            old = node.children[0]
+            node.children[0] = Keyword("pass", old.start_pos, prefix=old.get_first_leaf().prefix)
+            return node
+
+        @classmethod
+        def examples(cls) -> Sequence[Any]:
+            return ()
+
+    OPERATOR_PROVIDERS["mmspec"] = {"Deletion": Deletion}
 
 
 def change(before: str, after: str) -> str:
@@ -122,12 +160,15 @@ def _meaning(code: str) -> str | None:
 
 def _tried(file: str, config: dict[str, Any], limit: int, copy: Path, end: float, fresh: bool) -> bool:
     """Try the mutants of a file, print its score and what survived; whether the score reaches the goal."""
+    from cosmic_ray.plugins import operator_names
     from cosmic_ray.work_db import use_db
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     code, tests = (ROOT / file).read_text(), config["files"][file]
     reasons = {one["change"]: one["reason"] for one in config.get("equivalent", ()) if one["file"] == file}
-    session = SESSIONS / f"{file.replace('/', '.')}-{hashlib.sha256(code.encode()).hexdigest()[:12]}.sqlite"
+    add_deletion()
+    content = "\n".join([code, *operator_names()])
+    session = SESSIONS / f"{file.replace('/', '.')}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.sqlite"
     if fresh:
         session.unlink(missing_ok=True)
     with use_db(_initialised(session, file)) as db:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import psutil
@@ -19,11 +20,11 @@ COMMAND = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.e
 
 
 @contextmanager
-def process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(*options: str, stderr: Any = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and its address."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [*COMMAND, "--device", "cpu", *options], stdout=subprocess.PIPE, text=True, env=environment
+        [*COMMAND, "--device", "cpu", *options], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
     ) as running:
         try:
             assert running.stdout is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,12 +106,26 @@ def save_text_model(folder: Path, vocab: int = 320) -> Path:
     return folder
 
 
-def save_gguf(file: Path) -> Path:
-    """A llama with two layers, its matrices in Q4_1, Q4_0 and Q8_0."""
+def gguf_matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+    """A matrix of ``save_gguf`` in Q4_0, Q4_1 or, outside of the layers, Q8_0, and its type."""
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    writer, random = module.GGUFWriter(str(file), "llama"), np.random.default_rng(0)
+    kinds = module.GGMLQuantizationType
+    kind = kinds.Q8_0 if block < 0 else kinds.Q4_1 if block else kinds.Q4_0
+    random = np.random.default_rng([block + 1, *name.encode()])
+    return module.quantize(random.standard_normal(shape).astype(np.float32) * 0.2, kind), kind
+
+
+def save_gguf(file: Path, matrix: Callable[..., tuple[np.ndarray, Any]] = gguf_matrix, **sizes: int) -> Path:
+    """A llama.
+
+    Args:
+        matrix: name, number of the layer (-1 outside of the layers) and shape of a matrix to data and type.
+        sizes: of ``_GGUF``.
+    """
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    writer, sizes = module.GGUFWriter(str(file), "llama"), {**_GGUF, **sizes}
     writer.add_name("stand-in")
-    for name, value in _GGUF.items():
+    for name, value in sizes.items():
         writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32("llama.rope.freq_base", 10000.0)
@@ -120,19 +136,21 @@ def save_gguf(file: Path) -> Path:
     writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
     writer.add_bos_token_id(258)
     writer.add_eos_token_id(259)
-    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
-    shapes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}
-    kinds = module.GGMLQuantizationType
-    matrices = [("token_embd.weight", (260, 64), kinds.Q8_0)]
-    for block in range(2):
-        kind = kinds.Q4_1 if block else kinds.Q4_0
-        matrices += [(f"blk.{block}.{name}.weight", shape, kind) for name, shape in shapes.items()]
+    width, inner = sizes["embedding_length"], sizes["feed_forward_length"]
+    shapes = {"attn_q": (width, width), "attn_k": (width // 2, width), "attn_v": (width // 2, width)}
+    shapes |= {"attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width)}
+    shapes["ffn_down"] = (width, inner)
+    ones = np.ones(width, dtype=np.float32)
+    writer.add_tensor("output_norm.weight", ones)
+    matrices = [("token_embd", -1, (260, width))]
+    for block in range(sizes["block_count"]):
+        matrices += [(name, block, shape) for name, shape in shapes.items()]
         for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{block}.{norm}.weight", np.ones(64, dtype=np.float32))
-    writer.add_tensor("output_norm.weight", np.ones(64, dtype=np.float32))
-    for name, shape, kind in matrices:
-        data = module.quantize(random.standard_normal(shape).astype(np.float32) * 0.2, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
+            writer.add_tensor(f"blk.{block}.{norm}.weight", ones)
+    for name, block, shape in matrices:
+        data, kind = matrix(name, block, shape)
+        prefix = "" if block < 0 else f"blk.{block}."
+        writer.add_tensor(f"{prefix}{name}.weight", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

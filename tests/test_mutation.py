@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import CONFIG, ROOT, change, sample
+from tests.mutation import CONFIG, ROOT, add_deletion, change, sample
 
 CODE = """\
 def larger(a: int, b: int | None = 3) -> int | None:
@@ -59,6 +59,46 @@ def test_a_sample_is_seeded_with_one_mutant_per_place(items: list) -> None:
     assert all("int | None" in one.code for one in drawn)
     for one in drawn:
         compile(one.code, "code.py", "exec")
+
+
+STATEMENTS = """\
+import math
+LIMIT: int = 3
+
+class Thing:
+    size: int = 4
+
+    def add(self, a: int) -> None:
+        \"\"\"Adds.\"\"\"
+        count: int
+        assert a
+        if a:
+            raise ValueError
+        for b in range(a):
+            self.size += b; print(b)
+            continue
+        self.all.append(a)
+        return None
+"""
+
+
+def test_statements_of_functions_are_deleted() -> None:
+    pytest.importorskip("cosmic_ray")
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    add_deletion()
+    operator, found = get_operator("mmspec/Deletion")(), []
+    while (code := mutate_code(STATEMENTS, operator, len(found))) is not None:
+        compile(code, "code.py", "exec")
+        found.append(change(STATEMENTS, code))
+    assert found == [
+        "raise ValueError -> pass",
+        "self.size += b; print(b) -> pass; print(b)",
+        "continue -> pass",
+        "self.all.append(a) -> pass",
+        "return None -> pass",
+    ]
 
 
 @pytest.fixture

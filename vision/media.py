@@ -155,9 +155,11 @@ def _resolve_path(text: str | bytes, expected: str, name: str | None) -> MediaSo
             head = file.read(HEAD_BYTES)
     except UserError:
         raise
-    except FileNotFoundError:
-        raise UserError(f"{label}: expected {expected}, received no such file") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if os.path.islink(path_text) and not os.path.exists(path_text):
+            raise UserError(f"{label}: expected {expected}, received a broken link") from None
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"{label}: expected {expected}, received no such file") from None
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{label}: expected {expected}, received a file that cannot be opened ({reason})") from None
     if not head:

@@ -30,6 +30,7 @@ class VisionProcessor(Processor):
     """
 
     auto_class = AutoProcessor
+    options = ("frames", "fps", "video_backend")
     reads_media = True
 
     def encode(

@@ -46,7 +46,7 @@ class MmspecLMM(lmms):
         super().__init__()
         self.pipe = mmspec.load(pretrained, drafter, device or "auto", dtype)
         self.acceptance = AcceptanceStats()
-        self._options = {"nodes": None if nodes is None else int(nodes)}
+        self._options: dict[str, Any] = {"nodes": None if nodes is None else int(nodes)}
         if frames is not None:
             self._options["frames"] = int(frames)
         self._batch = int(batch_size)

@@ -14,6 +14,7 @@ from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_differenc
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
 from mmspec.eval.harness.output import Column, make_table, percent
 from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.harness.timing import UNFILTERED
 from mmspec.pipeline import Pipeline
 
 POSITIONS = 5
@@ -74,7 +75,7 @@ class AcceptanceStudy:
         requests, groups, greedy = self._greedy_answers(conversations)
         for temperature in self.temperatures:
             for turn in range(self.seeds if temperature > 0 else 1):
-                settings = {"temperature": temperature, "max_new_tokens": self.max_new_tokens}
+                settings = {"temperature": temperature, **UNFILTERED, "max_new_tokens": self.max_new_tokens}
                 options = [{**settings, "seed": 1_000_000 * turn + index} for index in range(len(requests))]
                 expected = greedy if temperature == 0 else self._plain_answers(requests, options)
                 for label, drafter in self.drafters.items():
@@ -95,7 +96,7 @@ class AcceptanceStudy:
             answers: list[str] = []
             for turn in range(len(conversation.questions)):
                 request = conversation.request(answers)
-                answer = self.pipe.generate(**request, max_new_tokens=self.max_new_tokens)
+                answer = self.pipe.generate(**request, max_new_tokens=self.max_new_tokens, temperature=0.0)
                 answers.append(answer.text)
                 if turn >= conversation.counted:
                     requests.append(request)

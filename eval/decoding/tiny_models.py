@@ -197,6 +197,22 @@ def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> 
     return {**result, **{key: torch.cat(values) for key, values in extras.items()}}
 
 
+def video_inputs(name: str, frames: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A random prompt of a Qwen-VL model with one video, by default of more frames than the picture has rows."""
+    g = torch.Generator().manual_seed(seed)
+    words = text_inputs(1, 8, seed)["input_ids"][0].tolist()
+    parts = [4] * frames if name in ("qwen3_vl", "qwen3_5") else [4 * frames]
+    media = [token for tokens in parts for token in (5, VISION_START, *[VIDEO] * tokens, VISION_END)]
+    ids = torch.tensor([[*words[:4], *media, *words[4:]]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": 2 * (ids == VIDEO).long(),
+        "pixel_values_videos": torch.randn(frames * 4 * 4, 3 * 2 * 16, generator=g),
+        "video_grid_thw": torch.tensor([[frames, 4, 4]]),
+    }
+
+
 def _next_tokens(name: str) -> int:
     """Visual tokens of a 16x32 image: 16 base tokens, and 4 rows of 8 unpadded tokens with a newline each."""
     return 16 + 4 * (8 + 1)

@@ -30,6 +30,9 @@ PHASES = ("prefill", "draft", "verify", "commit")
 
 T = TypeVar("T")
 
+UNFILTERED: dict[str, Any] = {"top_p": 1.0, "top_k": 0}
+"""Sampling keywords that keep all tokens, whatever a model's generation config says."""
+
 
 @dataclass(frozen=True)
 class DecodingOptions:
@@ -38,6 +41,8 @@ class DecodingOptions:
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    top_p: float = UNFILTERED["top_p"]
+    top_k: int = UNFILTERED["top_k"]
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ def _generate(
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
         torch.manual_seed(options.seed)
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": options.temperature, **UNFILTERED}
     start = clock()
     prompt = pipe.encode(requests)
     ids = prompt.input_ids

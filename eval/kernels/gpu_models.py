@@ -182,7 +182,8 @@ def time_answers(
         for name, (pipe, nodes) in methods.items():
             if turn and time_is_up() and times[name]:
                 continue
-            answers[name] = pipe.generate_batch(requests, max_new_tokens=max_new_tokens, nodes=nodes)
+            options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "nodes": nodes}
+            answers[name] = pipe.generate_batch(requests, **options)
             if turn:
                 stats = max((answer.stats for answer in answers[name]), key=lambda s: s.wall_seconds)
                 times[name].append(stats.wall_seconds - stats.time_to_first_token)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from transformers import AutoConfig
 
 from mmspec import plugins
+from mmspec.cli.progress import show_progress
 from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
 from mmspec.eval.suite.methods import load_pretrained
 from mmspec.eval.suite.records import RunRecords, suite_jobs
@@ -49,12 +49,13 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
     run_records = RunRecords(out, plain)
     jobs = suite_jobs(settings, {task: len(found) for task, found in samples.items()})
     missing = run_records.missing(jobs)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("measuring", total=len(jobs), completed=len(jobs) - len(missing))
-        for _, record in run_jobs(missing, Evaluator, plain, engine, workers):
+    done = len(jobs) - len(missing)
+    with show_progress(Console(stderr=True), "measuring") as show:
+        show(done, len(jobs))
+        for job, record in run_jobs(missing, Evaluator, plain, engine, workers):
             run_records.add(record)
-            progress.advance(bar)
+            done += 1
+            show(done, len(jobs), part=job["task"])
     records = run_records.ordered(jobs)
     write_answers(records, out / "answers")
     refused = {

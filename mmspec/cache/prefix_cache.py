@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,6 +122,9 @@ class PrefixCache:
         self._entries: list[Prefix] = []  # the most recently used one is last
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrefixCache, (self.limit,)  # copies of a pipeline begin with an empty one
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -170,17 +174,25 @@ class PrefixCache:
 
 
 def continued(positions: Tensor | None, common: int, length: int) -> Tensor | None:
-    """Positions of a prompt of ``length`` tokens whose first ``common`` ones have known positions, the rest being text:
-    all axes advance from the greatest position; a fourth axis, in front, counts tokens (Qwen-VL)."""
+    """Positions of a prompt of ``length`` tokens whose first ``common`` ones have known positions, the last of them and
+    the rest being text: all axes advance by one per token."""
     if positions is None:
         return None
     known = positions[..., :common]
-    step = torch.arange(length - common, device=positions.device)
-    if known.ndim == 2:
-        return torch.cat([known, known[:, -1:] + 1 + step], dim=1)
-    new = (known[-3:].max() + 1 + step).expand(len(known), known.shape[1], -1).clone()
-    new[:-3] = known[:-3, :, -1:] + 1 + step
-    return torch.cat([known, new], dim=-1)
+    return torch.cat([known, known[..., -1:] + 1 + torch.arange(length - common, device=positions.device)], dim=-1)
+
+
+def at_text(positions: Tensor | None, place: int) -> bool:
+    """Whether token ``place`` has one position, as text has.
+
+    Args:
+        positions: (batch, length) or (axes, batch, length) int64. With several axes (Qwen-VL), the last three are time,
+            height and width; they differ at images and videos.
+    """
+    if positions is None or positions.ndim == 2:
+        return True
+    axes = positions[-3:, :, place]
+    return bool((axes == axes[0]).all())
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:

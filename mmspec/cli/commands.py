@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mmspec import plugins
+from mmspec.checks import nearest
 from mmspec.errors import UserError
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
@@ -66,7 +67,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command:
         known = self.list_commands(ctx)
         if name not in known:
-            raise UserError(f"unknown command: expected one of {', '.join(known) or '(none registered)'}, got {name!r}")
+            expected = ", ".join(known) or "(none registered)"
+            raise UserError(f"unknown command: expected one of {expected}, got {name!r}{nearest(name, known)}")
         command: click.Command = plugins.find(self.plugin_group, name)
         if debug_option not in command.params:
             command.params.append(debug_option)

@@ -110,16 +110,25 @@ _DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none fo
 
 drafter_option = click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP)
 
+generation_config_option = click.option(
+    "--generation-config",
+    type=click.Choice(["auto", "mmspec"]),
+    default="auto",
+    show_default=True,
+    help="Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
+)
+
 generation_options = stack(
     model_options,
     trust_option,
     drafter_option,
-    click.option("--max-new-tokens", type=click.IntRange(1, 2**31), default=256, show_default=True),
-    click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True),
-    click.option("--top-k", type=click.IntRange(0, 2**31), default=0, show_default=True, help="0 keeps all tokens."),
-    click.option("--min-p", type=Number(0, 1), default=0.0, show_default=True),
-    click.option("--repetition-penalty", type=Number(0, min_open=True), default=1.0, show_default=True),
+    generation_config_option,
+    click.option("--max-new-tokens", type=click.IntRange(1, 2**31), help="[the model's, or 256]"),
+    click.option("--temperature", type=Number(0), help="0 is greedy. [the model's, or 0]"),
+    click.option("--top-p", type=Number(0, 1, min_open=True), help="[the model's, or 1]"),
+    click.option("--top-k", type=click.IntRange(0, 2**31), help="0 keeps all tokens. [the model's, or 0]"),
+    click.option("--min-p", type=Number(0, 1), help="[the model's, or 0]"),
+    click.option("--repetition-penalty", type=Number(0, min_open=True), help="[the model's, or 1]"),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable."),
     click.option("--json-schema", type=TextFile(), metavar="FILE", help="Answer in JSON that satisfies this schema."),
     click.option("--regex", metavar="PATTERN", help="Answer with a match of this regular expression."),
@@ -134,7 +143,7 @@ generation_options = stack(
     json_option,
 )
 
-LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code")
+LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code", "generation_config")
 GENERATING = (
     "max_new_tokens",
     "temperature",

@@ -24,6 +24,7 @@ from mmspec.core.drafter import Drafter, members
 from mmspec.engine.engine import SLOTS
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
+from mmspec.sampling.defaults import MODELS
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 
@@ -68,7 +69,7 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: one is out of range.
     """
-    keywords = {name: options[name] for name in GENERATING}
+    keywords = {name: options[name] for name in GENERATING} | {"stop": list(options["stop"]) or None}
     SamplingParams(**{name: keywords[name] for name in SamplingParams.__dataclass_fields__})
     return keywords
 
@@ -87,15 +88,17 @@ def open_pipeline(
     dtype: str,
     trust_remote_code: bool = False,
     slots: int = SLOTS,
+    generation_config: str = MODELS,
 ) -> Pipeline:
     """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
+    options: dict[str, Any] = {"slots": slots, "generation_config": generation_config}
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
     if not downloading:
         transformers.logging.disable_progress_bar()
     with nullcontext() if downloading else notes.status(f"loading {model}"):
-        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, slots=slots)
+        pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, **options)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)
     return pipe

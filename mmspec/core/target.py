@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from mmspec.core.budget import CostTable
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
+from mmspec.sampling.defaults import Defaults
 
 Feature = int | str
 """Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its output as the layer returns it, and
@@ -157,6 +158,14 @@ class KeepsPrefixes(Protocol):
             rows: theirs.
             histories: tokens of each, of the prompt and the answer.
         """
+
+
+@runtime_checkable
+class HasDefaults(Protocol):
+    """Interface of a target whose model has sampling defaults of its own."""
+
+    def defaults(self) -> Defaults:
+        """The model's sampling defaults."""
 
 
 class Target(Protocol):

@@ -114,19 +114,12 @@ class AnswerGenerator:
                 pool = [job for job in pool if job.pending]
 
     def _answer(self, group: list[PendingConversation]) -> None:
-        try:
-            requests = [{"prompt": self._formatted(job.prompt()), "params": self._params(job)} for job in group]
-            answers = self.pipe.generate_batch(requests, nodes=0)
-        except UserError as error:
-            if len(group) > 1:
-                self._answer(group[: len(group) // 2])
-                self._answer(group[len(group) // 2 :])
-                return
-            (job,) = group
-            self.failures.append(f"{job.id}: {error}")
-            del job.questions[len(job.answers) :]
-            return
-        for job, answer in zip(group, answers, strict=True):
+        requests = [{"prompt": self._formatted(job.prompt()), "params": self._params(job)} for job in group]
+        for job, answer in zip(group, self.pipe.generate_batch(requests, nodes=0, on_error="return"), strict=True):
+            if isinstance(answer, UserError):
+                self.failures.append(f"{job.id}: {answer}")
+                del job.questions[len(job.answers) :]
+                continue
             job.add_answer(answer.text, answer.token_ids)
             self.answers += 1
             self.tokens += len(answer.token_ids)

@@ -14,9 +14,9 @@ import torch
 import transformers
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
+from mmspec.cli.progress import show_progress
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.feature_cache import FeatureCache
@@ -177,9 +177,7 @@ def _feature_source(
         return extractor
     with accelerator.main_process_first():
         cache = FeatureCache(options["cache"], extractor, conversations)
-    with Progress(console=console, disable=console.quiet) as bar:
-        task = bar.add_task("features", total=None)
-        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+    with show_progress(console, "features") as show:
         cache.fill(options["batch"], accelerator.process_index, accelerator.num_processes, show)
     accelerator.wait_for_everyone()
     return cache

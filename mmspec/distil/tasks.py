@@ -154,7 +154,8 @@ class DrafterTask:
         emitted = steps = 0
         for prompt in self._prompts:
             try:
-                stats = pipe.generate(prompt, max_new_tokens=self._max_new_tokens, nodes=drafter.total_tokens).stats
+                limits = {"max_new_tokens": self._max_new_tokens, "nodes": drafter.total_tokens}
+                stats = pipe.generate(prompt, temperature=0.0, **limits).stats
             except UserError:
                 continue  # a prompt that fills the target's context
             emitted += sum(stats.accept_lengths)

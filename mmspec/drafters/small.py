@@ -64,6 +64,13 @@ class Small(CapturedDrafter):
             )
         self._target: Target | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "model"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.model = self.lm.model
+
     def reset(self, static: bool = False) -> None:
         super().reset(static)
         self.lm = TransformersTarget(self.model)

@@ -7,11 +7,14 @@ by observed acceptance. Plain decoding, a tree of the root alone, is always a ca
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from math import log2
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from mmspec.core.budget import Budget, CostTable
+from mmspec.core.budget import CostTable
+from mmspec.engine.drift import Drift, MeasuredBudget
 
 if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
@@ -23,12 +26,10 @@ _FADE = 0.95  # decay of recent tokens and seconds, per step
 _DISCOUNT = 0.7  # discount on verify cost: look-up drafters also learn from rejected nodes
 _TRIAL = 3.0  # initial estimate of plain steps saved per request
 _PATIENCE = 12  # unprofitable draft steps, after which drafting is only probed:
-_PACE = 0.97  # decay of tokens and time of draft steps, per draft step
 _TRY, _EVERY = 4, 32  # consecutive steps out of a cycle; the first one also catches up on those skipped
+_LATELY = 32  # draft steps whose tokens are averaged
 _DRAFT = 0.2  # initial draft cost, in plain steps
-_GUESS = 0.6  # initial acceptance rate of the most probable node
-_DECAY_RANK = 0.98  # decay of acceptance per rank, per step
-_TRY_AGAIN = 64  # steps between probes of another size
+_TRY_AGAIN = 64  # steps between probes of another size; tokens that earn a draft, however much was lost
 _RATE = 0.05  # weight of the latest verify time
 _RIDGE = 0.1  # ridge term of the time fit: variance of sizes, in plain steps squared
 _MIN_SLOPE = 0.2  # minimum share of the verify time that grows with the tree
@@ -36,14 +37,15 @@ _CREDIT = 0.25  # plain steps that drafting may lose initially
 _CREDIT_PER_TOKEN = 0.005  # additional credit per emitted token
 
 
-class AdaptiveBudget(Budget):
+class AdaptiveBudget(MeasuredBudget):
     """Adaptive tree size: maximises expected tokens minus verify time at the recent decoding rate.
 
     Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Each request has
     an account of the time saved against plain decoding. Drafting may spend what it saved, a small credit, the cost of
     one draft, and half of the savings of earlier requests, which bounds the loss on unpredictable text. While recent
-    draft steps took more time per token than plain steps, by the clock, drafting is only probed. Time is in plain steps
-    of the batch, tokens are per row.
+    draft steps took more time per token than plain steps, by the clock, drafting is only probed. Both are then measured
+    anew, one after the other, so that a busy machine slows both. Time is in plain steps of the batch, tokens are per
+    row.
 
     Args:
         cost: verify time of the target.
@@ -55,7 +57,7 @@ class AdaptiveBudget(Budget):
     def __init__(self, cost: CostTable, nodes: int = 64, depth: int = 16, batch: int = 1) -> None:
         super().__init__(nodes, depth)
         self.limit = nodes
-        self._table = cost
+        self._table, self.drift = cost, Drift()
         self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
         self._batch = 0  # batch size at the last credit
         # Linear map from calibrated to measured time: machines slow down, and the prefix adds to passes of every size.
@@ -70,10 +72,12 @@ class AdaptiveBudget(Budget):
         self._shown: list[list[float]] = []
         self._usual = 8.0
         self._account = 0.0
-        self._steps = self._in_vain = 0  # steps; consecutive unprofitable draft steps
+        self._in_vain = 0  # consecutive unprofitable draft steps
         self._saved, self._record = 0.0, _TRIAL  # time saved in this request, moving average per request
-        self._pace = 0.0, 0.0  # recent tokens and measured time of draft steps
-        self._paced, self._plain = 0.0, 0.0  # draft steps in them; moving average of a plain step's measured time
+        self._pause = 0  # steps until the next probe
+        self._emitted: deque[float] = deque(maxlen=_LATELY)  # tokens of draft steps
+        self._times: deque[float] = deque(maxlen=_PATIENCE)  # times of draft steps since the last pause
+        self._plain: deque[float] = deque(maxlen=_PATIENCE)  # times of plain steps
         self.resize(batch)
 
     def resize(self, batch: int) -> None:
@@ -82,7 +86,9 @@ class AdaptiveBudget(Budget):
             self._costs[batch] = [self._table(width) for width in widths]
         self._cost = self._costs[batch]
         if 2 * batch <= self._batch:  # drafting may pay off again with fewer rows
-            self._in_vain, self._paced, self._account = 0, 0.0, max(self._account, self._credit)
+            self._in_vain, self._pause, self._account = 0, 0, max(self._account, self._credit)
+            self._emitted.clear()
+            self._times.clear()
         if 2 * batch <= self._batch or batch > self._batch:
             self._batch = batch
 
@@ -99,15 +105,20 @@ class AdaptiveBudget(Budget):
 
     def drafts(self) -> bool:
         self._levels = 1
-        self._steps += 1
-        if (self._in_vain >= _PATIENCE or self._loses()) and self._steps % _EVERY >= _TRY:
+        if not self._pause and len(self._times) >= _TRY and (self._in_vain >= _PATIENCE or self._loses()):
+            self._pause = _EVERY - _TRY
+            self._times.clear()
+        if self._pause:
+            self._pause -= 1
             return False
-        return super().drafts() and self._account > self._extra(1) + self._draft
+        return super().drafts() and self._account > self._least
 
     def _loses(self) -> bool:
-        """Whether draft steps took more time per token than plain steps."""
-        tokens, time = self._pace
-        return self._paced >= _PATIENCE and 0.0 < self._plain * tokens < time
+        """Whether draft steps took more time per token than plain steps; outliers are clipped."""
+        if len(self._emitted) < _PATIENCE or not self._plain:
+            return False
+        limit = 2 * median(self._times)
+        return median(self._plain) * fmean(self._emitted) < fmean(min(time, limit) for time in self._times)
 
     def deeper(self, gain: float) -> bool:
         pays = gain * self._time / self._tokens > self._level
@@ -143,10 +154,14 @@ class AdaptiveBudget(Budget):
         verify_seconds: float,
         commit_seconds: float = 0.0,
     ) -> None:
-        self._measure(self._cost[min(nodes, len(self._cost)) - 1] / self._cost[0], verify_seconds / self._cost[0])
+        calibrated = self._cost[min(nodes, len(self._cost)) - 1]
+        if self.drift:
+            self.drift.add(verify_seconds, calibrated)
+        self._measure(calibrated / self._cost[0], verify_seconds / self._cost[0])
         spent = 1.0 + self._extra(min(nodes, len(self._cost)) - 1)
         if draft_seconds > 0:
-            drafted = draft_seconds / (self._cost[0] * (self._slope + self._offset))
+            # By the clock of the same step's verify pass: a busy machine slows both.
+            drafted = draft_seconds / verify_seconds * spent
             if self._timed:
                 drafted = min(drafted, 3 * self._draft)
             if self._drafted:
@@ -155,13 +170,20 @@ class AdaptiveBudget(Budget):
             spent += drafted
         self._drafted = draft_seconds > 0
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
-        self._follow(emitted, draft_seconds, verify_seconds + commit_seconds)
+        time = (draft_seconds + verify_seconds + commit_seconds) / self._cost[0]
+        if draft_seconds > 0:
+            self._emitted.append(emitted)
+            self._times.append(time)
+        else:
+            self._plain.append(time)
         self._tokens = _FADE * self._tokens + emitted
         self._time = _FADE * self._time + spent
         self._saved += emitted - spent
         if draft_seconds > 0:
             self._in_vain = 0 if emitted > spent else self._in_vain + 1
         self._account += emitted * (1 + _CREDIT_PER_TOKEN) - spent
+        # Another draft is tried after some tokens, whatever the last ones took.
+        self._account = max(self._account, self._least - _TRY_AGAIN * _CREDIT_PER_TOKEN)
         for row, path in zip(self._shown, paths, strict=False):
             if not path:
                 continue  # a finished row
@@ -171,17 +193,6 @@ class AdaptiveBudget(Budget):
                 self._seen[b] = self._seen[b] * _DECAY + 1.0
                 self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
         self._shown = []
-
-    def _follow(self, emitted: float, draft_seconds: float, rest: float) -> None:
-        """Update the measured pace of draft steps or of plain steps; outliers are clipped."""
-        time = (draft_seconds + rest) / self._cost[0]
-        if draft_seconds > 0:
-            tokens, total = self._pace
-            usual = total / self._paced if self._paced else time
-            self._paced = _PACE * self._paced + 1
-            self._pace = _PACE * tokens + emitted, _PACE * total + min(time, 2 * usual)
-        else:
-            self._plain += 0.1 * (min(time, 2 * self._plain) - self._plain) if self._plain else time
 
     def _measure(self, calibrated: float, measured: float) -> None:
         """Fit measured against calibrated time by ridge regression over recent passes.
@@ -199,6 +210,11 @@ class AdaptiveBudget(Budget):
         self._slope = min(max(slope, _MIN_SLOPE * y / x), y / x / _MIN_SLOPE)
         self._offset = y - self._slope * x
 
+    @property
+    def _least(self) -> float:
+        """Cost of the smallest draft step beyond plain decoding."""
+        return self._extra(min(1, self.limit)) + self._draft
+
     def _extra(self, nodes: int) -> float:
         """Cost of a tree of ``nodes`` drafted nodes beyond plain decoding."""
         return self._slope * (self._cost[nodes] / self._cost[0] - 1.0) / (self._slope + self._offset)
@@ -207,71 +223,6 @@ class AdaptiveBudget(Budget):
         """Calibrated acceptance probability of a node with path probability ``gain``."""
         b = _bin(gain)
         return (self._accepted[b] + _PRIOR * gain) / (self._seen[b] + _PRIOR)
-
-
-class SteadyBudget(Budget):
-    """Tree size chosen before drafting, without a host sync on the tree's probabilities.
-
-    Expected tokens come from the acceptance rate of each rank (n-th most probable node), costs from measured step times
-    by batch size, initialised from the calibration. Other sizes are probed periodically.
-
-    Args:
-        cost: verify time of the target.
-        sizes: candidate numbers of drafted nodes, ascending; plain decoding is always a candidate.
-        depth: as for ``Budget``.
-        batch: batch size.
-    """
-
-    def __init__(
-        self, cost: CostTable, sizes: Sequence[int] = (7, 15, 31, 63), depth: int = 12, batch: int = 1
-    ) -> None:
-        super().__init__(sizes[-1], depth)
-        self._table, self._sizes = cost, (0, *sizes)
-        self._spent: dict[int, dict[int, float]] = {}  # by batch size and tree size: seconds of a step
-        self.resize(batch)
-        # Initial guess, corrected by the first steps.
-        self._accepted = [_GUESS / rank**0.5 for rank in range(1, sizes[-1] + 1)]
-        self._tried = [0] * sizes[-1]
-        self._steps = 0
-
-    def resize(self, batch: int) -> None:
-        if batch not in self._spent:
-            drafting = _DRAFT * self._table(batch)
-            self._spent[batch] = {n: self._table(batch * (n + 1)) + drafting * bool(n) for n in self._sizes}
-        self._seconds = self._spent[batch]
-
-    def drafts(self) -> bool:
-        self._steps += 1
-        best = max(self._seconds, key=self._rate)
-        if self._steps % _TRY_AGAIN == 0:  # measure the next larger and the next smaller size, alternately
-            tried = sorted(self._seconds)
-            side = 1 if self._steps % (2 * _TRY_AGAIN) else -1
-            best = tried[min(max(tried.index(best) + side, 0), len(tried) - 1)]
-        self.nodes = best
-        return super().drafts()
-
-    def observe(
-        self,
-        nodes: int,
-        paths: list[list[int]],
-        draft_seconds: float,
-        verify_seconds: float,
-        commit_seconds: float = 0.0,
-    ) -> None:
-        alive = [set(path) for path in paths if path]
-        for rank in range(1, min(nodes, len(self._accepted) + 1)):
-            share = sum(rank in path for path in alive) / max(len(alive), 1)
-            self._tried[rank - 1] += 1
-            weight = max(1 - _DECAY_RANK, 1 / (1 + self._tried[rank - 1]))
-            self._accepted[rank - 1] += weight * (share - self._accepted[rank - 1])
-        if nodes - 1 in self._seconds:
-            spent, usual = draft_seconds + verify_seconds, self._seconds[nodes - 1]
-            # Clip outliers, such as the first step of a size.
-            self._seconds[nodes - 1] += 0.1 * (min(spent, 2 * usual) - usual)
-
-    def _rate(self, size: int) -> float:
-        """Expected tokens per second and row."""
-        return (1 + sum(self._accepted[:size])) / self._seconds[size]
 
 
 def _bin(gain: float) -> int:

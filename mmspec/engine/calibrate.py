@@ -7,7 +7,6 @@ import json
 import platform
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from time import perf_counter as clock
 from typing import Any
 
@@ -28,7 +27,8 @@ _WARM_UP = 3  # passes per size on CUDA, for kernel compilation and graph captur
 def cost_table(target: Target, *, refresh: bool = False, prefix: int = 128) -> CostTable:
     """Verify times of a target, cached on disk by model shape, device, dtype and software versions.
 
-    A measurement disturbed by other load is returned, but not stored.
+    A measurement that other load has visibly disturbed is returned, but not stored. One that decoding shows to be
+    wrong is deleted (``forget_cost``).
 
     Args:
         target: the target, which must be idle.
@@ -71,8 +71,15 @@ def stored_cost(target: Target) -> CostTable | None:
         return None
 
 
+def forget_cost(target: Target) -> None:
+    """Delete the stored verify times that the target uses, so that the next load measures them again."""
+    if isinstance(target, TransformersTarget) and target.cost is not None and stored_cost(target) == target.cost:
+        with suppress(OSError):
+            _path(target).unlink()
+
+
 def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostTable:
-    """Median verify times of all sizes, timed interleaved.
+    """Shortest verify times of all sizes, timed interleaved: other load only ever adds to them.
 
     Args:
         prefix: prompt length.
@@ -97,7 +104,7 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
             times[size].append(clock() - start)
         rounds += 1
     target.select([])
-    return CostTable(SIZES, tuple(median(times[size]) for size in SIZES))
+    return CostTable(SIZES, tuple(min(times[size]) for size in SIZES))
 
 
 def describe(target: TransformersTarget) -> dict[str, Any]:

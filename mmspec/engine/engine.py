@@ -10,7 +10,7 @@ import atexit
 import threading
 from collections import abc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from time import perf_counter as clock
 from typing import Any, TypeGuard
 from weakref import WeakSet, WeakValueDictionary
@@ -73,7 +73,8 @@ class Engine:
         self._sampler = BatchSampler()
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
         self._worker: threading.Thread | None = None
-        self._closed = False
+        self._stepping = self._closed = False
+        self._pauses = 0  # threads that wait for the end of a step
         self._touched: dict[Sequence, None] = {}  # that may have changed in this step
         _ALL.add(self)
 
@@ -177,7 +178,11 @@ class Engine:
     def _has_work(self) -> bool:
         """Whether to run another step; otherwise the worker has ended."""
         with self._changed:
+            self._stepping = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pauses)
             if self.running or not all(batch.done for batch in self._queued):
+                self._stepping = True
                 return True
             self._scheduler.clear()
             self._prefilling = self._worker = None
@@ -220,6 +225,18 @@ class Engine:
     @property
     def _drafter(self) -> Drafter | None:
         return self._mode.speculation.drafter if self._mode else None
+
+    @contextmanager
+    def paused(self) -> abc.Iterator[None]:
+        """Run a block between two steps: the worker changes neither target nor drafter meanwhile."""
+        with self._changed:
+            self._pauses += 1
+            try:
+                self._changed.wait_for(lambda: not self._stepping or self._worker is threading.current_thread())
+                yield
+            finally:
+                self._pauses -= 1
+                self._changed.notify_all()
 
     # ------------------------------------------------------------------ one step
 

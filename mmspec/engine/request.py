@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
+from functools import partial
 from typing import Any
 
-from mmspec.checks import Checked, Rule, is_text, option, optional, shown, whole
-from mmspec.errors import UserError
+from mmspec.checks import Checked, Rule, is_text, nearest, option, optional, shown, whole
+from mmspec.errors import Attempt, UserError, raising
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.processors import TreeProcessor
@@ -57,7 +58,7 @@ class Call:
     Attributes:
         request: ``prompt``, ``images`` and ``videos``.
         params, extras: decoding options.
-        inputs: further keywords, passed to the target's ``encode``.
+        inputs: further keywords, passed to the processor's ``encode``.
     """
 
     request: Mapping[str, Any]
@@ -66,8 +67,17 @@ class Call:
     inputs: dict[str, Any]
 
 
-def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) -> list[Call]:
-    """Validate requests and their shared keywords. Media are validated on reading, other keywords by the target.
+def parse(
+    requests: Sequence[Mapping[str, Any]],
+    keywords: Mapping[str, Any],
+    inputs: Collection[str] | None = None,
+    attempt: Attempt = raising,
+) -> list[Any]:
+    """Validate requests and their shared keywords. Media are validated on reading.
+
+    Args:
+        attempt: ``returning`` puts the error of an invalid request in its place.
+        inputs: further keywords, which the processor takes; None if they are not known.
 
     Raises:
         UserError: an invalid keyword, a keyword that duplicates ``params``, an unknown key of a request, or a prompt
@@ -75,17 +85,37 @@ def parse(requests: Sequence[Mapping[str, Any]], keywords: Mapping[str, Any]) ->
     """
     if not isinstance(requests, Sequence) or isinstance(requests, str | bytes):
         raise UserError(f"requests must be a list of dicts: got {shown(requests)}")
-    for request in requests:
-        _check_request(request)
     left = dict(keywords)
-    params = left.pop("params", None)
-    fields, extras = _pop_fields(left, SamplingParams), Extras(**_pop_fields(left, Extras))
+    params, extras = _pop_params(left), Extras(**_pop_fields(left, Extras))
+    for name in left:
+        if inputs is not None and name not in inputs:
+            known = [*SamplingParams.__dataclass_fields__, *Extras.__dataclass_fields__, "params", *inputs]
+            raise UserError(f"unknown option for this model: got {name}{nearest(name, known)}")
+
+    def call(request: Any) -> Call:
+        _check_request(request)
+        return Call(request, request.get("params") or params, extras, left)
+
+    return [attempt(partial(call, request)) for request in requests]
+
+
+def params_of(keywords: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters of a call's keywords.
+
+    Raises:
+        UserError: as for ``parse``.
+    """
+    return _pop_params(dict(keywords))
+
+
+def _pop_params(keywords: dict[str, Any]) -> SamplingParams:
+    """Pop ``params``, or the keywords that are its fields."""
+    params, fields = keywords.pop("params", None), _pop_fields(keywords, SamplingParams)
     if params is None:
-        params = SamplingParams(**fields)
-    elif fields:
+        return SamplingParams(**fields)
+    if fields:
         raise UserError(f"expected either params or sampling keywords: got params and {', '.join(fields)}")
-    PARAMS.check("params", params)
-    return [Call(request, request.get("params") or params, extras, left) for request in requests]
+    return PARAMS.check("params", params)
 
 
 def _is_processor(value: Any) -> bool:
@@ -102,7 +132,10 @@ def _check_request(request: Any) -> None:
         raise UserError(f"a request must be a dict with a prompt: got {shown(request)}")
     known = f"a request's keys are {', '.join(_KEYS)}"
     if unknown := [str(key) for key in request if key not in _KEYS]:
-        raise UserError(f"{known}: got {', '.join(unknown)}")
+        fields = SamplingParams.__dataclass_fields__
+        among_params = ", which belongs into params: SamplingParams(...)"
+        hint = among_params if unknown[0] in fields else nearest(unknown[0], _KEYS)
+        raise UserError(f"{known}: got {unknown[0]}{hint}")
     if "prompt" not in request:
         raise UserError(f"a request must have a prompt: got {', '.join(request) or 'nothing'}")
     _check_prompt(request["prompt"])

@@ -8,8 +8,10 @@ from typing import Any
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Target
-from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
-from mmspec.engine.calibrate import cost_table, stored_cost
+from mmspec.engine.budget import AdaptiveBudget
+from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
+from mmspec.engine.drift import MeasuredBudget
+from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.ops import kernels
 
 _FREED = threading.Condition()
@@ -34,7 +36,7 @@ class Speculation:
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
-        self.budget: Budget | None = None
+        self.budget: MeasuredBudget | None = None
         self._fixed: dict[int, Budget] = {}
         self._parts = _parts(drafter)
         self._searched = False  # for the target's stored cost
@@ -116,6 +118,9 @@ class Speculation:
             assert cost is not None
             steady = kernels.fixed_shapes(self.target.device)
             self.budget = (SteadyBudget if steady else AdaptiveBudget)(cost, batch=batch)
+        if self.budget.drift and self.budget.drift.overestimated:
+            forget_cost(self.target)
+            self.budget.drift = None
         self.budget.resize(batch)
         return self.budget
 

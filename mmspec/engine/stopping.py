@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import StoppingCriteria
 
 from mmspec.errors import UserError
@@ -85,3 +86,63 @@ class Stopper:
             return False
         ids = torch.tensor([history])
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria)
+
+
+class JointCriteria:
+    """Stopping criteria of several rows, called as by ``generate``: once per token, with the tokens of all rows.
+
+    Criteria may look at all rows, or count their calls. A row that has ended goes on until all rows have, unless an
+    end of sequence is among the criteria: it is then padded.
+
+    Args:
+        criteria: transformers' list of all criteria, called with (batch, length) int64 and None.
+        input_ids: (batch, length) int64, the prompts.
+        padding: token of ended rows; None lets them go on.
+
+    Attributes:
+        ids: (batch, length) int64, prompts and new tokens so far.
+        padding: as above.
+        over: whether all rows have ended.
+        ended: rows that take padding from now on.
+        lengths: new tokens of each row, without padding.
+    """
+
+    def __init__(self, criteria: Callable[[Tensor, None], Tensor], input_ids: Tensor, padding: int | None) -> None:
+        self._criteria, self.padding = criteria, padding
+        self.ids = input_ids
+        self.over = False
+        self.ended: set[int] = set()
+        self.lengths = [0] * len(input_ids)
+        self._length = 0  # new tokens
+        self._met = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def lacking(self, outputs: Sequence[Sequence[int]]) -> list[int]:
+        """Rows whose next token is needed, and not among their new tokens."""
+        short = (row for row, output in enumerate(outputs) if len(output) <= self._length)
+        return [] if self.over else [row for row in short if row not in self.ended]
+
+    def advance(self, outputs: Sequence[Sequence[int]]) -> None:
+        """Call the criteria after each token that all rows have, up to the end of all rows.
+
+        Args:
+            outputs: new tokens of each row.
+
+        Raises:
+            UserError: rows are padded, and a criterion has returned other than one truth value per row.
+        """
+        while not self.over and not self.lacking(outputs):
+            tokens = [self.padding if row in self.ended else output[self._length] for row, output in enumerate(outputs)]
+            self._length += 1
+            self.lengths = [end if row in self.ended else self._length for row, end in enumerate(self.lengths)]
+            self.ids = torch.cat([self.ids, self.ids.new_tensor(tokens)[:, None]], dim=1)
+            # Not of one dimension if a criterion returns a column, as transformers' documentation says.
+            self._met = self._met | self._criteria(self.ids, None)
+            self.over = bool(self._met.all())
+            if self.padding is None:
+                continue
+            if self._met.ndim != 1:
+                raise UserError(
+                    f"stopping criteria must return a truth value per row, ({len(tokens)},), where an end of sequence "
+                    f"pads rows: got shape {tuple(self._met.shape)} of all criteria together"
+                )
+            self.ended = {row for row, met in enumerate(self._met.tolist()) if met}

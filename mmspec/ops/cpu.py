@@ -1,14 +1,9 @@
-"""CPU kernels in C++ (``cpu.cpp``), compiled for this processor at first use and kept in the user's cache folder."""
+"""CPU kernels in C++ (``cpu.cpp``); see ``mmspec.ops.compiler``."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.files import cache_folder
+from mmspec.errors import UserError
+from mmspec.ops import compiler
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 _AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
-_LINK = ["-shared", "-fPIC"]
-_SECONDS = 120  # that a compiler may take
 _KINDS = {"int4": 0, "int8": 1, "bfloat16": 2, "float32": 3}
 
 
@@ -312,7 +306,8 @@ def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
 
 def _functions() -> Any:
     library = _library()
-    assert isinstance(library, ctypes.CDLL), library
+    if isinstance(library, str):  # weights that another machine has packed
+        raise UserError(f"weights packed for the C++ kernels need them, load the model here: {library}")
     return library
 
 
@@ -321,13 +316,10 @@ def _library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
     if not _has_instructions():
         return "expected a processor with AVX2"
-    compiler = _compiler()
-    if compiler is None:
-        return "expected a C++ compiler (g++ or clang++), found none"
     try:
-        library = ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{compiler} cannot compile {_SOURCE.name}: {error}"
+        library = compiler.load(_SOURCE, _flags())
+    except compiler.CompilerError as error:
+        return str(error)
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     given = ctypes.POINTER
     library.linear.argtypes = [given(_Linear), pointer, count, pointer, threads]
@@ -354,42 +346,3 @@ def _flags() -> list[str]:
     """Compiler flags. Without VNNI, vectors of 256 bits are as fast as those of 512."""
     vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
     return _FLAGS if vnni else [*_FLAGS, *_AVX2_FLAGS]
-
-
-def _compiler() -> str | None:
-    names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
-
-
-def _compiled(compiler: str) -> Path:
-    """The library, compiled unless the cache has it for this source, compiler and processor; it appears whole."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-    identity = [_SOURCE.read_bytes(), compiler.encode(), version, _processor().encode(), " ".join(_flags()).encode()]
-    name = hashlib.sha256(b"\0".join(identity)).hexdigest()[:16]
-    file = cache_folder() / "kernels" / f"{name}.so"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            part = Path(folder) / file.name
-            _run_compiler([compiler, *_flags(), *_LINK, "-o", str(part), str(_SOURCE)])
-            os.replace(part, file)
-    return file
-
-
-def _run_compiler(command: list[str]) -> None:
-    """With OpenMP, else without: Apple's clang has none."""
-    for options in (["-fopenmp"], []):
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=_SECONDS)
-        if done.returncode == 0:
-            return
-    raise OSError(next((line for line in done.stderr.splitlines() if "error" in line), f"exit {done.returncode}"))
-
-
-def _processor() -> str:
-    """What this processor is and can do: folders may be shared by machines that differ."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        about = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-        return "".join(about.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
-    except OSError:
-        return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,75 +1,23 @@
-"""Structured output: JSON schemas, regular expressions and Lark grammars, compiled by llguidance for a tokenizer."""
+"""Structured output: grammars compiled by llguidance for a tokenizer."""
 
 from __future__ import annotations
 
-import json
-import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from decimal import ROUND_CEILING, Decimal
+from collections.abc import Callable, Sequence
+from threading import Lock
+from time import perf_counter as clock
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmspec.checks import Rule, is_text
 from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.sampling.syntax import compiled, library, shortened, source
 
-KINDS = ("json_schema", "regex", "grammar")
-"""Sampling parameters that constrain the output."""
-
-_LONGEST = 128 * 1024  # bytes of a grammar's text
-_STACK = 256 * 1024 * 1024  # bytes: the compiler recurses along chains of rules, by less than 2 KiB per byte of text
-_LIMITS = {
-    "max_items_in_row": 2000,
-    "initial_lexer_fuel": 1_000_000,  # about 20 ms
-    "step_lexer_fuel": 200_000,  # about 15 ms
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,  # of 1 to 2 KiB
-    "max_grammar_size": 500_000,
-}
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # of json.dumps
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by name
-_VALUES = {"const", "enum", "default", "examples"}  # no schemas
-_STACK_SIZE = threading.Lock()  # the size for new threads is global
+_KEPT = 8  # compiled grammars, of at most some 100 MiB each
+_QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
 
 Result = TypeVar("Result")
-
-
-def _is_schema(value: Any) -> bool:
-    try:
-        return isinstance(json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False)), dict)
-    except (ValueError, TypeError, RecursionError):
-        return False
-
-
-JSON_SCHEMA = Rule(
-    "None or a JSON schema, as a dict or as text",
-    lambda value: value is None or _is_schema(value),
-    lambda value: value if value is None or isinstance(value, str) else json.dumps(value),
-)
-TEXT = Rule("None or text", lambda value: value is None or (is_text(value) and bool(value)))
-
-
-def check_grammar(kind: str, text: str) -> None:
-    """Check a grammar's syntax.
-
-    Args:
-        kind: one of ``KINDS``.
-        text: the schema, pattern or grammar.
-
-    Raises:
-        UserError: it is invalid, uses what llguidance does not support, or is too large; llguidance is not installed.
-    """
-    library = _library()
-    if (size := len(text.encode())) > _LONGEST:
-        raise UserError(f"{kind} must have at most {_LONGEST} bytes: got {size}")
-    source = _source(kind, text)
-    error = _on_large_stack(lambda: library.LLMatcher.validate_grammar(source, limits=_limits()))
-    if error and not error.startswith("WARNING"):
-        raise _invalid(kind, error)
 
 
 class Grammars:
@@ -84,7 +32,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
-        _library()
+        library()
         from llguidance import hf
 
         if not eos_token_ids:
@@ -98,11 +46,15 @@ class Grammars:
         try:
             self._tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
         except Exception as error:  # of Rust: its types are not exported
-            reason = _first_line(str(error))
+            reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
+        self._lock = Lock()
+        self._entries: dict[tuple[str, str], _Entry] = {}  # the last used one at the end
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """The grammar for this tokenizer.
+        """The grammar for this tokenizer: the same one for the same text, as long as it is among the last ``_KEPT``.
+
+        Threads that ask for the same grammar wait for the one that compiles it.
 
         Args:
             kind: one of ``KINDS``.
@@ -111,15 +63,30 @@ class Grammars:
         Raises:
             UserError: as for ``check_grammar``; no output satisfies the grammar, or the vocabulary cannot spell any.
         """
-        library = _library()
-        source = _source(kind, text)
+        key = (kind, str(text))
+        with self._lock:
+            entry = self._entries.pop(key, None) or _Entry()
+            self._entries[key] = entry
+            while len(self._entries) > _KEPT:
+                del self._entries[next(iter(self._entries))]
+        with entry.lock:
+            if entry.grammar is None or entry.grammar.spent:
+                entry.grammar = self._build(kind, text)
+            return entry.grammar
 
-        def build() -> Any:
-            return _on_large_stack(lambda: library.LLMatcher(self._tokenizer, source, log_level=0, limits=_limits()))
-
-        grammar = Grammar(kind, build, self._eos, self._width)
+    def _build(self, kind: str, text: str) -> Grammar:
+        form = source(kind, text)
+        grammar = Grammar(kind, lambda: compiled(kind, self._tokenizer, form), self._eos, self._width)
         grammar.check()
         return grammar
+
+
+class _Entry:
+    """A grammar, once it is compiled."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.grammar: Grammar | None = None
 
 
 class _State:
@@ -133,31 +100,35 @@ class _State:
 class Grammar:
     """A compiled grammar, as a ``TreeProcessor`` that can also be asked about drafts before they are verified.
 
-    The masks of a sequence depend on its tokens alone. EOS tokens are allowed where the grammar may end, and are never
-    consumed.
+    The masks of a sequence depend on its tokens alone. EOS tokens are allowed where the grammar may end and nowhere
+    else, even if they are ordinary text, such as a line break: they would cut the output. They are never consumed.
+    Sequences have copies of one matcher, which share its lexer and the limits on it: where one has reached a limit of
+    the lexer, the grammar is compiled again, so that the outcome depends on the tokens alone. That happens within a
+    decode step, and is done only if it is quick.
 
     Args:
         kind: one of ``KINDS``, for messages.
-        build: returns a new matcher of llguidance. A copy would share its lexer, and so the limits on it.
+        build: compiles a new matcher of llguidance.
         eos: EOS tokens; matchers know the first one.
         width: size of the tokenizer's vocabulary.
+
+    Attributes:
+        spent: the lexer has reached a limit: later requests need a new one.
     """
 
     def __init__(self, kind: str, build: Callable[[], Any], eos: Sequence[int], width: int) -> None:
         self._kind, self._build, self._eos, self._width = kind, build, list(eos), width
-        self._unused: Any = None  # of the check
+        start = clock()
+        self._first = build()
+        self._quick = clock() - start <= _QUICK
+        self.spent = False
 
     def check(self) -> None:
-        """Raises ``UserError`` if the grammar is invalid, or allows no first token."""
-        state = _State(self._build())
-        if state.matcher.is_error():
-            raise _invalid(self._kind, state.matcher.get_error())
-        self.mask(state)
-        self._unused = state.matcher
+        """Raises ``UserError`` if the grammar allows no first token."""
+        self.mask(self.start([]))
 
     def start(self, history: list[int]) -> _State:
-        matcher, self._unused = self._unused or self._build(), None
-        return _State(matcher)
+        return _State(self._first.deep_copy())
 
     def advance(self, state: _State, token: int) -> None:
         if token in self._eos:
@@ -173,7 +144,12 @@ class Grammar:
     def mask(self, state: _State) -> Tensor:
         bits = np.frombuffer(self._tried(state, lambda matcher: matcher.compute_bitmask(), None), np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._width, bitorder="little")).view(torch.bool)
-        allowed[self._eos] |= allowed[self._eos[0]].item()
+        # Not as text, too, which tokens of this use may have: each ends the answer.
+        allowed[self._eos] = state.matcher.is_accepting()
+        if not bool(allowed.any()):
+            raise UserError(
+                f"the {self._kind} needs an EOS token, which ends an answer, after {len(state.tokens)} tokens of output"
+            )
         return allowed
 
     def forced(self, state: _State) -> list[int]:
@@ -188,120 +164,44 @@ class Grammar:
     def _tried(self, state: _State, call: Callable[[Any], Result | None], otherwise: UserError | None) -> Result:
         """The result of a function of the matcher.
 
-        A matcher that has reached a limit fails for ever, and gets there sooner after many drafts: the function is
-        called again with a new one, so that the outcome depends on the tokens alone.
+        A matcher that has reached a limit fails for ever: the state gets another one.
 
         Raises:
-            UserError: both calls failed; ``otherwise`` if the matcher states no reason.
+            UserError: the call failed, also with a lexer of its own; ``otherwise`` if the matcher states no reason.
         """
-        reason = ""
-        for _ in range(2):
+        for again in (True, False):
             result = call(state.matcher)
             if result is not None and not state.matcher.is_error():
                 return result
-            reason = state.matcher.get_error()
+            reason = state.matcher.get_error() or _lexer_error(state.matcher)
+            again = again and reason.startswith("lexer error") and self._renew()
             self._restore(state)
+            if not again:
+                break
         after = f"after {len(state.tokens)} tokens of output"
         if not reason and otherwise is not None:
             raise otherwise
         if reason.startswith("NoExtension"):
             raise UserError(f"the {self._kind} allows no token of the model's vocabulary {after}")
-        raise UserError(f"the {self._kind} is too complex {after}: {_first_line(reason)}")
+        raise UserError(f"the {self._kind} is too complex {after}: {shortened(reason)}")
+
+    def _renew(self) -> bool:
+        """Compile the grammar again, if that is quick; returns whether it was."""
+        self.spent = not self._quick
+        if self._quick:
+            self._first = self._build()
+        return self._quick
 
     def _restore(self, state: _State) -> None:
-        state.matcher = self._build()
+        state.matcher = self._first.deep_copy()
         state.matcher.try_consume_tokens(state.tokens)
 
     def _forbidden(self, state: _State, token: int) -> UserError:
         return UserError(f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens of output")
 
 
-def _library() -> Any:
-    try:
-        import llguidance
-    except ModuleNotFoundError as error:
-        raise missing("structured output", "llguidance", "structured") from error
-    return llguidance
-
-
-def _limits() -> Any:
-    return _library().LLParserLimits(**_LIMITS, verbose_errors=False)
-
-
-def _source(kind: str, text: str) -> str:
-    """llguidance's form of a grammar."""
-    make = _library().LLMatcher
-    try:
-        if kind == "json_schema":
-            if "exclusiveMinimum" in text:
-                text = json.dumps(_with_closed_bounds(json.loads(text)))
-            return str(make.grammar_from_json_schema(text, defaults=_LAYOUT))
-        return str(make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text))
-    except (ValueError, RecursionError) as error:  # of JSON that nests too deeply
-        raise _invalid(kind, str(error)) from error
-
-
-def _with_closed_bounds(schema: Any) -> Any:
-    """A schema whose positive exclusive minima of numbers are inclusive ones of the next number with 15 decimals.
-
-    A model that writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0.
-    Other bounds stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least
-    one is -4.99.
-    """
-    if isinstance(schema, list):
-        return [_with_closed_bounds(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, Mapping):
-            found[key] = {name: _with_closed_bounds(one) for name, one in value.items()}
-        else:
-            found[key] = value if key in _VALUES else _with_closed_bounds(value)
-    bound, other = (_number(schema.get(key), default=-math.inf) for key in ("exclusiveMinimum", "minimum"))
-    # Doubles beyond 100000 are coarser than 15 decimals.
-    if 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":
-        above = Decimal(repr(math.nextafter(bound, math.inf))).quantize(Decimal("1e-15"), ROUND_CEILING)
-        del found["exclusiveMinimum"]
-        found["minimum"] = max(float(above), other)
-    return found
-
-
-def _number(value: Any, default: float) -> float:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
-
-
-def _invalid(kind: str, reason: str) -> UserError:
-    expected = {"json_schema": "a JSON schema", "regex": "a regular expression", "grammar": "a Lark grammar"}[kind]
-    return UserError(f"{kind} must be {expected} that llguidance can follow: {_first_line(reason)}")
-
-
-def _first_line(reason: str) -> str:
-    """The line of a message that states the error, shortened: others show its place."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["unknown error"]
-    line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    return line if len(line) <= 200 else f"{line[:200]}..."
-
-
-def _on_large_stack(function: Callable[[], Result]) -> Result:
-    """Call a function in a thread with a stack of ``_STACK`` bytes: an overflow would end the process."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="grammar")
-    with _STACK_SIZE:
-        before = threading.stack_size(_STACK)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+def _lexer_error(matcher: Any) -> str:
+    """The error of a lexer that has reached a limit in another sequence: it refuses tokens without an error."""
+    matcher.compute_bitmask()
+    reason: str = matcher.get_error()
+    return reason if reason.startswith("lexer error") else ""

@@ -228,7 +228,10 @@ class _Group:
             later = _at_reached_nodes(tree, logits.device) and not drawn and not self._sampler.before_warpers
             if not later and any(row.constraint for row in rows):
                 logits = self._mask(None, rows, tree, logits.to(torch.float32, copy=True))
-            return self._pick(tree, self._process(rows, tree, logits), numbers, rows if later else ())
+            scores = self._process(rows, tree, logits)
+            choices = self._pick(tree, scores, numbers, rows if later else ())
+            self._find_empty(rows, scores, choices)
+            return choices
         except Exception as error:
             for row in rows:
                 row.failures = {0: error}
@@ -331,7 +334,6 @@ class _Group:
     def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
         """Choose tokens along the accepted path only, as plain decoding does."""
         choices = [[0] * tree.nodes for _ in rows]
-        called = len(self._sampler.before_warpers)
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             history, node = list(row.history), 0
             while True:
@@ -340,8 +342,7 @@ class _Group:
                 try:
                     if row.constraint is not None:
                         scores = row.constraint(ids, scores)
-                    for place in range(called):
-                        scores = row.own(place)(ids, scores)
+                    scores = self._called(row, ids, scores)
                 except Exception as error:
                     row.failures[node] = error
                     break
@@ -356,6 +357,43 @@ class _Group:
                 history.append(token)
                 node = children[node][token]
         return on_device(choices, logits.device)
+
+    def _called(self, row: Sampled, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores, (1, vocab), after all processors but the warpers, called one by one.
+
+        Raises:
+            UserError: one of them has left no token to choose.
+        """
+        culprit = None
+        for place, processor in enumerate(self._sampler.processors[: len(self._sampler.before_warpers)]):
+            before, scores = scores, row.own(place)(ids, scores)
+            if not _empty(scores):
+                culprit = None
+            elif culprit is None and not _empty(before):
+                culprit = processor
+        if culprit is not None and _empty(self._warped(scores)):  # a warper may remove NaN
+            raise _empty_error([culprit])
+        return scores
+
+    def _find_empty(self, rows: Sequence[Sampled], scores: Tensor, choices: Tensor) -> None:
+        """Record failures at nodes whose chosen token has no score, unless this needs a host sync."""
+        if not self._sampler.before_warpers or kernels.fixed_shapes(scores.device):
+            return
+        chosen = scores.gather(2, choices[..., None])[..., 0]
+        for row, node in (chosen.isnan() | (chosen == -torch.inf)).nonzero().tolist():
+            if _empty(self._warped(scores[row, node])):
+                rows[row].failures.setdefault(node, _empty_error(self._sampler.processors))
+
+
+def _empty(scores: Tensor) -> bool:
+    """Whether no token can be chosen: all scores are -inf, or some are NaN."""
+    best = float(scores.max())
+    return best != best or best == -torch.inf
+
+
+def _empty_error(processors: Sequence[Any]) -> UserError:
+    names = ", ".join(type(processor).__name__ for processor in processors)
+    return UserError(f"logits processors must return scores without NaN, and one above -inf: got others from {names}")
 
 
 def _at_reached_nodes(tree: TokenTree, device: torch.device) -> bool:

@@ -22,7 +22,9 @@ from starlette.responses import JSONResponse
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.disconnect import ClientGoneError, EventStream, unless_gone
+from mmspec.serving.drain import Drain, Drained
 from mmspec.serving.errors import APIError
+from mmspec.serving.grammars import GrammarChecker
 from mmspec.serving.guard import Guard
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
@@ -35,6 +37,7 @@ from mmspec.serving.slots import Admission, Slots
 BODY_SECONDS = 60.0
 """Time in which a request's body must arrive."""
 
+_MOST_VALUES = 1_000_000  # of a body, with the commas and brackets in its texts
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
 
 _log = logging.getLogger("mmspec.serving")
@@ -69,14 +72,15 @@ def create_app(
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     metrics = Metrics(pipe.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    endpoints = Endpoints(Runner(pipe, media, slots, metrics), limits, scrape)
+    runner = Runner(pipe, media, GrammarChecker(), slots, metrics)
+    endpoints = Endpoints(runner, limits, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         # A choice waits for its next tokens in a thread; others add and cancel choices.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * limits.max_running + 2))
         yield
-        media.close()
+        runner.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
@@ -87,10 +91,12 @@ def create_app(
     app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
+    drain = Drain()
+    app.add_middleware(Drained, drain=drain)
     app.add_middleware(Guard, hosts=hosts, origins=origins, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.state.slots, app.state.metrics = slots, metrics
+    app.state.slots, app.state.metrics, app.state.drain = slots, metrics, drain
     return app
 
 
@@ -119,27 +125,36 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        asked = await asyncio.to_thread(parse, ChatRequest, await self._body(request))
-        self._check_model(asked.model)
-        texts = [part.text for message in asked.messages for part in message.content if isinstance(part, TextPart)]
-        self._check_characters(texts, "messages")
-        messages, media = self._messages(asked.messages)
-        params = asked.params(self._limits)
-        self._runner.media.check(media)
-        work = Work([messages], params, asked.n, media, {"logprobs": asked.alternatives})
+        asked, work = await asyncio.to_thread(self._chat_work, await self._body(request))
         return await self._answer(request, asked, work, ChatFormat)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``: the prompts as they are, without a chat template."""
-        asked = await asyncio.to_thread(parse, CompletionRequest, await self._body(request))
+        asked, work = await asyncio.to_thread(self._text_work, await self._body(request))
+        return await self._answer(request, asked, work, TextFormat)
+
+    def _chat_work(self, body: bytes) -> tuple[ChatRequest, Work]:
+        """A chat request. A large body takes long to parse, as in ``_text_work``: call it in a thread."""
+        asked = parse(ChatRequest, _limited(body))
+        self._check_model(asked.model)
+        texts = [part.text for message in asked.messages for part in message.content if isinstance(part, TextPart)]
+        self._check_characters(texts, "messages")
+        messages, media = self._messages(asked.messages)
+        params = asked.params(self._limits, self._pipe.defaults.params)
+        self._runner.media.check(media)
+        return asked, Work([messages], params, asked.constraint(), asked.n, media, {"logprobs": asked.alternatives})
+
+    def _text_work(self, body: bytes) -> tuple[CompletionRequest, Work]:
+        asked = parse(CompletionRequest, _limited(body))
         self._check_model(asked.model)
         self._check_characters(asked.prompt, "prompt")
         keywords = {"logprobs": asked.alternatives, "chat_template": False}
-        work = Work(asked.prompt, asked.params(self._limits), asked.n, (), keywords)
+        params = asked.params(self._limits, self._pipe.defaults.params)
+        work = Work(asked.prompt, params, asked.constraint(), asked.n, (), keywords)
         if work.choices > self._limits.max_running:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {work.choices}", "prompt")
-        return await self._answer(request, asked, work, TextFormat)
+        return asked, work
 
     async def models(self) -> dict[str, Any]:
         """``GET /v1/models``."""
@@ -259,6 +274,13 @@ class Endpoints:
                 _log.error("a request failed", exc_info=error)
             yield _event(found.content())
         yield b"data: [DONE]\n\n"
+
+
+def _limited(body: bytes) -> bytes:
+    """A body with a limit on its values: all threads wait while millions of them are parsed."""
+    if (found := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise APIError(400, f"a request's body must have at most {_MOST_VALUES} values: got about {found}")
+    return body
 
 
 def _event(content: dict[str, Any]) -> bytes:

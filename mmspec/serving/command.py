@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.cli.listening import API_KEY, check_api_key, listen_options
-from mmspec.cli.options import drafter_option, model_options, trust_option
+from mmspec.cli.options import drafter_option, generation_config_option, model_options, trust_option
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 from mmspec.serving.addresses import is_loopback, names, url
@@ -35,6 +35,7 @@ def _limit(name: str, metavar: str, text: str, least: int = 1, most: int | None 
 @model_options
 @trust_option
 @drafter_option
+@generation_config_option
 @listen_options(8000)
 @API_KEY.declared
 @click.option(
@@ -105,9 +106,11 @@ def _here(settings: Settings, host: str, port: int) -> None:
 
     with listen(host, port) as listening:  # before the model is loaded, which takes longer
         pipe = settings.pipeline()
-        _announce(
-            host, listening.getsockname()[1], f"model {pipe.name}, drafter {drafter_name(pipe.drafter) or 'none'}"
-        )
+        drafter = drafter_name(pipe.drafter) or "none"
+        what = [f"model {pipe.name}, drafter {drafter}"]
+        if defaults := pipe.defaults.describe():
+            what.append(f"the model's defaults: {defaults}")
+        _announce(host, listening.getsockname()[1], "; ".join(what))
         run(settings.app(pipe), settings.limits, listening)
 
 

@@ -16,13 +16,15 @@ from mmspec.checks import shown
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import MOST_LOGPROBS
 from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.syntax import JSON_SCHEMA
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
+from mmspec.serving.mistakes import translated
 
 _IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata")  # change nothing in the answer
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
 _MOST_ITEMS = 1024  # messages, and parts of a message
-_LONGEST_MESSAGE = 300  # characters of pydantic's messages
+_TEMPERATURE = 1.0  # OpenAI's default
 
 
 class _Fields(BaseModel):
@@ -105,32 +107,39 @@ class ResponseFormat(_Fields):
             raise ValueError("json_schema goes with the type json_schema")
         return self
 
-    def constraint(self) -> dict[str, Any]:
-        """Keywords of ``SamplingParams``.
+    def constraint(self) -> tuple[str, str] | None:
+        """Kind and text of the grammar of the output, if any; the grammar is not checked yet.
 
         Raises:
-            APIError: this version cannot constrain the output.
+            UserError: it is no JSON.
         """
         if self.type == "text":
-            return {}
-        return {"json_schema": self.json_schema.schema_ if self.json_schema else {"type": "object"}}
+            return None
+        schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
+        return "json_schema", JSON_SCHEMA.check("json_schema", schema)
 
 
 class _Request(_Fields):
     """Fields that both endpoints have."""
 
     model: str
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
-    stop: list[str] = []
+    stop: list[str] | None = None
     n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @field_validator("top_k")
+    @classmethod
+    def _as_all(cls, top_k: int) -> int:
+        """-1 disables it, as in vLLM."""
+        return 0 if top_k == -1 else top_k
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -141,7 +150,8 @@ class _Request(_Fields):
     @classmethod
     def _short(cls, stop: list[str]) -> list[str]:
         if len(stop) > _STOP_STRINGS or any(len(text) > _STOP_LENGTH for text in stop):
-            raise ValueError(f"expected at most {_STOP_STRINGS} texts of at most {_STOP_LENGTH} characters")
+            limits = f"at most {_STOP_STRINGS} texts of at most {_STOP_LENGTH} characters"
+            raise ValueError(f"expected {limits}, got {shown(stop)}")
         return stop
 
     @property
@@ -153,8 +163,12 @@ class _Request(_Fields):
         """Alternatives per token whose log probabilities are asked for; None if no log probabilities are."""
         raise NotImplementedError
 
-    def params(self, limits: Limits) -> SamplingParams:
-        """Sampling parameters of the first choice.
+    def params(self, limits: Limits, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters of the first choice, without ``constraint``, which takes long to check.
+
+        Args:
+            limits: of the server.
+            defaults: the model's, for fields that are left out.
 
         Raises:
             APIError: a value is out of range.
@@ -168,22 +182,23 @@ class _Request(_Fields):
             raise APIError(400, "stream_options goes with stream: true", "stream_options")
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
         given = {name: getattr(self, name) for name in names}
+        unset = {"temperature": _TEMPERATURE, "max_new_tokens": limits.max_tokens, **defaults}
+        unset["max_new_tokens"] = min(unset["max_new_tokens"], limits.max_tokens)
         try:
-            return SamplingParams(max_new_tokens=self.max_tokens or limits.max_tokens, **given, **self.constraint())
+            return SamplingParams(max_new_tokens=self.max_tokens, **given).over(unset)
         except UserError as error:
             name = str(error).partition(" ")[0]
             raise APIError(400, str(error), name if name in names else None) from error
 
-    def constraint(self) -> dict[str, Any]:
-        """Keywords of ``SamplingParams`` that constrain the output."""
-        return {}
+    def constraint(self) -> tuple[str, str] | None:
+        """Kind and text of the grammar of the output, if any."""
+        return None
 
 
 _NEUTRAL: dict[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "top_k": (-1,),
 }
 
 
@@ -229,8 +244,8 @@ class ChatRequest(_Request):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def constraint(self) -> dict[str, Any]:
-        return {} if self.response_format is None else self.response_format.constraint()
+    def constraint(self) -> tuple[str, str] | None:
+        return None if self.response_format is None else self.response_format.constraint()
 
 
 class CompletionRequest(_Request):
@@ -268,29 +283,5 @@ def parse(kind: type[R], body: bytes) -> R:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = _path(given, first["loc"], first["type"] == "missing")
-        raise APIError(400, _message(first, param), param or None) from None
-
-
-def _message(error: Any, param: str) -> str:
-    if error["type"] == "extra_forbidden":
-        return f"{param} is not supported: expected it to be left out, got {shown(error['input'])}"
-    if error["type"] == "missing":
-        return f"{param} is required"
-    text = error["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE]
-    received = "" if isinstance(error["input"], dict) else f", got {shown(error['input'])}"
-    return f"{param or 'the body'}: {text[:1].lower()}{text[1:]}{received}"
-
-
-def _path(given: Any, location: Sequence[str | int], missing: bool) -> str:
-    """A field's path, as ``messages[0].content``: pydantic's location without the names of union members."""
-    path = ""
-    for place, key in enumerate(location):
-        inside = key in given if isinstance(given, dict) else isinstance(given, list) and isinstance(key, int)
-        if inside:
-            given = given[key]
-        elif not (missing and place == len(location) - 1):
-            continue
-        path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
-    return path
+        message, param = translated(error.errors(include_url=False)[0], given, kind)
+        raise APIError(400, message, param) from None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmspec.serving.errors import APIError
+from mmspec.serving.errors import APIError, as_events
 
 
 class LostReplica:
@@ -41,8 +39,7 @@ class LostReplica:
         if not started:
             await error.response()(scope, receive, send)
         elif stream:
-            event = f"data: {json.dumps(error.content())}\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": event.encode()})
+            await send({"type": "http.response.body", "body": as_events(error)})
 
 
 def middleware() -> list[Middleware]:

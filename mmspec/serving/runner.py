@@ -11,6 +11,7 @@ from typing import Any
 
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.params import SamplingParams
+from mmspec.serving.grammars import Constraint, GrammarChecker
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.slots import Admission
@@ -26,6 +27,7 @@ class Work:
     Attributes:
         prompts: texts, or chat messages; each is answered ``n`` times, its choices one after the other.
         params: of the first choice of each prompt; the seed of the i-th is larger by i, as in vLLM.
+        constraint: the grammar of the outputs, which is not among ``params`` yet.
         n: choices per prompt.
         media: images and videos, of a request with one prompt.
         keywords: further ones of ``Pipeline.stream``.
@@ -33,6 +35,7 @@ class Work:
 
     prompts: Sequence[Any]
     params: SamplingParams
+    constraint: Constraint | None
     n: int
     media: Sequence[Medium]
     keywords: Mapping[str, Any]
@@ -43,16 +46,24 @@ class Work:
 
 
 class Runner:
-    """Runs requests: a choice has a slot from the reading of the request's media until its last token.
+    """Runs requests: a choice has a slot from the check of its grammar and the reading of its media to its last token.
 
     Args:
         pipe: answers; its ``slots`` are at least as many.
         media: reads images and videos.
+        grammars: checks grammars.
         slots, metrics: of the server.
     """
 
-    def __init__(self, pipe: Pipeline, media: MediaReader, slots: Admission, metrics: Metrics) -> None:
-        self.pipe, self.media, self.slots, self.metrics = pipe, media, slots, metrics
+    def __init__(
+        self, pipe: Pipeline, media: MediaReader, grammars: GrammarChecker, slots: Admission, metrics: Metrics
+    ) -> None:
+        self.pipe, self.media, self.grammars, self.slots, self.metrics = pipe, media, grammars, slots, metrics
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.media.close()
+        self.grammars.close()
 
     @asynccontextmanager
     async def start(self, work: Work) -> AsyncIterator[Pieces]:
@@ -61,12 +72,17 @@ class Runner:
         The choices do not wait for the reader of their pieces: a slow client occupies no slot.
 
         Raises:
-            APIError: the queue is full, or an image or video cannot be read. The pieces' iterator raises what the
-                pipeline raises.
+            APIError: the queue is full, or an image or video cannot be read.
+            UserError: the grammar is not valid, or exceeds a limit. The pieces' iterator raises what the pipeline
+                raises.
         """
         arrived = clock()
         await self.slots.acquire(work.choices)
         try:
+            if work.constraint is not None:
+                kind, _ = work.constraint
+                checked: dict[str, Any] = {kind: await self.grammars.check(work.constraint)}
+                work = replace(work, params=replace(work.params, **checked))
             media = await self.media.read(work.media)
         except BaseException:
             self.slots.release(work.choices)

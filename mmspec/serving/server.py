@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Timer
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +17,8 @@ from mmspec.serving.limits import Limits
 
 GRACE = 3
 """Seconds that running requests have to end after SIGTERM; then they are cancelled."""
+
+_THREADS = 2  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
 
 SPARE_CONNECTIONS = 64
 """Connections beside those of requests that run or wait: they are read, refused, or ask for metrics."""
@@ -39,9 +42,28 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def uvicorn_server(app: FastAPI, limits: Limits) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """uvicorn's server, which ends running requests with responses: see ``mmspec.serving.drain``.
+
+    Attributes:
+        abandon: end the process if its threads have not ended some seconds after its requests.
+    """
+
+    abandon = False
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.abandon:
+            status = 130 if signal.SIGINT in self._captured_signals else 0
+            last = Timer(GRACE + _THREADS, os._exit, [status])
+            last.daemon = True
+            last.start()
+        await self.config.app.state.drain.close(GRACE)  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
+def uvicorn_server(app: FastAPI, limits: Limits) -> Server:
     """A server for sockets of ``listen``; connections beyond those that may run or wait get status 503."""
-    return uvicorn.Server(
+    return Server(
         uvicorn.Config(
             app,
             log_level="warning",
@@ -49,7 +71,7 @@ def uvicorn_server(app: FastAPI, limits: Limits) -> uvicorn.Server:
             server_header=False,
             lifespan="on",
             limit_concurrency=limits.max_running + limits.max_waiting + SPARE_CONNECTIONS,
-            timeout_graceful_shutdown=GRACE,
+            timeout_graceful_shutdown=1,
         )
     )
 
@@ -62,7 +84,9 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket) -> None:
     """
     # After its shutdown uvicorn raises the signal again, which would end the process with another exit status.
     with _on_sigterm(lambda: None):
-        uvicorn_server(app, limits).run(sockets=[listening])
+        server = uvicorn_server(app, limits)
+        server.abandon = True
+        server.run(sockets=[listening])
 
 
 def wait_for_sigterm() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmspec.serving.limits import Limits
 
@@ -20,7 +20,7 @@ class Settings:
     """Settings of a server, which can be pickled for other processes.
 
     Attributes:
-        model, drafter, device, dtype, trust_remote_code: as for ``open_pipeline``.
+        model, drafter, device, dtype, trust_remote_code, generation_config: as for ``open_pipeline``.
         prefix_cache: memory for the states of earlier prompts, in MiB.
         limits: limits on requests.
         api_key, hosts, origins, allow_urls: as for ``create_app``.
@@ -31,6 +31,7 @@ class Settings:
     device: str
     dtype: str
     trust_remote_code: bool
+    generation_config: str
     prefix_cache: int
     limits: Limits
     api_key: str | None
@@ -50,10 +51,10 @@ class Settings:
         from mmspec.drafters.per_sequence import per_sequence
         from mmspec.pipeline import Pipeline
 
-        loaded = open_pipeline(
-            Console(stderr=True), self.model, self.drafter, self.device, self.dtype, self.trust_remote_code
-        )
-        options = {"slots": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        options: dict[str, Any] = {"generation_config": self.generation_config}
+        loading = (self.model, self.drafter, self.device, self.dtype, self.trust_remote_code)
+        loaded = open_pipeline(Console(stderr=True), *loading, **options)
+        options |= {"slots": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
         pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
         pipe.calibrate()
         return pipe

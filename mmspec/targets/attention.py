@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -151,8 +151,9 @@ class PassAttention:
         with _NEW_LOCK:
             self._lock = _LOCKS.setdefault(decoder, threading.RLock())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PassAttention, (self._model,)
+    def idle(self) -> AbstractContextManager[Any]:
+        """Between passes: no pass of any target through the decoder runs in the block."""
+        return self._lock
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -55,13 +55,6 @@ class Decoder:
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "layers": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.layers = tree_layers(self._model, self._config)
-
     def new_cache(self, reserve: int, in_place: bool) -> TreeCache:
         """An empty cache for the model's layers, with ``reserve`` KV slots."""
         if self.layers is not None:

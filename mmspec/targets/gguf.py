@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.extras import missing
 from mmspec.files import cache_folder, make_folder
+from mmspec.targets.gguf_size import check_complete
 from mmspec.targets.support import from_pretrained
 
 _FORMAT = 2  # of the converted folder
@@ -109,7 +110,9 @@ def _one_reader(file: Path) -> Iterator[Any]:
     except ImportError as error:
         raise missing(f"reading {file.name}", "gguf", "real") from error
     module: Any = gguf
-    reader = gguf.GGUFReader(str(file))
+    check_complete(file, module.GGML_QUANT_SIZES)
+    with explained(f"cannot load model {str(file)!r}: expected a GGUF file", IndexError, ValueError, KeyError):
+        reader = gguf.GGUFReader(str(file))
 
     plain = module.GGUFReader
 

@@ -31,7 +31,7 @@ class Head:
         self._before: Callable[[Tensor], Tensor] = _unchanged
         others = [part for part in model.children() if not isinstance(part, PreTrainedModel)]
         self._candidates: list[Callable[[Tensor], Tensor]] = [_unchanged, *others]
-        self._model_name = type(model).__name__
+        self._model, self._name = model, type(model).__name__
         self._checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Head:
         layer (ModernBERT's decoder), and corrects the scaling.
 
         Raises:
-            UserError: the model transforms its logits in another way.
+            UserError: the model transforms its logits in another way, or they are NaN.
         """
         if self._checked:
             return
@@ -72,8 +72,12 @@ class Head:
             if self._gives(logits, hidden):
                 break
         else:
+            if bool(logits.isnan().any()):
+                raise UserError(
+                    f"{self._name}: expected logits that are numbers, received NaN{_nan_weights(self._model)}"
+                )
             raise UserError(
-                f"{self._model_name} transforms its logits after the output layer in an unknown way: expected "
+                f"{self._name} transforms its logits after the output layer in an unknown way: expected "
                 "head(hidden) to equal the model's logits"
             )
         self._checked = True
@@ -121,6 +125,13 @@ def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     and copy the whole weight."""
     y = layer(x.reshape(-1, x.shape[-1]))
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _nan_weights(model: PreTrainedModel) -> str:
+    """The first of a model's weights that contain NaN, for a message."""
+    names = [name for name, weight in model.state_dict().items() if bool(weight.isnan().any())]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"; of its weights, {', '.join(names[:3])}{more} contain NaN" if names else ""
 
 
 def _logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmspec.cache.prefix_cache import Answer, Prefix, common, continued, media_key
+from mmspec.cache.prefix_cache import Answer, Prefix, at_text, common, continued, media_key
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.target import Feature, Prompt, Step
 from mmspec.core.verify import Verdict
@@ -45,6 +45,8 @@ class KeptStates:
         if found is None:
             return None
         prefix, shared = found
+        if not at_text(prefix.positions, shared - 1):
+            return None
         call = {"input_ids": prompt.input_ids, "position_ids": continued(prefix.positions, shared, length)}
         given = self._target.decoder.chunk_inputs(call, cache)
         if given is None:

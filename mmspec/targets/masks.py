@@ -79,6 +79,14 @@ def window_of(config: Any, layer: int) -> int | None:
     return window if window is None or not kinds or kinds[layer] in SLIDING else None
 
 
+def slot_limit(config: Any) -> int | None:
+    """Slots in which a prompt's padding between or after its tokens changes no mask: transformers' windows and chunks
+    count padding, those of trees do not. None if no layer has either."""
+    kinds, window = _windows(config)
+    chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
+    return min((size for size in (window, chunk) if size is not None), default=None)
+
+
 def _windows(config: Any) -> tuple[list[str], int | None]:
     """The kinds of a model's layers, if its configuration has them, and the size of the sliding window."""
     kinds = getattr(config, "layer_types", None) or []

@@ -35,11 +35,13 @@ class Processor:
 
     Attributes:
         auto_class: the class of transformers that loads ``plain``.
+        options: keywords of ``encode`` besides ``chat_template``, which callers of ``Pipeline.generate`` may give.
         reads_media: whether requests may contain images and videos; if so there is a method ``place_media``, as of
             ``mmspec.vision.processor.VisionProcessor``.
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
+    options: ClassVar[Sequence[str]] = ()
     reads_media: ClassVar[bool] = False
 
     def __init__(self, plain: Any = None) -> None:

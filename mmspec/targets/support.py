@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.targets.alibi import Alibi
 from mmspec.targets.layers import ATTENTION, TreeLayers
+from mmspec.targets.masks import slot_limit
 
 
 def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -43,9 +47,10 @@ def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
         UserError: weights are missing, of other shapes, or unexpected, such as more layers than the configuration has.
             transformers would only warn, and initialise or drop them.
     """
-    model, report = from_pretrained(
-        auto_class, name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
+    with _tensors_only(name):
+        model, report = from_pretrained(
+            auto_class, name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     problems = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in report["mismatched_keys"]]
     problems += [f"{key} is not one of them" for key in sorted(report["unexpected_keys"])]
@@ -55,6 +60,41 @@ def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
             f"cannot load model {name!r}: expected exactly the weights of {type(model).__name__}, but {shown}"
         )
     return model
+
+
+@contextmanager
+def _tensors_only(name: str) -> Iterator[None]:
+    """Errors of pickled weights (``.bin``) in one line: torch advises to load other objects too, which runs code."""
+    try:
+        yield
+    except (UnpicklingError, EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        raise UserError(
+            f"cannot load model {name!r}: expected weights in safetensors files, or pickled tensors and nothing else, "
+            "received a pickle that is damaged or holds other objects, which may run code and are not loaded"
+        ) from error
+
+
+def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules without the hooks that transformers installs to return hidden states or attentions:
+    these are local functions, which cannot be pickled. transformers installs them again when it needs them."""
+    tensors = [value for module in model.modules() for value in _tensors(module)]
+    same = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for module in same.modules():
+        vars(module).pop("_output_capturing_hooks_installed", None)
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) == _CAPTURE]:
+            del hooks[key]
+    return same
+
+
+_CAPTURE = "transformers.utils.output_capturing"
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    values = [*vars(module).values(), *module._parameters.values(), *module._buffers.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 _WIDEST = 2048  # features; wider transposed weights were measured to be slower
@@ -165,6 +205,29 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
 def rope_side(config: Any, length: int) -> tuple[bool, ...]:
     """Whether a prompt is longer than each of these lengths; sequences of one batch must agree."""
     return tuple(length > switch for _, switch in _rope_switches(config))
+
+
+_SLOT_BIASES = ("inkling_text", "inkling2_text")
+"""Model types with biases that depend on distances in slots, padding included."""
+
+
+def refuse_inner_padding(config: Any, mask: torch.Tensor, room: int) -> None:
+    """Raise if padding after tokens of a prompt separates tokens that layers compare by distance.
+
+    Args:
+        mask: (batch, length), the prompt's.
+        room: most new tokens.
+
+    Raises:
+        UserError: it does: windows, chunks or biases of transformers count padding.
+    """
+    limit = 0 if config.model_type in _SLOT_BIASES else slot_limit(config)
+    last = mask.shape[1] + room - 1  # the last token is never read
+    if limit is not None and last > limit and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise UserError(
+            "attention_mask must have padding before tokens only where attention compares distances: "
+            f"expected at most {limit} slots with padding after tokens, got up to {last}"
+        )
 
 
 def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:

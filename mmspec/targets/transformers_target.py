@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from mmspec.cache.prefix_cache import Prefix, PrefixCache
+from mmspec.cache.prefix_cache import Prefix, PrefixCache, at_text
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import CostTable
@@ -21,6 +22,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
+from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.attention import NAME, PASS, PassAttention, TreePass
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
@@ -28,7 +30,7 @@ from mmspec.targets.kept import KeptStates
 from mmspec.targets.layers import TreeLayers
 from mmspec.targets.masks import tail_mask
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import refuse_rope_switch, rope_side
+from mmspec.targets.support import refuse_inner_padding, refuse_rope_switch, rope_side, without_output_capture
 
 
 class TransformersTarget:
@@ -85,6 +87,17 @@ class TransformersTarget:
         fork.cost = self.cost
         return fork
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For ``pickle``: the model and its measured cost; sequences and kept prefixes are left out."""
+        with self.attention.idle():
+            model = without_output_capture(self.model)
+        return _target_of, (type(self), model, self.cost, self.prefix_cache)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
+        with self.attention.idle():
+            model = copy.deepcopy(self.model, memo)
+        return _target_of(type(self), model, self.cost, copy.deepcopy(self.prefix_cache, memo))
+
     @property
     def attention(self) -> PassAttention:
         """Attention implementation of the passes."""
@@ -108,6 +121,10 @@ class TransformersTarget:
         """Tokens that end an answer, according to the generation config."""
         eos = self.model.generation_config.eos_token_id
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def defaults(self) -> ModelDefaults:
+        """Sampling defaults, according to the generation config."""
+        return ModelDefaults(self.model)
 
     @property
     def context_limit(self) -> int | None:
@@ -137,6 +154,8 @@ class TransformersTarget:
         longest = room if isinstance(room, int) else max(room)
         shortest = length if mask is None else int(mask.sum(1).min())
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
+        if mask is not None:
+            refuse_inner_padding(self.config, mask, longest)
         reserve = length + min(longest, 4096) + 64
         # Rows that are copied to another cache need no slots for the answer.
         copies = self.in_place or bool(self.rows) or self._kept.looks_up(prompt)
@@ -163,7 +182,7 @@ class TransformersTarget:
         if positions is None:
             positions = self._prompt_positions(ids, mask)
         call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        splits = chunk is not None and batch == 1 and length > chunk
+        splits = chunk is not None and batch == 1 and length > chunk and mask is None
         given = self.decoder.chunk_inputs(call, cache) if splits else None
         if given is not None:
             found, logits = yield from self._prefill_passes(given, 0, length, chunk, cache)
@@ -357,14 +376,24 @@ class TransformersTarget:
         """(batch,) position of the first new token, from the decoder's ``position_ids`` of the prompt."""
         if positions is None:
             raise UserError(f"the decoder must be given position_ids: that of {type(self.model).__name__} is not")
+        if not at_text(positions, -1):
+            raise UserError("a prompt with several position axes must end on text: got an image or video token")
         if positions.ndim == 3:
-            # Qwen-VL: an image is followed by its largest coordinate + 1; a fourth axis, in front, counts tokens.
-            return positions[-3:].amax((0, 2)) + 1
+            # Text after a video may have lower positions than its last frames.
+            return positions[-1, :, -1] + 1
         return positions[:, -1].expand(prompt.input_ids.shape[0]) + 1
 
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""
         return None
+
+
+def _target_of(
+    kind: type[TransformersTarget], model: PreTrainedModel, cost: CostTable | None, prefix_cache: PrefixCache | None
+) -> TransformersTarget:
+    target = kind(model)
+    target.cost, target.prefix_cache = cost, prefix_cache
+    return target
 
 
 def node_bucket(nodes: int) -> int:

@@ -9,7 +9,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mmspec.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from mmspec.training.trainer import Trainer
@@ -47,9 +48,7 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 @contextmanager
 def _progress_bar(console: Console, title: str) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields a function that shows a row of the training log."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[metrics]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=console.quiet) as bar:
-        task = bar.add_task(title, total=1.0, metrics="")
+    with show_progress(console, title) as bar:
         shown: dict[str, str] = {}
 
         def show(row: dict[str, Any]) -> None:
@@ -60,6 +59,6 @@ def _progress_bar(console: Console, title: str) -> Iterator[Callable[[dict[str, 
             if "mean_acceptance_length" in row:
                 shown["acceptance"] = f"acceptance {row['mean_acceptance_length']:.2f}"
             metrics = " ".join([f"step {row['step']}", *shown.values()])
-            bar.update(task, completed=row["progress"], metrics=metrics)
+            bar(row["progress"], 1.0, metrics)
 
         yield show

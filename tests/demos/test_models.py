@@ -36,7 +36,7 @@ def parts():
 def models(monkeypatch):
     opened = []
 
-    def open_pipeline(notes, model, drafter, device, dtype):
+    def open_pipeline(notes, model, drafter, device, dtype, generation_config):
         if model == "nobody/nothing":
             raise UserError("cannot load model 'nobody/nothing'")
         opened.append(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,8 @@ def test_info_lists_registered_plug_ins(run: Run) -> None:
     [
         (["describe"], ["unknown command", "generate", "'describe'"]),
         (["train", "gpt"], ["unknown command", "'gpt'"]),
+        (["generat"], ["unknown command", "'generat'; did you mean generate?"]),
+        (["generate", "A", "--max-tokens", "3"], ["--max-tokens", "Did you mean '--max-new-tokens'?"]),
         (["generate"], ["TEXT"]),
         (["generate", ""], ["TEXT must not be empty"]),
         (["generate", "\udcff"], ["UTF-8"]),
@@ -204,6 +207,40 @@ def test_damaged_models(run: Run, model: str, tmp_path: Path) -> None:
     (tmp_path / "weights" / "config.json").write_bytes(Path(model, "config.json").read_bytes())
     for name in ("empty", "config", "weights"):
         assert_user_error(run("generate", "A", "--model", str(tmp_path / name)), str(tmp_path / name))
+
+
+class Other:
+    """What a pickle may hold besides tensors."""
+
+
+@pytest.mark.parametrize("damage", ["other", "cut", "empty"])
+def test_pickled_weights_that_are_not_tensors_alone(run: Run, model: str, tmp_path: Path, damage: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(Path(model, "config.json").read_bytes())
+    weights, file = load_file(Path(model, "model.safetensors")), folder / "pytorch_model.bin"
+    torch.save({**weights, "more": Other()} if damage == "other" else weights, file)
+    if damage != "other":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 if damage == "cut" else 0])
+    result = run("generate", "A", "--model", str(folder))
+    assert_user_error(result, str(folder), "pickled tensors and nothing else")
+    assert "weights_only" not in str(result)
+
+
+@pytest.mark.parametrize("part", ["up_proj", "lm_head", "embed_tokens"])
+def test_weights_that_are_nan(run: Run, model: str, tmp_path: Path, part: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "nan"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if part in name)
+    weights[name][:] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_user_error(run("generate", "A", "--model", str(folder)), "NaN", name)
 
 
 def test_checkpoint_without_all_its_weights(run: Run, model: str, tmp_path: Path) -> None:
@@ -269,3 +306,21 @@ def test_embedded_models_state_what_they_were_trained_on(run: Run, model: str) -
         assert json.loads(out)["model"] == name
     assert plugins.limits(model) is None
     assert run(*args, model)[2] == ""
+
+
+def test_options_that_are_left_out_are_the_models(run: Run, model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_text())
+
+    def answer(*options: str) -> list[int]:
+        args = ("generate", "A", "--model", str(folder), "--nodes", "4", "--json", *options)
+        return json.loads(run(*args)[1])["token_ids"]
+
+    plain = answer("--max-new-tokens", "7")
+    file.write_text(json.dumps({**config, "suppress_tokens": plain[:1], "max_new_tokens": 7}))
+    own = answer()
+    assert len(own) == 7
+    assert plain[0] not in own
+    assert answer("--generation-config", "mmspec", "--max-new-tokens", "7") == plain

@@ -38,13 +38,15 @@ def test_scores_are_those_of_a_plain_pass(length: int, penalty: float) -> None:
     params = SamplingParams(repetition_penalty=penalty)
     with torch.no_grad():
         expected = params.processors()(ids, model(ids).logits[:, -1])[0]
-    scores = next_token_scores(TransformersTarget(model), Prompt(torch.tensor([PROMPT])), TOKENS[:length], params)
+    scores = next_token_scores(
+        TransformersTarget(model), Prompt(torch.tensor([PROMPT])), TOKENS[:length], params.processors()
+    )
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_margin_at_the_first_difference() -> None:
     pipe = pipeline()
-    scores = next_token_scores(pipe.target, pipe.encode([]), TOKENS[:2], SamplingParams())
+    scores = next_token_scores(pipe.target, pipe.encode([]), TOKENS[:2], SamplingParams().processors())
     best, second = scores.topk(2).indices.tolist()
     found = first_difference(pipe, {}, {}, [*TOKENS[:2], best, 1], [*TOKENS[:2], second])
     assert (found.position, found.speculative, found.plain) == (2, best, second)
@@ -64,7 +66,7 @@ def test_ratios_are_of_seconds_per_token(seed: int | None, equal: bool | None, m
     now = [0.0]
 
     class Scripted:
-        def __init__(self, target: object, processor: object, drafter: object) -> None:
+        def __init__(self, target: object, processor: object, drafter: object, **_: object) -> None:
             self.count, self.seconds = (12, 6.0) if drafter else (4, 3.0)
 
         def generate(self, **_: object) -> Generation:

@@ -33,7 +33,7 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
     class Scripted:
         def __init__(self, *_: object) -> None: ...
 
-        def generate(self, prompt: list, max_new_tokens: int, nodes: int) -> Generation:
+        def generate(self, prompt: list, temperature: float, max_new_tokens: int, nodes: int) -> Generation:
             (name,) = (message["content"] for message in prompt)
             if name == "long":
                 raise UserError("too long")

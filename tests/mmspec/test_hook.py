@@ -9,6 +9,8 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -169,6 +171,121 @@ def test_custom_criteria(batch):
     assert torch.equal(wrapped, reference)
 
 
+class EveryRow(StoppingCriteria):
+    """All rows together, and by calls: each row has had a token below 30 once, and at least four calls were made."""
+
+    def __init__(self):
+        self.calls, self.met = 0, set()
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        self.met |= set((input_ids[:, -1] < 30).nonzero().flatten().tolist())
+        return self.calls >= 4 and len(self.met) == len(input_ids)
+
+
+class OneToken(StoppingCriteria):
+    """An end of sequence of the user's own: ``generate`` pads the rows that it ends."""
+
+    def __init__(self, token):
+        self.eos_token_id = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == self.eos_token_id
+
+
+class NoLimit(MaxLengthCriteria):
+    """A subclass that ends nothing."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Column(Tail):
+    """Shape (rows, 1), as transformers' documentation says."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids, scores)[:, None]
+
+
+@pytest.mark.parametrize("eos", [None, 17], ids=["no-eos", "eos"])
+@pytest.mark.parametrize(
+    "criteria",
+    [
+        lambda: [Tail()],
+        lambda: [EveryRow()],
+        lambda: [OneToken(40)],
+        lambda: [NoLimit(10), Tail()],
+        lambda: [MaxLengthCriteria(14), Tail()],
+        lambda: [MaxLengthCriteria(3)],
+    ],
+    ids=["rows", "every-row", "own-eos", "subclass", "length", "short"],
+)
+@pytest.mark.parametrize("nodes", [0, 10])
+def test_several_rows_with_criteria_end_as_in_generate(criteria, eos, nodes):
+    inputs, model = text_inputs(3, 9, seed=3), shared_model("llama")
+    options = {**GREEDY, "eos_token_id": eos, "pad_token_id": 80}
+    one = criteria()
+    reference = model.generate(**inputs, **options, stopping_criteria=StoppingCriteriaList(one))
+    oracle = Oracle(reference[:, 9:].tolist(), vocab=90)
+    again = criteria()
+    out = mmspec.generate(
+        model, drafter=oracle, nodes=nodes, stopping_criteria=again, return_dict_in_generate=True, **inputs, **options
+    )
+    assert torch.equal(out.sequences, reference)
+    assert [vars(criterion) for criterion in again] == [vars(criterion) for criterion in one]
+    lengths = [len(row) - row.count(80) for row in reference[:, 9:].tolist()]
+    assert [stats.num_generated_tokens for stats in out.stats] == lengths
+
+
+def test_criteria_that_return_a_column():
+    inputs, model = text_inputs(3, 9, seed=3), shared_model("llama")
+    options = {**inputs, **GREEDY, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([Column()])}
+    reference = model.generate(**options)
+    assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=4, **options), reference)
+    with pytest.raises(UserError, match=r"must return a truth value per row, \(3,\), .* got shape \(3, 3\)"):
+        mmspec.generate(model, drafter="ngram", nodes=4, **{**options, "eos_token_id": 17})
+
+
+def test_rows_that_are_ahead_do_not_raise_after_the_end():
+    """A logits processor that fails where ``generate`` would not have called it."""
+
+    class Failing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > 9 + 8:
+                raise ValueError("too far")
+            return scores
+
+    inputs, model = text_inputs(2, 9), shared_model("llama")
+    options = {**GREEDY, "eos_token_id": None, "stopping_criteria": [MaxLengthCriteria(9 + 8)]}
+    reference = model.generate(**inputs, **options)
+    oracle = Oracle([reference[0, 9:].tolist(), []], vocab=90)  # row 0 runs ahead
+    options |= {"logits_processor": [Failing()], "stopping_criteria": [Together(9 + 8)]}
+    assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options), reference)
+    options["stopping_criteria"] = [Together(9 + 10)]
+    with pytest.raises(ValueError, match="too far"):
+        mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options)
+
+
+class Together(StoppingCriteria):
+    """All rows at a length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def test_a_criterion_that_fails_ends_the_call():
+    class Failing(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            raise ValueError("no criterion")
+
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    with pytest.raises(ValueError, match="no criterion"):
+        mmspec.generate(model, drafter="ngram", nodes=4, stopping_criteria=[Failing()], **inputs, **GREEDY)
+
+
 # ---------------------------------------------------------------------- text
 
 
@@ -193,6 +310,19 @@ def test_stop_strings(stop):
     assert torch.equal(ours, reference)
     options |= {"stop_strings": stop, "tokenizer": tokenizer, "drafter": oracle, "nodes": 10}
     assert torch.equal(byte_model().generate(**inputs, **options, custom_generate=mmspec.decode), reference)
+
+
+def test_stop_strings_of_several_rows_without_an_end_of_sequence():
+    """Rows that have met their stop string go on until all have."""
+    tokenizer = byte_tokenizer()
+    texts = [tokenizer(text)["input_ids"] for text in ("ab END and more, all of it", "much later the END and on")]
+    ids = tokenizer(["Say: ", "Tell:"], return_tensors="pt")["input_ids"]
+    options = {**GREEDY, "max_new_tokens": 24, "stop_strings": ["END"], "eos_token_id": None, "input_ids": ids}
+    options |= {"tokenizer": tokenizer, "prefix_allowed_tokens_fn": lambda row, seen: [texts[row][len(seen) - 5]]}
+    reference = byte_model().generate(**options)
+    assert tokenizer.batch_decode(reference[:, 5:]) == ["ab END and more, a", "much later the END"]
+    ours = mmspec.generate(byte_model(), drafter=Oracle(reference[:, 5:].tolist(), vocab=90), nodes=6, **options)
+    assert torch.equal(ours, reference)
 
 
 def test_a_text_streamer_prints_the_same(capsys):

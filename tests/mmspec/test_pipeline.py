@@ -171,10 +171,10 @@ def test_what_a_budget_learnt_stays_with_the_pipeline():
     pipe.generate(PROMPT, max_new_tokens=5)
     pipe.generate_batch([{"prompt": "a"}, {"prompt": "b"}], max_new_tokens=5)
     assert pipe.budget is first
-    steps = first._steps
-    assert steps > 0
+    learnt = first._moments
+    assert learnt != [1.0] * 4
     pipe.generate(PROMPT, max_new_tokens=5, nodes=3)
-    assert pipe.budget._steps == steps
+    assert pipe.budget._moments == learnt
 
 
 def test_sampling_without_choice_is_greedy():
@@ -266,8 +266,8 @@ def test_chat_messages(tmp_path):
         ({"top_p": 2}, r"top_p must be in \(0, 1\]: got 2"),
         ({"stop": ""}, "stop must be text or a list of texts, none of them empty: got ''"),
         ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
-        ({"frames": 3}, "unknown option for a text model: got frames"),
-        ({"tempreature": 3}, "unknown option for a text model: got tempreature"),
+        ({"frames": 3}, "unknown option for this model: got frames$"),
+        ({"tempreature": 3}, "unknown option for this model: got tempreature; did you mean temperature"),
     ],
 )
 def test_mistakes_are_named(keywords, message):

@@ -263,6 +263,23 @@ def test_the_end_allows_every_eos_token_and_no_other(eos, monkeypatch):
     assert seen == set(eos)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_an_ordinary_token_as_eos_does_not_cut_the_output(alone, drafter, monkeypatch):
+    """Such as a line break: within the grammar it is forbidden, at the end it is allowed, and no part of the text."""
+    (letter,) = byte_tokenizer()("x").input_ids
+    monkeypatch.setattr(type(plain("bytes").target), "eos_token_ids", [letter] if alone else [2, letter])
+    pipe, ended = pipeline("bytes", drafter), 0
+    for seed in range(6):
+        options = dict(regex="[a-cx]{6}", temperature=9.0, seed=seed)
+        r = pipe.generate("Say: ", **options, nodes=4)
+        assert re.fullmatch("[a-c]{6}", r.text)
+        assert (r.finish_reason, len(r.token_ids)) == ("stop", 7)
+        assert "".join(piece.text for piece in pipe.stream("Say: ", **options, nodes=4)) == r.text
+        ended += r.token_ids[-1] == letter
+    assert ended > 0
+
+
 def test_stop_strings_inside_drafts():
     expected = reference("bytes", "json_schema")
     text = byte_tokenizer().decode(expected, skip_special_tokens=True)

@@ -271,6 +271,40 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.
     assert trainer(tmp_path / "parts", **plan).done
 
 
+def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 steps of 10 s; a step's time counts from the next one on."""
+    now, learn, events = [0.0], Trainer._train_step, []
+
+    def slow(run: Trainer) -> dict[str, Any]:
+        now[0] += 10.0
+        return learn(run)
+
+    def told(name: str) -> Callable[[Trainer], None]:
+        done = getattr(Trainer, name)
+
+        def tell(run: Trainer) -> None:
+            events.append((name, run.step))
+            done(run)
+
+        return tell
+
+    monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Trainer, "_train_step", slow)
+    monkeypatch.setattr(Trainer, "save", told("save"))
+    monkeypatch.setattr(Trainer, "report", told("report"))
+    trainer(tmp_path, steps=12, checkpoint_minutes=0.5, report_minutes=1.0).train()
+    assert [step for name, step in events if name == "save"] == [4, 7, 10, 12]
+    assert [step for name, step in events if name == "report"] == [0, 7, 12]
+    assert trainer(tmp_path, steps=12).done
+    # A resumed run counts its intervals from where it goes on.
+    events.clear()
+    trainer(tmp_path / "more", steps=12, checkpoint_minutes=0.5, report_minutes=1.0).train(stop=after(6))
+    resumed = trainer(tmp_path / "more", steps=12, checkpoint_minutes=0.5, report_minutes=1.0)
+    resumed.train()
+    assert [step for name, step in events if name == "save"] == [4, 6, 10, 12]
+    assert [step for name, step in events if name == "report"] == [0, 12]
+
+
 def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
     noise = []
     for number, seed in enumerate((1, 1, 2)):

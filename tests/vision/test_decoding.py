@@ -14,11 +14,11 @@ import psutil
 import pytest
 from PIL import Image
 
+from mmspec import workers
 from mmspec.cli import main
 from mmspec.demos import chat_request
 from mmspec.demos.chat_request import ChatRequest, Upload
 from mmspec.errors import UserError
-from mmspec.vision import decoding
 from mmspec.vision.decoding import DecodeError, Decoder
 from mmspec.vision.embedded import samples
 from mmspec.vision.images import load_image
@@ -63,9 +63,9 @@ def decoder():
 @pytest.fixture
 def faulty(monkeypatch, decoder):
     """A decoder with the faults of `FAULTY` injected."""
-    serve = "serve(int(sys.argv[1]))"
-    assert decoding._PROGRAM.endswith(serve)
-    monkeypatch.setattr(decoding, "_PROGRAM", decoding._PROGRAM.removesuffix(serve) + FAULTY + serve)
+    serve = "serve(sys.argv[1], int(sys.argv[2]))"
+    assert workers._PROGRAM.endswith(serve)
+    monkeypatch.setattr(workers, "_PROGRAM", workers._PROGRAM.removesuffix(serve) + FAULTY + serve)
     return decoder
 
 
@@ -208,10 +208,10 @@ def test_hang_ends_at_the_time_limit(tmp_path, faulty):
     assert faulty.load(write(tmp_path / "good.png", 8, 8)).size == (8, 8)
 
 
-def test_memory_limit(tmp_path, decoder):
+def test_memory_limit(tmp_path):
+    decoder = Decoder(memory=256 << 20)
     path = tmp_path / "large.png"
     Image.new("1", (9000, 9000)).save(path)  # 11 KB; 324 MB in Pillow's RGB
-    decoder.memory = 256 << 20
     with pytest.raises(DecodeError, match="is decoded in 256 MiB, received one that needs more") as caught:
         decoder.load(path)
     assert caught.value.cause == "memory"
@@ -293,8 +293,9 @@ def test_workers_exit_with_their_process(tmp_path, end):
     bad = write(tmp_path / "bad.png", 1, HANG)
     program = f"""
 import os, psutil, sys, threading, time
+from mmspec import workers
 from mmspec.vision import decoding
-decoding._PROGRAM = decoding._PROGRAM.replace("serve(int", {FAULTY!r} + "serve(int")
+workers._PROGRAM = workers._PROGRAM.replace("serve(sys", {FAULTY!r} + "serve(sys")
 decoder = decoding.Decoder(seconds=3)
 decoder.load({str(CLIP)!r})
 if {end!r} != "kill":
@@ -324,8 +325,8 @@ def test_workers_ignore_sigint(decoder):
 
 
 def test_worker_that_cannot_start_raises(monkeypatch, decoder, capfd):
-    monkeypatch.setattr(decoding, "_PROGRAM", "import sys; sys.exit('no such luck')")
-    with pytest.raises(RuntimeError, match="the decoding worker did not start: exit status 1"):
+    monkeypatch.setattr(workers, "_PROGRAM", "import sys; sys.exit('no such luck')")
+    with pytest.raises(RuntimeError, match=r"the worker of vision\.decode_worker did not start: exit status 1"):
         decoder.load(CLIP)
     assert "no such luck" in capfd.readouterr().err
 

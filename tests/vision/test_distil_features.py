@@ -475,9 +475,13 @@ def test_cache_of_other_inputs_is_refused(tmp_path):
     pipe, talks = tiny_llava(), on_disk(tmp_path)
     cache = FeatureCache(tmp_path / "cache", Extractor(pipe), talks[:2])
     cache.fill()
+    answered = replace(talks[0], answers=((7, 8, 2),))
+    asked = replace(talks[0], messages=talks[1].messages)
     for other, message in (
         (lambda: FeatureCache(cache.folder, Extractor(llava_next()), talks[:2]), "another verifier"),
         (lambda: FeatureCache(cache.folder, Extractor(pipe), talks[:3]), "another conversations"),
+        (lambda: FeatureCache(cache.folder, Extractor(pipe), [answered, talks[1]]), "another conversations"),
+        (lambda: FeatureCache(cache.folder, Extractor(pipe), [asked, talks[1]]), "another conversations"),
         (lambda: FeatureCache(cache.folder, Extractor(pipe, 99), talks[:2]), "another settings"),
         (lambda: FeatureCache(cache.folder, Extractor(pipe, layers=(0,)), talks[:2]), "another settings"),
     ):

@@ -12,7 +12,7 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from mmspec.eval.decoding.tiny_models import eagle3_network, text_inputs, vision_inputs
 from mmspec.loading import make_drafter
 from mmspec.vision.drafters.eagle3 import Eagle3
 from mmspec.vision.drafters.eagle3_network import Eagle3Config, default_reads
@@ -23,6 +23,7 @@ from tests.eagle3 import (
     LLAMA3,
     QWEN2_5_VL,
     QWEN3_VL,
+    VOCAB,
     PlainHead,
     check_head,
     cut,
@@ -207,6 +208,47 @@ def test_a_head_that_is_never_right_is_told(tmp_path):
         RuntimeWarning, match=r"of little use: 1\.\d+ tokens per step.* than 0, 1, output 1: try eagle3:"
     ):
         mmspec.generate(model, drafter=drafter, **inputs, **options)
+
+
+def test_passes_without_drafts_say_nothing_about_a_head(tmp_path):
+    """More of them than are watched: a warning would be an error."""
+    drafter, _ = head(tmp_path, cut(LLAMA3))
+    inputs = text_inputs(1)
+    options = dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=0)
+    out = mmspec.generate(shared_model("llama"), drafter=drafter, return_dict_in_generate=True, **inputs, **options)
+    assert out.stats[0].num_spec_steps == 149
+
+
+def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):
+    """Of a target whose placeholder has an id above those of the head's own embedding."""
+    model = shared_model("llava")
+    drafter, _ = head(tmp_path, cut(LLAMA3), embedding=True)
+    target = plugins.target_class(model.config)(model)
+    drafter.attach(target)
+    states = torch.randn(1, 4, 3 * 48, generator=torch.Generator().manual_seed(0))
+    beyond, zero = torch.tensor([[5, VOCAB, VOCAB + 9, VOCAB - 1]]), torch.tensor([[5, 0, 0, VOCAB - 1]])
+    with torch.inference_mode():
+        assert torch.equal(drafter.inputs(beyond, states), drafter.inputs(zero, states))
+
+
+def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
+    """A video's positions exceed its tokens by far; those of a text that joins do not."""
+    monkeypatch.setattr("mmspec.vision.drafters.positioned.AHEAD", 1)
+    model = shared_model("qwen3_vl")
+    target = plugins.target_class(model.config)(model)
+    drafter = Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9)
+    drafter.attach(target)
+    target.features = drafter.features
+    ample = Budget(9, 3)
+    ample.remaining = 99
+    token = torch.tensor([5, 6])
+    for number, last in ((0, 1022), (1, 11)):
+        prompt = prompt_of(text_inputs(1, 12, number))
+        step = target.prefill(prompt, 64)
+        step.positions = torch.arange(12).expand(3, 1, 12).clone()
+        step.positions[..., 6:] += last - 11
+        drafter.begin(prompt, step, [[*prompt.input_ids[0].tolist(), int(token[number])]])
+    assert drafter.propose(token, ample).nodes == 10
 
 
 # ---------------------------------------------------------------------- whole answers

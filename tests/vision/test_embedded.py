@@ -110,7 +110,7 @@ def test_options_hold_for_videos_in_chat_messages(pipe, keywords, images):
         ({"frames": "8"}, r"^frames must be None or a whole number in \[1, 512\]: got '8'$"),
         ({"frames": 0}, r"^frames must be None or a whole number in \[1, 512\]: got 0$"),
         ({"fps": float("nan")}, "^fps must be None or a number > 0: got nan$"),
-        ({"tempreature": 1}, "^unknown option for a vision model: got tempreature$"),
+        ({"tempreature": 1}, "^unknown option for this model: got tempreature; did you mean temperature.$"),
     ],
 )
 def test_video_options_are_checked_without_a_video(pipe, keywords, message):

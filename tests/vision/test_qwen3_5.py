@@ -86,11 +86,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _conversations(pipe: mmspec.Pipeline, folder: Path) -> Path:
     """Conversations about an image each, answered by the target."""
-    lines = []
-    for number in range(10):
-        prompt, image = f"Count to {number * 7}.", folder / f"{number}.png"
+    requests = []
+    for number in range(8):
+        image = folder / f"{number}.png"
         Image.new("RGB", (16 + 8 * (number % 2), 24), (25 * number, 99, 255 - 25 * number)).save(image)
-        said = pipe.generate(prompt, images=[image], max_new_tokens=16)
+        requests.append({"prompt": f"Count to {number * 7}.", "images": [image]})
+    lines = []
+    for number, said in enumerate(pipe.generate_batch(requests, max_new_tokens=12)):
+        prompt, (image,) = requests[number].values()
         answer = {"from": "gpt", "value": said.text, "token_ids": said.token_ids}
         record = {"id": str(number), "image": image.name, "conversations": [{"from": "human", "value": prompt}, answer]}
         lines.append(json.dumps(record))
@@ -102,8 +105,8 @@ def test_flash_is_trained_and_decodes(folder: Path, tmp_path: Path) -> None:
     plain = mmspec.load(str(folder), None)
     data = _conversations(plain, tmp_path)
     options = ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "run"), "--text-share", "0"]
-    options += ["--steps", "15", "--rate", "1e-2", "--batch", "5", "--held-out", "2", "--prompts", "2", "--warmup", "5"]
-    options += ["--max-new-tokens", "12", "--latents", "3", "--slots", "4", "--top-k", "3", "--total-tokens", "12"]
+    options += ["--steps", "12", "--rate", "1e-2", "--batch", "4", "--held-out", "1", "--prompts", "1", "--warmup", "4"]
+    options += ["--max-new-tokens", "6", "--latents", "3", "--slots", "4", "--top-k", "3", "--total-tokens", "12"]
     result = CliRunner().invoke(flash, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
@@ -115,9 +118,9 @@ def test_flash_is_trained_and_decodes(folder: Path, tmp_path: Path) -> None:
         {"prompt": "Count to 9."},
     ]
     pipe = mmspec.load(str(folder), str(tmp_path / "run" / DRAFTER))
-    found = pipe.generate_batch(requests, max_new_tokens=20, nodes=10)
+    found = pipe.generate_batch(requests, max_new_tokens=14, nodes=10)
     assert sum(one.stats.num_accepted_draft_tokens for one in found) > 10
     for request, one in zip(requests, found, strict=True):
         prompt = pipe.encode([request])
-        inputs = {"input_ids": prompt.input_ids, **prompt.inputs, "do_sample": False, "max_new_tokens": 20}
+        inputs = {"input_ids": prompt.input_ids, **prompt.inputs, "do_sample": False, "max_new_tokens": 14}
         assert pipe.model.generate(**inputs)[0, prompt.input_ids.shape[1] :].tolist() == one.token_ids

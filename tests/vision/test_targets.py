@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from mmspec import plugins
+import mmspec
+from mmspec import UserError, plugins
 from mmspec.eval.decoding.losslessness import Case, compare_case
+from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.tiny_configs import IMAGE, VIDEO, VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import vision_inputs, vision_model
+from mmspec.eval.decoding.tiny_models import video_inputs, vision_inputs, vision_model
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model
 
@@ -43,13 +45,31 @@ def test_greedy_tokens_equal_generate(name, batch, images, setting, drafter):
 
 @pytest.mark.parametrize("name", VISION_CONFIGS)
 def test_a_prompt_that_ends_with_an_image(name):
-    """The next position follows the largest one of the image, which is not that of its last token."""
-    inputs = vision_inputs(name, 1, 1)
+    """With several position axes, ``generate`` goes on from each axis of the image's last token, the model's own
+    forward from the greatest one of the image."""
+    inputs, model = vision_inputs(name, 1, 1), shared_model(name)
     keep = int(torch.isin(inputs["input_ids"][0], torch.tensor([IMAGE, VIDEO])).nonzero().max()) + 1
     for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
         if key in inputs:
             inputs[key] = inputs[key][:, :keep]
-    assert_trees_equal_paths(shared_model(name), inputs, steps=1, nodes=5)
+    options = {**inputs, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    if name.startswith("qwen"):
+        with pytest.raises(UserError, match=r"^a prompt with several position axes must end on text: got an image or"):
+            mmspec.generate(model, drafter="ngram", nodes=6, **options)
+    else:
+        assert_trees_equal_paths(model, inputs, steps=1, nodes=5)
+        assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=6, **options), model.generate(**options))
+
+
+@pytest.mark.parametrize("name", [name for name in VISION_CONFIGS if name.startswith("qwen")])
+def test_text_after_a_video_of_many_frames(name):
+    """Its positions follow the picture's size, and may be below those of the last frames."""
+    model, inputs = shared_model(name), video_inputs(name)
+    assert_trees_equal_paths(model, inputs, steps=1, nodes=5)
+    options = {**inputs, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    reference = model.generate(**options)
+    oracle = Oracle(reference[:, inputs["input_ids"].shape[1] :].tolist(), vocab=90)
+    assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=10, **options), reference)
 
 
 @pytest.mark.parametrize("name", VISION_CONFIGS)

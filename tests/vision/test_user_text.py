@@ -94,3 +94,25 @@ def test_typed_image_token_generates(llava):
     for images in ([], [_IMAGE]):
         answer = llava.generate("Describe <image> and </s>.", images=images, max_new_tokens=4)
         assert answer.stats.num_generated_tokens
+
+
+@pytest.fixture(params=[True, False], ids=["pad token", "no pad token"])
+def pads(request, processor):
+    """Whether the tokenizer has a pad token."""
+    token = processor.tokenizer.pad_token
+    if not request.param:
+        processor.tokenizer.pad_token = None
+    yield request.param
+    processor.tokenizer.pad_token = token
+
+
+def test_the_users_processor_stays_as_it_was(processor, pads):
+    """Its tokenizer is replaced in a copy, and given a pad token for the time of a call."""
+    special = _specials(processor)[-1]
+    before = {owner: dict(vars(owner)) for owner in (processor.plain, processor.tokenizer)}
+    for prompts in (["What?"], [f"What is {special}?"], ["What?", f"A longer one: what is {special}?"]):
+        _encode(processor, *prompts)
+        for owner, values in before.items():
+            assert vars(owner).keys() == values.keys()
+            assert all(vars(owner)[name] is value for name, value in values.items())
+        assert (processor.tokenizer.pad_token is not None) is pads

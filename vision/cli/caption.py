@@ -44,12 +44,13 @@ def caption(
     """Describe FILE, an image or a video, or answer a question about it.
 
     The answer streams to standard output; one line of statistics follows on standard error. For a FOLDER, every image
-    and video is captioned, and one JSON line per file is written to --out.
+    and video is captioned, and one JSON line per file is written to --out. Hidden files and folders, whose names begin
+    with a dot, are skipped at every depth.
 
     A FOLDER's run is resumed when the command is repeated with the same settings: new files and changed files (size or
     modification time) are captioned, and the lines of deleted files are kept. A file that cannot be captioned is
     skipped: its line has "error" instead of "text", and the exit status is 3. It is retried once the file has changed
-    or its line has been deleted.
+    or its line has been deleted. So are broken links, links to folders, and folders that cannot be read.
     """
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt must not be empty: got --prompt with only white space")
@@ -93,15 +94,15 @@ def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], opt
         "prompt": prompt,
         "video": video,
         "loading": {name: options[name] for name in LOADING},
-        "keywords": keywords | {"stop": list(keywords["stop"])},
+        "keywords": keywords,
     }
 
 
 def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine: str, workers: int) -> int:
     """Caption a folder with a progress bar; returns the number of skipped files."""
     from rich.console import Console
-    from rich.progress import Progress
 
+    from mmspec.cli.progress import show_progress
     from mmspec.cli.session import show_limits
     from mmspec.vision.cli.folder import caption_folder
     from mmspec.vision.embedded import samples
@@ -113,22 +114,13 @@ def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine
 
     if Path(settings["folder"]) != samples().resolve():
         show_limits(console, settings["loading"]["model"])
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("captioning")
+    with show_progress(console, "captioning") as show:
 
-        def show_batch(files: int, skipped: Any) -> None:
+        def show_batch(done: int, files: int, skipped: Any) -> None:
             for line in skipped:
                 note(f"skipped {line['file']}: {line['error']}")
-            progress.advance(bar, files)
+            show(done, files)
 
-        captions, skipped = caption_folder(
-            settings,
-            out,
-            batch_size,
-            engine,
-            workers,
-            lambda done, files: progress.update(bar, total=files, completed=done),
-            show_batch,
-        )
+        captions, skipped = caption_folder(settings, out, batch_size, engine, workers, show_batch)
     note(f"{captions} captions in {out}, {skipped} files skipped")
     return skipped

@@ -1,19 +1,22 @@
 """Caption all images and videos of a folder in batches, resumable, locally or on Ray.
 
-Images and videos are recognised by content. Batches depend only on the file names, so that a resumed run, or one spread
-over several machines, gives the same captions as an uninterrupted one. Lines are appended to ``OUT.part`` as batches
-finish; at the end they are sorted by file name and renamed to ``OUT``.
+Images and videos are recognised by content. Names that begin with a dot are skipped, files and folders alike; links to
+folders are not followed. Batches depend only on the file names, so that a resumed run, or one spread over several
+machines, gives the same captions as an uninterrupted one. Lines are appended to ``OUT.part`` as batches finish; at the
+end they are sorted by file name and renamed to ``OUT``.
 
 A line contains the file's size and modification time and all settings that can change its text. When a run is resumed,
 changed files are captioned again, lines of deleted files are kept, and different settings raise an error. A file that
-cannot be captioned gets a line with ``error`` instead of ``text``; it is retried once the file has changed.
+cannot be captioned gets a line with ``error`` instead of ``text``; it is retried once the file has changed. So are
+broken links, links to folders, and folders that cannot be read.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +83,27 @@ class Captioner:
         return lines
 
     def _generate(self, named: Sequence[tuple[str, dict[str, Any]]], keywords: dict[str, Any]) -> list[Line]:
-        """Caption a batch of (file name, request). If it fails, for example because one file exceeds the model's
-        context, each file is captioned on its own."""
-        try:
-            answers = self.pipe.generate_batch([request for _, request in named], **keywords)
-        except ValueError as error:  # processors raise a plain ValueError for images they reject
-            if len(named) == 1:
-                return [{"file": named[0][0], "error": str(error)}]
-            return [line for one in named for line in self._generate([one], keywords)]
-        return [
-            {"file": name, "model": self.pipe.name, "prompt": request["prompt"]}
-            | {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
-            for (name, request), answer in zip(named, answers, strict=True)
-        ]
+        """Caption a batch of (file name, request)."""
+        requests = [request for _, request in named]
+        lines = []
+        for (name, request), answer in zip(
+            named, self.pipe.generate_batch(requests, on_error="return", **keywords), strict=True
+        ):
+            if isinstance(answer, UserError):
+                lines.append({"file": name, "error": str(answer)})
+                continue
+            about = {"file": name, "model": self.pipe.name, "prompt": request["prompt"]}
+            lines.append(
+                about | {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+            )
+        return lines
 
     def _read(self, path: Path) -> tuple[str, Any]:
         from mmspec.vision.video import Video
 
+        if os.path.isdir(path):
+            kind = "a link to a folder" if os.path.islink(path) else "a folder that cannot be read"
+            raise UserError(f"{path}: expected an image or a video, received {kind}")
         media = self.decoder.load(path, **self.settings["video"])
         return "video" if isinstance(media, Video) else "image", media
 
@@ -107,16 +114,15 @@ def caption_folder(
     batch_size: int,
     engine: str = "local",
     workers: int = 1,
-    on_start: Callable[[int, int], Any] = lambda done, files: None,
-    on_batch: Callable[[int, Sequence[Line]], Any] = lambda files, skipped: None,
+    on_batch: Callable[[int, int, Sequence[Line]], Any] = lambda done, files, skipped: None,
 ) -> tuple[int, int]:
     """Caption all files that have no up-to-date line in ``out``.
 
     Args:
         settings: see ``Captioner``.
         out: JSONL file: one line per file, sorted by file name.
-        on_start: called once, with the number of files in finished batches and of all files.
-        on_batch: called after each batch, with its number of files and the lines of newly skipped files.
+        on_batch: called at the start and after each batch, with the number of files in finished batches, that of all
+            files, and the lines of newly skipped files.
 
     Returns:
         Number of captions in ``out``, and number of the folder's files that were skipped.
@@ -131,7 +137,8 @@ def caption_folder(
     found = {line["file"]: line for path in (out, part) for line in _read_lines(path, fingerprint)}
     done = {name: line for name, line in found.items() if _up_to_date(line, files.get(name))}
     jobs = _make_jobs(list(files), done, batch_size)
-    on_start(len(files) - sum(len(job["files"]) for job in jobs), len(files))
+    finished = len(files) - sum(len(job["files"]) for job in jobs)
+    on_batch(finished, len(files), [])
     write_text(part, "".join(json.dumps(line) + "\n" for line in done.values()))
     with part.open("a") as file:
         for job, lines in run_jobs(jobs, Captioner, settings, engine, workers):
@@ -139,7 +146,8 @@ def caption_folder(
             done |= {line["file"]: line for line in new}
             file.write("".join(json.dumps(line) + "\n" for line in new))
             file.flush()
-            on_batch(len(job["files"]), [line for line in new if "error" in line])
+            finished += len(job["files"])
+            on_batch(finished, len(files), [line for line in new if "error" in line])
     failed = [done[name] for name in files if "error" in done[name]]
     if all("error" in line for line in done.values()):
         part.unlink()
@@ -168,19 +176,47 @@ def _up_to_date(line: Line, file: Line | None) -> bool:
 
 
 def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
-    """Size and modification time of all files by relative name, without hidden and ``excluded`` ones.
+    """Size and modification time of all files by relative name, without ``excluded`` and hidden ones.
+
+    Hidden are names that begin with a dot, and all in folders of such names. Other entries are listed like files, and
+    are errors when they are read: broken links, links to folders, folders that cannot be read, devices.
 
     Raises:
         UserError: there are none.
     """
     found = {}
-    for path in folder.rglob("*"):
-        if path.is_file() and path.resolve() not in excluded and not path.name.startswith("."):
-            status = path.stat()
-            found[str(path.relative_to(folder))] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    for path in _entries(folder):
+        if Path(os.path.realpath(path)) not in excluded:
+            found[os.path.relpath(path, folder)] = _status(path)
     if not found:
         raise UserError(f"{folder}: expected images or videos, received a folder without files")
     return {name: found[name] for name in sorted(found)}
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Paths of all that is not hidden and not a folder that can be walked.
+
+    Raises:
+        UserError: ``folder`` itself cannot be read.
+    """
+    closed: list[str] = []
+    for top, folders, files in os.walk(folder, onerror=lambda error: closed.append(error.filename)):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown = [name for name in files if not name.startswith(".")]
+        yield from (os.path.join(top, name) for name in shown)
+        yield from (path for name in folders if os.path.islink(path := os.path.join(top, name)))
+    if str(folder) in closed:
+        raise UserError(f"{folder}: expected a folder of images or videos, received one that cannot be read")
+    yield from closed
+
+
+def _status(path: str) -> Line:
+    """Size and modification time of a file, or of a link that leads to none; 0 if they cannot be read."""
+    for status_of in (os.stat, os.lstat):
+        with suppress(OSError):
+            status = status_of(path)
+            return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {"size": 0, "mtime_ns": 0}
 
 
 def _fingerprint(settings: Mapping[str, Any], out: Path, batch_size: int) -> dict[str, Any]:
@@ -188,7 +224,7 @@ def _fingerprint(settings: Mapping[str, Any], out: Path, batch_size: int) -> dic
     given = settings["loading"] | {"prompt": settings["prompt"]} | settings["video"] | settings["keywords"]
     kept = {name: value for name, value in given.items() if name not in _NO_EFFECT}
     kept["folder"] = os.path.relpath(settings["folder"], out.resolve().parent)
-    if kept.get("temperature") and kept.get("seed") is not None:
+    if kept.get("temperature") != 0 and kept.get("seed") is not None:
         kept["batch_size"] = batch_size  # the rows of a batch draw from one generator
     return json.loads(json.dumps(kept))
 

@@ -206,27 +206,18 @@ def _answer_all(
     answering: AnswerGenerator, jobs: Iterable[PendingConversation], total: int, dataset: Dataset, console: Console
 ) -> None:
     """Generates the answers of missing conversations, with a progress bar."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
+    from mmspec.cli.progress import show_progress
     from mmspec.distil.recorded import Recorder
 
     start = time.perf_counter()
-    columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("answering", total=total)
+    with show_progress(console, "answering") as show:
+        show(len(dataset.done), total)
         missing = (job for job in jobs if job.id not in dataset.done)
         for finished in answering.run(missing):
             if isinstance(recorder := answering.pipe.drafter, Recorder) and finished:
                 recorder.save(dataset.out / FEATURES / f"{finished[0].id}.safetensors", finished, answering.pipe)
             dataset.append(finished)
-            bar.update(task, completed=len(dataset.done))
+            show(len(dataset.done), total)
     failed = answering.failures
     if failed and not answering.answers:
         raise UserError(failed[0])

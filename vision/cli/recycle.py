@@ -71,7 +71,8 @@ def recycle(
     requests = list(_read(prompts) if prompts else _scene_requests(scenes))
     for start in track(range(0, len(requests), _BATCH), description="answering"):
         # Without drafts, every entry of the table comes from a context of the output.
-        pipe.generate_batch(requests[start : start + _BATCH], max_new_tokens=max_new_tokens, nodes=0)
+        part = requests[start : start + _BATCH]
+        pipe.generate_batch(part, max_new_tokens=max_new_tokens, temperature=0.0, nodes=0)
     drafter.save(out, pipe.target)
     click.echo(f"{len(requests)} prompts, {drafter.entries} contexts: {out}", err=True)
 

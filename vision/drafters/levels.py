@@ -17,7 +17,7 @@ from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.vision.drafters.latents import take
 from mmspec.vision.drafters.layer import Rotation
-from mmspec.vision.drafters.network import Cell, MSDNetwork
+from mmspec.vision.drafters.network import MSDNetwork
 
 if TYPE_CHECKING:
     from mmspec.vision.drafters.hidden_state import HiddenStateDrafter
@@ -70,18 +70,18 @@ class NativeCell:
     """A network's cell in the C++ kernels: one call per tree level.
 
     Args:
-        cell: the cell.
-        into: its ``into``, with a table.
+        norm: the cell's.
+        table: that of its ``into``.
         layers: ``into.over_x``, ``cell.out``, the layer that the head's inputs come from, and the head.
     """
 
-    def __init__(self, cell: Cell, into: TokenLinear, layers: Sequence[BlockLinear]) -> None:
-        assert into.table is not None
+    def __init__(self, norm: nn.LayerNorm, table: Tensor, layers: Sequence[BlockLinear]) -> None:
+        self._given = norm, table, layers
         self._layers = layers
-        self._table = into.table.float().contiguous()
-        self._norm = copy.deepcopy(cell.norm).float()
+        self._table = table.float().contiguous()
+        self._norm = copy.deepcopy(norm).float()
         self._weights = cpu.cell_weights([layer.native for layer in layers], self._table, self._norm)
-        self._dtype = cell.norm.weight.dtype
+        self._dtype = norm.weight.dtype
 
     @classmethod
     def of(cls, network: MSDNetwork, into: TokenLinear, head: Any) -> NativeCell | None:
@@ -98,7 +98,10 @@ class NativeCell:
             return None
         own = (cell.narrow, cell.head) if config.rank else (cell.guess, getattr(head, "linear", None))
         layers = [layer for layer in map(BlockLinear.of, (into.over_x, cell.out, *own)) if layer is not None]
-        return cls(cell, into, layers) if len(layers) == 4 else None
+        return cls(cell.norm, into.table, layers) if len(layers) == 4 else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeCell, self._given  # pointers belong to this process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeCell:
         return self  # as above

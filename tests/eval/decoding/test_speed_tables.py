@@ -10,6 +10,7 @@ from PIL import Image
 import mmspec
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.recycle import Recycle
+from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown
 from mmspec.eval.decoding.tiny_models import msd_network
@@ -101,11 +102,13 @@ class RootDrafter:
     def observe(self, tree, verdict, step): ...
 
 
-def test_a_budget_learns_from_one_round_per_prompt(folder):
+def test_a_budget_learns_from_one_round_per_prompt(folder, monkeypatch):
+    learnt, observe = [], AdaptiveBudget.observe
+    monkeypatch.setattr(AdaptiveBudget, "observe", lambda self, *step: learnt.append(self) or observe(self, *step))
     pipe = mmspec.load(folder, drafter=None)
     method = Method("adaptive", RootDrafter(), None)
     compare_methods(pipe, requests(2), [method], rounds=3, max_new_tokens=11)
-    assert method.budget._steps == 2 * 10
+    assert sum(budget is method.budget for budget in learnt) == 2 * 10
 
 
 def test_warm_up_and_measured_prompts_differ():

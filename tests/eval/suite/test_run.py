@@ -50,6 +50,13 @@ def whole(folder, tmp_path_factory):
     return out, run_suite(settings(folder), out)
 
 
+def test_progress_leaves_lines_in_a_log(folder, tmp_path, capfd):
+    few = settings(folder, methods="none", tasks=("scenes-captions", "scenes-questions"), limit=2, temperatures=(0.0,))
+    run_suite(few, tmp_path)
+    lines = [line.rpartition(",")[0] for line in capfd.readouterr().err.splitlines() if line.startswith("measuring")]
+    assert lines == ["measuring: 0/2", "measuring: 1/2, scenes-captions", "measuring: 2/2, scenes-questions"]
+
+
 def without_times(value):
     """A JSON value without times and memory."""
     if isinstance(value, dict):

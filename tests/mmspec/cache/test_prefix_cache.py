@@ -19,7 +19,9 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
-from mmspec.eval.decoding.tiny_models import msd_network, text_inputs, vision_inputs
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.tiny_configs import VIDEO, VOCAB
+from mmspec.eval.decoding.tiny_models import msd_network, text_inputs, video_inputs, vision_inputs
 from mmspec.vision.drafters.msd import Flash
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
@@ -52,6 +54,28 @@ def test_the_prefix_with_most_tokens_in_common_is_found():
     assert cache.find(range(7), "", ["last"], 0, whole=False) is None  # too short to pay
     assert cache.find(range(25), "another image", ["last"], 0, whole=False) is None
     assert cache.find(range(25), "", ["last", 2], 0, whole=False) is None
+
+
+SIZES = [7, 8, 9, 15, 16, 17]  # around the shortest prefix and twice that
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("length", SIZES)
+def test_prefixes_count_from_8_tokens_on(length, whole):
+    """Of a longer prompt, of one that differs later, and of the same prompt with and without known logits."""
+    cache = PrefixCache(BYTES)
+    cache.add(prefix(range(length)), whole)
+    for more in ([50], [50, 51, 52], []):
+        found = cache.find([*range(length), *more], "", ["last"], 0, whole)
+        assert (found and found[1]) == (length if length >= 8 else None)
+    cache = PrefixCache(BYTES)
+    cache.add(prefix(range(length), logits=None), whole)
+    found = cache.find(range(length), "", ["last"], 0, whole)
+    assert (found and found[1]) == (length - 1 if length >= 9 and not whole else None)
+    cache = PrefixCache(BYTES)
+    cache.add(prefix(range(40)), whole)
+    found = cache.find([*range(length), 50, 51], "", ["last"], 0, whole)
+    assert (found and found[1]) == (length if length >= 8 and not whole else None)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -205,6 +229,64 @@ def test_attention_goes_on_from_a_part_of_a_prompt_and_recurrence_does_not():
             prompt = Prompt(tokens)
             expected, _ = answered(plain, None, prompt)
             assert answered(target, None, prompt) == (expected, known)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_prompts_that_share_a_video_of_many_frames(name):
+    """Up to text after it, whose positions may be below those of its last frames, or up to its own last token."""
+    model = shared_model(name)
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target.prefix_cache = PrefixCache(BYTES)
+    prompt = prompt_of(video_inputs(name))
+    length, end = prompt.input_ids.shape[1], int((prompt.input_ids[0] == VIDEO).nonzero().max()) + 1
+    for keep, known in ((length, 0), (length - 1, length - 1), (end, 0)):
+        ids = prompt.input_ids.clone()
+        ids[:, keep:] = 50
+        one = Prompt(ids, None, prompt.inputs)
+        assert answered(target, None, one) == (answered(plain, None, one)[0], known)
+
+
+@pytest.mark.parametrize("name", ["llama", "bamba"])
+@pytest.mark.parametrize("length", SIZES)
+def test_prompts_of_any_length_go_on(name, length):
+    """A prompt, one that it begins, the same one again; absorbed in chunks of 8 beside another sequence."""
+    model = shared_model(name)
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target.prefix_cache = PrefixCache(BYTES)
+    ids = text_inputs(1, 40, 50 + length)["input_ids"]
+    prompts = [Prompt(ids[:, :size]) for size in (length, 2 * length, length)]
+    expected = [answered(plain, None, prompt, new=5)[0] for prompt in prompts]
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=8, chunk=8)
+    sampler, known = SamplingParams().sampler(), []
+    (busy,) = engine.add(Prompt(ids[:, 20:]), sampler, Stopper(60, criteria=[]))
+    for prompt, answer in zip(prompts, expected, strict=True):
+        (row,) = engine.add(prompt, sampler, Stopper(5, criteria=[]))
+        engine.wait(lambda row=row: row.done)
+        assert row.token_ids == answer
+        known.append(row.stats.num_cached_tokens)
+    assert not busy.done
+    engine.remove([busy])
+    # Of attention, the state after the first prompt is cut from that after its answer, and its last token is new.
+    last = length if name == "bamba" else length - 1
+    assert known == [0, length if length >= 8 else 0, last if last >= 8 else 0]
+
+
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen3_vl", "bamba"])
+def test_answers_that_stop_inside_a_draft_are_kept_up_to_the_stop(name):
+    model, turns = prompts_of(name, 1)
+    (prompt, answer), length = turns[0], turns[0][0].input_ids.shape[1]
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    for stop in range(2, 6):
+        target.prefix_cache = PrefixCache(BYTES)
+        exact = Oracle([answer], vocab=VOCAB, spoil=0.0)
+        exact._with_decoys = lambda truth, *_, answer=answer: [(token, at) for at, token in enumerate(answer[1:7])]
+        stopper = Stopper(30, criteria=[lambda ids, *_, end=length + stop: torch.tensor([ids.shape[1] >= end])])
+        *_, (row,) = decode(target, exact, prompt, SamplingParams().sampler(), stopper, Budget(6, 6))
+        assert (row.token_ids, row.stats.accept_lengths) == (answer[:stop], [stop - 1])
+        again = followed(prompt, row.token_ids)
+        expected, _ = answered(plain, None, again)
+        # A recurrent state after the stop contains the draft.
+        assert answered(target, None, again) == (expected, length + (0 if name in RECURRENT else stop))
 
 
 def test_another_image_computes_everything(monkeypatch):

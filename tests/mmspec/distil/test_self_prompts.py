@@ -20,8 +20,8 @@ def pipe(tmp_path_factory):
     folder = save_text_model(tmp_path_factory.mktemp("text"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     pipe = mmspec.load(str(folder), None, "cpu", slots=8)
-    with torch.no_grad():  # a letter, blanks and ends: short prompts that repeat
-        words = [pipe.io.tokenizer(text)["input_ids"][0] for text in ("a", " ")]
+    with torch.no_grad():  # a letter in both cases, blanks and ends: short prompts that repeat
+        words = [pipe.io.tokenizer(text)["input_ids"][0] for text in ("a", "A", " ")]
         head = pipe.model.get_output_embeddings()
         allowed = torch.zeros(320, dtype=torch.bool).index_fill_(0, torch.tensor([2, *words]), True)
         head.weight.mul_(0.1)
@@ -54,6 +54,7 @@ def test_repeated_and_unusable_prompts_are_dropped(pipe):
     assert len({text.lower() for text in drawn.values()}) == len(drawn)
     every = [text for number in NUMBERS for text in texts(pipe, [number]).values()]
     assert len(every) > len(drawn)  # there were repeated ones
+    assert len(set(every)) > len({text.lower() for text in every})  # and some that differ by case
     assert all(text == text.strip() and len(text.split()) > 1 for text in every)
 
 

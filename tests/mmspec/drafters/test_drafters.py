@@ -424,6 +424,7 @@ def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
     options = dict(max_new_tokens=20, do_sample=False)
     reference = model.generate(**inputs, **options)
     assert int(reference.max()) >= 50  # the target says what the drafter cannot read
+    assert Small(fewer)._readable(torch.tensor([0, 48, 49, 50, 100])).tolist() == [0, 48, 49, 49, 49]
     assert torch.equal(mmspec.generate(model, drafter=Small(fewer), nodes=8, **inputs, **options), reference)
     with pytest.raises(UserError, match="must share a vocabulary: the drafter has 120 tokens, the target 101"):
         mmspec.generate(model, drafter=Small(more), nodes=8, **inputs, **options)

@@ -1,4 +1,5 @@
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ import torch
 from mmspec import TokenTree
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.tree import build_tree
-from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
+from mmspec.engine.budget import AdaptiveBudget
+from mmspec.engine.steady_budget import SteadyBudget
 
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
@@ -392,3 +394,46 @@ def test_sizes_on_both_sides_are_tried_again():
         budget.drafts()
         tried.setdefault(budget.nodes, []).append(step)
     assert {size: steps for size, steps in tried.items() if size != 15} == {31: [64, 192], 7: [128, 256]}
+
+
+# ---------------------------------------------------------------------- a machine that is busy for a moment
+
+
+def sizes_of(budget, rng, acceptance, cost, draft_seconds, slower=1.0, steps=0, tokens=0, drafts=0):
+    """Tree sizes on a machine that is ``slower``, for so many steps, tokens or draft steps."""
+    slow, sizes, emitted = CostTable(cost.tokens, tuple(slower * t for t in cost.seconds)), [], 0
+    while len(sizes) < steps or emitted < tokens or sum(size > 0 for size in sizes) < drafts:
+        accepted = 0
+        while accepted < 12 and rng.random() < acceptance:
+            accepted += 1
+        _, more, size = drafted(budget, [0.8**i for i in range(1, 13)], accepted, slow, slower * draft_seconds)
+        sizes.append(size)
+        emitted += more
+    return sizes
+
+
+@pytest.mark.parametrize("slower", [3.0, 10.0])
+@pytest.mark.parametrize("draft_seconds", [0.02, 0.2])
+@pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.8])
+@pytest.mark.parametrize("plain", [0, 20])
+def test_drafting_recovers_from_a_busy_moment_within_a_hundred_tokens(slower, draft_seconds, acceptance, plain):
+    """20 draft steps on a slower machine, and a hundred tokens on the usual one."""
+    for cost in (FLAT, DEARER):
+        for seed in range(3):
+            budget, rng = adaptive(cost), random.Random(seed)
+            for _ in range(plain):
+                budget.observe(1, [[0]], 0.0, cost(1))
+            step = partial(sizes_of, budget, rng, acceptance, cost, draft_seconds)
+            step(steps=100)
+            before = step(steps=40)
+            step(slower=slower, drafts=20)
+            step(tokens=100)
+            assert sum(step(steps=40)) >= 0.6 * sum(before)
+
+
+def test_a_hiccup_of_drafting_is_not_the_last_draft_of_a_request():
+    budget = adaptive()
+    drafted(budget, [0.8**i for i in range(1, 13)], 0, FLAT, 40.0)
+    step = partial(sizes_of, budget, random.Random(0), 0.9, FLAT, 0.02)
+    step(tokens=100)
+    assert min(step(steps=30)) > 0

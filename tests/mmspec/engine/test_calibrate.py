@@ -3,8 +3,12 @@ import json
 import pytest
 import torch
 
+import mmspec
 import mmspec.engine.calibrate as calibrate
 from mmspec.core.budget import CostTable
+from mmspec.drafters.ngram import Ngram
+from mmspec.engine.budget import AdaptiveBudget
+from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.files import cache_folder
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
@@ -116,12 +120,12 @@ def test_other_threads_software_and_processors_are_measured_apart(target, measur
         assert len(measured) == len(list(cache_folder().iterdir())) == count
 
 
-def test_a_measurement_is_the_median_pass_of_each_size(target, monkeypatch):
-    """Three rounds; a pass over n nodes takes n seconds, in the first round ten times that."""
+def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
+    """Three rounds; a pass over n nodes takes n seconds, in the first two rounds ten times that."""
     now, forward, passes = [0.0], target.forward_tree, []
 
     def timed(tree):
-        now[0] += tree.nodes * (10.0 if len(passes) < len(calibrate.SIZES) else 1.0)
+        now[0] += tree.nodes * (10.0 if len(passes) < 2 * len(calibrate.SIZES) else 1.0)
         passes.append(tree.nodes)
         return forward(tree)
 
@@ -143,3 +147,51 @@ def test_prefix_leaves_room_within_the_context(monkeypatch):
     )
     calibrate.measure(target, prefix=128, seconds=0.01)
     assert seen == [torch.Size([1, 6])]
+
+
+def decoded(target, table, seconds, steps=40, batch=1, kind=AdaptiveBudget):
+    """A pipeline whose budget has seen so many plain steps of a calibrated target; passes take ``seconds``."""
+    pipe = mmspec.Pipeline(target, drafter=Ngram())
+    assert pipe._budget(batch, None)._table == table
+    pipe.budget = kind(table, batch=batch)
+    for _ in range(steps):
+        pipe._budget(batch, None).observe(1, [[0]] * batch, 0.0, seconds)
+    return pipe._budget(batch, None)
+
+
+@pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
+@pytest.mark.parametrize(
+    ("seconds", "steps", "kept"),
+    [(0.5, 40, True), (0.35, 40, True), (0.15, 40, False), (0.15, 20, True), (5.0, 40, True)],
+)
+def test_a_calibration_that_decoding_shows_to_be_wrong_is_measured_at_the_next_load(
+    target, measured, seconds, steps, kept, kind
+):
+    """One token was calibrated at 0.5 s, two, to which one is padded, at 0.25 s.
+
+    Slower passes show nothing: prefixes grow, and machines are busy.
+    """
+    calibrate.cost_table(target)
+    decoded(target, TABLE, seconds, steps, kind=kind)
+    assert (calibrate.stored_cost(target) == TABLE) == kept
+    calibrate.cost_table(TransformersTarget(target.model))
+    assert len(measured) == (1 if kept else 2)
+
+
+def test_a_few_fast_or_many_mixed_passes_forget_nothing(target, measured):
+    calibrate.cost_table(target)
+    pipe = mmspec.Pipeline(target, drafter=Ngram())
+    for step in range(200):
+        pipe._budget(1, None).observe(1, [[0]], 0.0, 0.1 if step % 5 < 2 else 0.5)
+    assert calibrate.stored_cost(target) == TABLE
+
+
+def test_another_process_s_new_measurement_is_not_forgotten(target, measured):
+    calibrate.cost_table(target)
+    pipe = mmspec.Pipeline(target, drafter=Ngram())
+    pipe._budget(1, None)
+    newer = {"tokens": [1, 2, 4], "seconds": [0.1, 0.2, 0.3]}
+    calibrate._store(target, newer)
+    for _ in range(40):
+        pipe._budget(1, None).observe(1, [[0]], 0.0, 0.1)
+    assert calibrate.stored_cost(target) == CostTable((1, 2, 4), (0.1, 0.2, 0.3))

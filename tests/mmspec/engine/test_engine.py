@@ -359,3 +359,136 @@ def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
         assert target.absorbed <= 16
         assert len(first.token_ids) == before + 1
     assert [row.token_ids for row in joined] == [said_plainly(table, prompt, 5) for prompt in prompts]
+
+
+# ---------------------------------------------------------------------- scheduling
+
+
+class Stacking(TableTarget):
+    """Writes down the prompts of each prefill, and the room that their answers have."""
+
+    kinds = None
+
+    def __init__(self, table):
+        super().__init__(table)
+        self.prefills = []
+
+    def kind(self, prompt):
+        return None if self.kinds is None else self.kinds.pop(0)
+
+    def prefill_chunks(self, prompt, room, chunk):
+        self.prefills.append((prompt.input_ids.shape, list(room), chunk))
+        return super().prefill_chunks(prompt, room, chunk)
+
+
+def scheduled(engine, prompts, stoppers=None, nodes=None):
+    stoppers = stoppers or [Stopper(4)] * len(prompts)
+    nodes = nodes or [None] * len(prompts)
+    return [
+        engine.add(prompt_of([prompt]), Sampler(), stopper, asked)[0]
+        for prompt, stopper, asked in zip(prompts, stoppers, nodes, strict=True)
+    ]
+
+
+def stacking(slots=8, chunk=8):
+    target = Stacking(table_model(VOCAB))
+    return target, SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=slots, chunk=chunk)
+
+
+def finished(engine, rows, prompts, count=4):
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [row.token_ids for row in rows] == [said_plainly(engine.target.table, one, count) for one in prompts]
+
+
+def test_an_idle_engine_stacks_four_chunks_with_padding_and_no_more():
+    target, engine = stacking(slots=8, chunk=8)
+    prompts = [[1, 2], [3] * 8, [4, 5, 6], [6] * 8, [2, 4], [1, 1, 1]]
+    finished(engine, scheduled(engine, prompts), prompts)
+    # 4 prompts of 8 tokens, padding included, are 4 chunks; the rest follows, as nothing decodes yet.
+    assert [tuple(shape) for shape, *_ in target.prefills] == [(4, 8), (2, 3)]
+    assert [chunk for *_, chunk in target.prefills] == [None, None]
+
+
+def test_no_more_rows_than_slots_in_the_order_of_asking():
+    target, engine = stacking(slots=3)
+    prompts = [[n, 6 - n] for n in range(7)]
+    rows = scheduled(engine, prompts)
+    started = []
+    while not all(row.done for row in rows):
+        engine.step()
+        assert len(engine.running) <= 3
+        started += [n for n, row in enumerate(rows) if row.token_ids and n not in started]
+    assert started == list(range(7))
+    assert [shape[0] for shape, *_ in target.prefills] == [3, 3, 1]
+    finished(engine, rows, prompts)
+
+
+@pytest.mark.parametrize("by", ["nodes", "kind"])
+def test_sequences_that_differ_wait_for_each_other(by):
+    target, engine = stacking()
+    values = [1, 1, 2, 1, 2]
+    prompts = [[n, 6 - n] for n in range(5)]
+    if by == "kind":
+        target.kinds = list(values)
+    rows, batches = scheduled(engine, prompts, nodes=values if by == "nodes" else None), []
+    while not all(row.done for row in rows):
+        engine.step()
+        batches.append({values[rows.index(row)] for row in engine.running})
+    assert all(len(batch) <= 1 for batch in batches)
+    assert [shape[0] for shape, *_ in target.prefills] == [2, 1, 1, 1]  # nobody is overtaken
+    finished(engine, rows, prompts)
+
+
+def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch):
+    monkeypatch.setattr(Prompt, "stack", staticmethod(lambda prompts: None))
+    target, engine = stacking()
+    prompts = [[n, 6 - n] for n in range(4)]
+    rows = scheduled(engine, prompts)
+    engine.remove([rows[2]])
+    started = []
+    while not all(row.done for row in rows):
+        engine.step()
+        started += [n for n, row in enumerate(rows) if row.token_ids and n not in started]
+    assert started == [0, 1, 3]
+    assert [shape[0] for shape, *_ in target.prefills] == [1, 1, 1]
+
+
+def test_each_answer_has_its_own_room():
+    """In the target's cache, and in what the deepest draft may reach."""
+    target, engine = stacking()
+    prompts, limits = [[1, 2, 3], [4, 5]], [Stopper(9), Stopper(30, context_limit=14)]
+    scheduled(engine, prompts, limits)
+    engine.step()
+    assert target.prefills[0][1] == [9, 12]
+    remaining = []
+
+    class Spy(Ngram):
+        def propose(self, token, budget):
+            remaining.append(budget.remaining)
+            return super().propose(token, budget)
+
+    engine = SteppedEngine(Stacking(target.table), Spy(), lambda batch, nodes: Budget(6, 4))
+    rows = scheduled(engine, prompts, limits)
+    engine.step()
+    while engine.running:
+        left = max(row.room for row in rows if not row.done) - 1
+        engine.step()
+        assert remaining[-1] == left  # a short answer does not cut the drafts of a long one
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])
+@pytest.mark.parametrize("busy", [False, True])
+def test_prompts_of_any_number_of_chunks(length, busy):
+    """Chunks of 8 tokens beside another sequence, which decodes one token in between; one pass otherwise."""
+    _, engine = stacking(chunk=8)
+    other = scheduled(engine, [[1, 2]], [Stopper(30)]) if busy else []
+    if busy:
+        engine.step()
+    prompt = [n % VOCAB for n in range(length)]
+    (row,), steps = scheduled(engine, [prompt]), 0
+    while not row.token_ids:
+        engine.step()
+        steps += 1
+    assert steps == (-(-length // 8) if busy else 1)
+    finished(engine, [row], [prompt])
+    engine.remove(other)

@@ -3,22 +3,24 @@
 import numpy as np
 import pytest
 
+import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.checks import shown
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.request import parse
+from mmspec.loading import make_drafter
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
 NAN, INF = float("nan"), float("inf")
 WRONG = {
-    "max_new_tokens": ["5", None, 2.5, NAN, INF, True, 0, 10**30, [1]],
-    "temperature": ["0", None, NAN, INF, -1, True, [0.5]],
-    "top_p": ["1", None, NAN, 0, 1.5],
-    "top_k": ["1", None, 2.5, -1, NAN],
-    "min_p": ["1", None, -0.1, 2],
-    "repetition_penalty": ["1", None, 0, INF],
+    "max_new_tokens": ["5", 2.5, NAN, INF, True, 0, 10**30, [1]],
+    "temperature": ["0", NAN, INF, -1, True, [0.5]],
+    "top_p": ["1", NAN, 0, 1.5],
+    "top_k": ["1", 2.5, -1, NAN],
+    "min_p": ["1", -0.1, 2],
+    "repetition_penalty": ["1", 0, INF],
     "stop": [5, b"END", "", ["END", ""], ["END", 5], "\ud800", {"a": 1}.keys() ^ {5}],
     "seed": ["5", 2.5, 2**64, -(2**63) - 1, True],
     "nodes": ["5", 2.5, -1, NAN, True],
@@ -64,6 +66,7 @@ def test_the_message_says_what_was_received(pipe):
         {"max_new_tokens": 3, "stop": None, "seed": None, "nodes": None},
         {"max_new_tokens": 3, "stop": ("x", "y"), "temperature": 1, "top_p": 1, "seed": 2**64 - 1},
         {"max_new_tokens": 3, "temperature": 0.5, "seed": -1},
+        {"max_new_tokens": 3, **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))},
     ],
 )
 def test_numbers_of_numpy_and_whole_numbers_pass(pipe, keywords):
@@ -99,10 +102,13 @@ def test_prompts_that_are_none(pipe, prompt, message):
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        ([{"prompt": "a", "image": "a.png"}], "^a request's keys are prompt, images, videos, params: got image$"),
+        (
+            [{"prompt": "a", "image": "a.png"}],
+            r"^a request's keys are prompt, images, videos, params: got image; did you mean images\?$",
+        ),
         (
             [{"prompt": "a"}, {"prompt": "b", "max_new_tokens": 5}],
-            "prompt, images, videos, params: got max_new_tokens$",
+            r"prompt, images, videos, params: got max_new_tokens, which belongs into params: SamplingParams\(\.\.\.\)$",
         ),
         ([{"prompt": "a", "params": {"seed": 1}}], "^params must be mmspec.SamplingParams: got {'seed': 1}$"),
         ([{"images": None}], "^a request must have a prompt: got images$"),
@@ -116,6 +122,31 @@ def test_prompts_that_are_none(pipe, prompt, message):
 def test_requests_of_a_batch(pipe, requests, message):
     with pytest.raises(UserError, match=message):
         pipe.generate_batch(requests)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda pipe: pipe.generate("a", max_tokens=5), "got max_tokens; did you mean max_new_tokens"),
+        (lambda pipe: pipe.stream("a", temprature=5), "got temprature; did you mean temperature"),
+        (lambda pipe: pipe.generate("a", logit_processor=[]), "got logit_processor; did you mean logits_processor"),
+        (lambda pipe: pipe.generate("a", param=SamplingParams()), "got param; did you mean params"),
+        (lambda pipe: pipe.generate_batch([{"prompts": "a"}]), "got prompts; did you mean prompt"),
+        (lambda pipe: pipe.encode([{"prompt": "a"}], nonsense=1), "got nonsense$"),
+        (
+            lambda pipe: SamplingParams(temprature=1),
+            "unknown field of SamplingParams: got temprature; did you mean temp",
+        ),
+        (lambda pipe: mmspec.load("tiny-llava", drafer="x"), "got drafer; did you mean drafter"),
+        (lambda pipe: mmspec.load("tiny-hybrid", None, trust_remot_code=True), "; did you mean trust_remote_code"),
+        (lambda pipe: mmspec.load("tiny-hybrid", None, nonsense=True), "unknown option of mmspec.load: got nonsense$"),
+        (lambda pipe: mmspec.load(pipe.model, processor=pipe.processor, slot=1), "got slot; did you mean slots"),
+        (lambda pipe: make_drafter("ngrams"), "got 'ngrams'; did you mean ngram"),
+    ],
+)
+def test_names_that_are_nearly_right(pipe, function, message):
+    with pytest.raises(UserError, match=message):
+        function(pipe)
 
 
 def test_what_is_left_goes_to_the_target():

@@ -9,46 +9,17 @@ import torch
 
 from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget, CostTable
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
-from mmspec.drafters.union import Union
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.tiny_configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import (
-    eagle3_network,
-    mamba_network,
-    msd_network,
-    mtp_network,
-    text_inputs,
-    vision_inputs,
-    vispec_network,
-)
-from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from tests.decoding import SteppedEngine
+from tests.drafters import DRAFTERS
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
 SLOTS, CHUNK, REQUESTS = 4, 8, 10
 
-DRAFTERS = {
-    "plain": lambda model: None,
-    "ngram": lambda model: Ngram(memory=50),
-    "recycle": lambda model: Recycle(top_k=3),
-    "union": lambda model: Union([Recycle(top_k=3), Ngram()]),
-    "small": lambda model: Small(shared_model("llama"), top_k=3),
-    "mamba": lambda model: Mamba(mamba_network(), top_k=3, depth=3, total_tokens=9),
-    "msd": lambda model: MSD(msd_network(model), top_k=3, depth=3, total_tokens=9),
-    "eagle3": lambda model: Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9),
-    "vispec": lambda model: ViSpec(vispec_network(model), top_k=3, depth=3, total_tokens=9),
-    "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=3, total_tokens=9),
-    "flash": lambda model: Flash(msd_network(model, latents=2, slots=2), top_k=3, depth=4, total_tokens=9),
-}
 CASES = [
     *[("llama", name) for name in DRAFTERS],
     *[("mistral-window", name) for name in ("plain", "recycle", "small")],
@@ -61,7 +32,7 @@ CASES = [
     ("qwen3_5", "mtp"),
     ("llava", "vispec"),
 ]
-EACH = 200 // len(CASES) + 1  # schedules of each case
+EACH = 100 // len(CASES) + 1  # schedules of each case
 PARAMS = [
     SamplingParams(),
     SamplingParams(repetition_penalty=1.3),
@@ -82,7 +53,7 @@ def requests(name):
             inputs = text_inputs(length=1 + 5 * number, seed=number)
         prompt, params = prompt_of(inputs), PARAMS[number % len(PARAMS)]
         engine = SteppedEngine(plugins.target_class(model.config)(model), None, lambda batch, nodes: Budget(0))
-        (row,) = engine.add(prompt, params.sampler(), stopper := Stopper(2 + 3 * number, eos_token_ids=[3]))
+        (row,) = engine.add(prompt, params.sampler(), stopper := Stopper(2 + 2 * number, eos_token_ids=[3]))
         engine.wait(lambda row=row: row.done)
         found.append((prompt, params, stopper, row.token_ids))
     return found

@@ -5,6 +5,9 @@ import json
 import random
 import re
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.matcher import Matcher
+from mmspec.sampling.syntax import LIMITS
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259
@@ -56,6 +60,19 @@ def test_masks_allow_what_the_language_contains(name):
         allowed = matcher.allowed([7, 8], path, VOCAB).nonzero().flatten().tolist()
         after = {word[len(path)] for word in spelt if word[: len(path)] == path and len(word) > len(path)}
         assert set(allowed) == after | ({EOS} if path in spelt else set()), byte_tokenizer().decode(path)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_the_stack_size_of_other_threads_stays(size):
+    """It is global: with that of the compiler, each later thread of the process would map 256 MiB."""
+    before = threading.stack_size(size)
+    try:
+        compiled("regex", "a+")
+        with pytest.raises(UserError):
+            compiled("regex", "a(")
+        assert threading.stack_size() == size
+    finally:
+        threading.stack_size(before)
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -101,6 +118,25 @@ def test_an_eos_token_is_never_consumed():
     with pytest.raises(UserError, match="forbids token 2 after 0 tokens of output"):
         matcher.allowed([], (EOS,), VOCAB)
     assert set(matcher.allowed([], (), VOCAB).nonzero().flatten().tolist()) == {EOS, *ids_of("a")}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_ordinary_token_as_eos_is_allowed_where_the_grammar_may_end_only(first):
+    """It ends the answer: no word contains it. It may be the lowest EOS token, which llguidance knows, or not."""
+    (letter,) = ids_of("b")
+    eos = (letter,) if first else (EOS, letter)
+    matcher = Matcher(compiled("regex", "a[a-c]{0,2}x?", eos=eos), [])
+    for word, follow in {"": "a", "a": "acx", "aa": "acx", "acc": "x", "acx": "", "accx": ""}.items():
+        allowed = set(matcher.allowed([], tuple(ids_of(word)), VOCAB).nonzero().flatten().tolist())
+        assert allowed == {*ids_of(follow), *(eos if word else ())}, word
+    matcher = Matcher(compiled("regex", "a[a-c]{2}x", eos=eos), [])
+    assert set(matcher.allowed([], tuple(ids_of("ac")), VOCAB).nonzero().flatten().tolist()) == set(ids_of("ac"))
+    assert compiled("regex", "abc", eos=eos).forced(compiled("regex", "abc", eos=eos).start([])) == ids_of("a")
+    matcher = Matcher(compiled("regex", "a(b|bc)", eos=eos), [])
+    with pytest.raises(UserError, match=r"^the regex needs an EOS token, which .*, after 1 tokens of output$"):
+        matcher.allowed([], tuple(ids_of("a")), VOCAB)
+    with pytest.raises(UserError, match=r"^the regex needs an EOS token, .* after 0 tokens of output$"):
+        compiled("regex", "b", eos=eos)
 
 
 @pytest.mark.parametrize("name", ["tiny-llava", "tiny-hybrid"])
@@ -224,6 +260,53 @@ def test_without_the_package(monkeypatch):
         SamplingParams(regex="a")
 
 
+def test_a_grammar_is_compiled_once(monkeypatch):
+    """For its choices and later requests, by threads at the same time; the last ones are kept."""
+    calls, slowly = [], module.compiled
+
+    def compiled_slowly(kind, tokenizer, form):
+        calls.append(form)
+        time.sleep(0.05)
+        return slowly(kind, tokenizer, form)
+
+    monkeypatch.setattr(module, "compiled", compiled_slowly)
+    grammars = Grammars(byte_tokenizer(), [EOS])
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: grammars.compile("regex", f"{n % 2}a?"), range(8)))
+    assert len(calls) == len(set(map(id, found))) == 2
+    assert grammars.compile("regex", "0a?") is found[0]
+    for n in range(module._KEPT - 1):
+        grammars.compile("regex", f"b{n}")
+    assert grammars.compile("regex", "0a?") is found[0]
+    assert grammars.compile("regex", "1a?") is not found[1]
+    assert len(grammars._entries) == module._KEPT
+
+
+def test_sequences_of_one_grammar_are_independent():
+    grammar = compiled("regex", "(ab|ba){3}")
+    states = [grammar.start([]) for _ in range(3)]
+    for place in range(6):
+        for state, word in zip(states, ("ababba", "bababa", "abbaab"), strict=True):
+            assert grammar.mask(state)[ids_of(word[place])].all()
+            grammar.advance(state, *ids_of(word[place]))
+    assert all(grammar.mask(state).nonzero().flatten().tolist() == [EOS] for state in states)
+
+
+def test_a_grammar_that_compiles_slowly_is_not_compiled_in_a_step(monkeypatch):
+    """Where its lexer reaches a limit, the sequence ends, and the next request has a new one."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 22)
+    monkeypatch.setattr(module, "_QUICK", 0.0)
+    grammars = Grammars(byte_tokenizer(), [EOS])
+    pattern = "[ab]*a[ab]{8}b[ab]{0,9}"
+    first = grammars.compile("regex", pattern)
+    assert grammars.compile("regex", pattern) is first
+    monkeypatch.setattr(module, "compiled", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(UserError, match="the regex is too complex after 5 tokens of output: lexer error: too many"):
+        Matcher(first, []).allowed([], ids_of("abaabbab"), VOCAB)
+    monkeypatch.undo()
+    assert grammars.compile("regex", pattern) is not first
+
+
 # ---------------------------------------------------------------------- limits
 
 
@@ -278,7 +361,7 @@ def test_a_limit_reached_within_an_output(limit, value, kind, text, monkeypatch)
     pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
     keywords = {kind: text, "temperature": 1.0, "seed": 1, "max_new_tokens": 40}
     full = pipe.generate("a", **keywords)
-    monkeypatch.setitem(module._LIMITS, limit, value)
+    monkeypatch.setitem(LIMITS, limit, value)
     errors = set()
     for drafter in (None, Recycle()):
         one = mmspec.Pipeline(pipe.target, pipe.io, drafter)
@@ -289,12 +372,13 @@ def test_a_limit_reached_within_an_output(limit, value, kind, text, monkeypatch)
         errors.add(str(error.value))
     assert len(errors) == 1
     monkeypatch.undo()
+    one._grammars = None  # those that were compiled under the limit
     assert one.generate("a", **keywords).token_ids == full.token_ids
 
 
 def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
     """A matcher that has walked many drafts, and so has built more states, ends where a new one does."""
-    monkeypatch.setitem(module._LIMITS, "max_lexer_states", 22)
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 22)
     kind, draw = ("regex", "[ab]*a[ab]{8}b[ab]{0,9}"), random.Random(0)
     grammar = compiled(*kind)
     used, failed = Matcher(grammar, []), 0

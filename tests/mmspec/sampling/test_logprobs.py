@@ -10,6 +10,7 @@ import torch
 import mmspec
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation, Pipeline
+from mmspec.sampling.logprobs import MOST_LOGPROBS, token_logprobs
 from mmspec.vision.embedded import samples
 
 REQUEST = {"prompt": "Describe the image.", "images": str(samples() / "scene.png")}
@@ -44,6 +45,21 @@ def test_logprobs_are_those_of_the_model_before_sampling_parameters(pipe: Pipeli
     assert [[token for token, _ in one.top] for one in answer.logprobs] == best.indices.tolist()
     found = torch.tensor([[value for _, value in one.top] for one in answer.logprobs])
     torch.testing.assert_close(found, best.values, atol=1e-4, rtol=1e-4)
+
+
+def test_half_precision_logits_are_normalised_in_float32() -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = logits.double().log_softmax(-1)
+    found = token_logprobs(logits, [4, 400, 7], 5)
+    assert [one.logprob for one in found] == pytest.approx(expected[range(3), [4, 400, 7]].tolist(), abs=1e-5)
+    best = [value for one in found for _, value in one.top]
+    assert best == pytest.approx(expected.topk(5, dim=-1).values.flatten().tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, MOST_LOGPROBS - 1, MOST_LOGPROBS, MOST_LOGPROBS + 1])
+def test_there_are_no_more_alternatives_than_tokens(vocab: int) -> None:
+    (found,) = token_logprobs(torch.arange(float(vocab))[None], [0], MOST_LOGPROBS)
+    assert [token for token, _ in found.top] == list(range(vocab))[::-1][:MOST_LOGPROBS]
 
 
 def test_a_stream_has_the_logprobs_of_its_tokens(pipe: Pipeline) -> None:

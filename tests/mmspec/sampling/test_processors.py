@@ -6,6 +6,7 @@ The reference is transformers' ``generate``; for seeds, which it draws otherwise
 import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -283,6 +284,68 @@ def test_a_failure_ends_its_own_sequences():
     assert rows[2].token_ids == plainly(model, prompt.input_ids[0].tolist(), [Plainly(9)], NEW)
 
 
+class Emptying(LogitsProcessor):
+    """Leaves no token at its n-th call, and counts its calls."""
+
+    calls: ClassVar[list[int]] = []
+
+    def __init__(self, call, value):
+        self.left, self.value = call, value
+
+    def __call__(self, input_ids, scores):
+        self.calls.append(len(input_ids))
+        self.left -= 1
+        if self.left == 0:
+            scores = scores.clone()
+            scores[:, 3 if self.value == "one" else slice(None)] = torch.nan if self.value == "one" else self.value
+        return scores
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, "one"], ids=["nan", "-inf", "one-nan"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", [None, "oracle"])
+def test_a_processor_that_leaves_no_token_ends_its_sequence_by_name(value, temperature, drafter):
+    model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
+    params = SamplingParams(temperature=temperature, seed=1, top_p=0.9)
+    alone = plainly(model, prompt.input_ids[0].tolist(), params.processors(()), NEW, params.seed)
+    engine = engine_of(model, None if drafter is None else Oracle([alone], vocab=90, spoil=0.0))
+    Emptying.calls.clear()
+    (row,) = engine.add(prompt, params.sampler([Emptying(6, value)]), Stopper(400))
+    engine.wait(lambda: row.done)
+    assert isinstance(row.error, UserError)
+    assert str(row.error).endswith("got others from Emptying")
+    assert len(row.token_ids) == 5
+    assert len(Emptying.calls) == 6  # none after it
+
+
+def test_processors_that_leave_no_token_together_are_named():
+    """transformers' own, which are called for all nodes at once."""
+    model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
+    everything = [hf.SuppressTokensLogitsProcessor(range(50)), hf.SuppressTokensLogitsProcessor(range(50, VOCAB))]
+    for drafter in (None, Oracle([[5] * 9], vocab=90)):
+        engine = engine_of(model, drafter)
+        (row,) = engine.add(prompt, Sampler([hf.MinLengthLogitsProcessor(3, 2), *everything]), Stopper(NEW))
+        engine.wait(lambda row=row: row.done)
+        assert "got others from MinLengthLogitsProcessor, SuppressTokens" in str(row.error)
+        assert row.token_ids == []
+
+
+class Replacing(LogitsProcessor):
+    """Replaces NaN by numbers."""
+
+    def __call__(self, input_ids, scores):
+        return scores.nan_to_num(0.0)
+
+
+@pytest.mark.parametrize("last", [hf.InfNanRemoveLogitsProcessor(), Replacing()])
+def test_scores_that_a_later_processor_replaces_are_no_error(last):
+    engine = engine_of(shared_model("llama"), None)
+    (row,) = engine.add(prompt_of(text_inputs(1, 9)), Sampler([Emptying(2, torch.nan), last]), Stopper(5))
+    engine.wait(lambda: row.done)
+    assert row.error is None
+    assert len(row.token_ids) == 5
+
+
 def eager_oracle(references):
     """Drafts as much of the references as it may."""
     oracle = Oracle(references, vocab=90, spoil=0.0)
@@ -482,22 +545,23 @@ def test_masks_apply_at_their_place_in_the_chain(drafter, seed):
 
 
 class Visited:
-    """Allows tokens by their path; writes down where it has been asked."""
+    """Allows tokens by their path; writes down where it has been asked. ``in_place`` tells whether a token changes the
+    state itself."""
 
     def __init__(self, in_place):
         self.in_place, self.asked = in_place, []
 
     def start(self, history):
-        return list(history) if self.in_place else tuple(history)
+        return list(history)
 
     def advance(self, state, token):
-        if not self.in_place:
-            return (*state, token)
+        if not self.in_place(token):
+            return [*state, token]
         state.append(token)
         return None
 
     def undo(self, state, n):
-        assert self.in_place
+        assert all(map(self.in_place, state[-n:]))
         del state[-n:]
 
     def mask(self, state):
@@ -506,7 +570,11 @@ class Visited:
 
 
 @pytest.mark.usefixtures("at_every_node")
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    "in_place",
+    [lambda token: False, lambda token: True, lambda token: token % 2 == 0],
+    ids=["new states", "in place", "by turns"],
+)
 @pytest.mark.parametrize("seed", range(8))
 def test_every_node_whose_path_is_allowed_is_asked_once(in_place, seed):
     g = torch.Generator().manual_seed(seed)

@@ -12,6 +12,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.limits import Limits
 from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
@@ -151,7 +152,31 @@ def test_defaults_are_those_of_openai(server: Served, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(server.pipe, "astream", record)
     server.post({"model": "tiny-llava", "messages": [{"role": "user", "content": "Hello."}]})
+    assert asked["params"] == SamplingParams(temperature=1.0, max_new_tokens=256)  # the model's
+    server.post({"model": "tiny-llava", "messages": [{"role": "user", "content": "Hello."}], "top_k": -1})
+    assert asked["params"] == SamplingParams(temperature=1.0, top_k=0, max_new_tokens=256)
+    monkeypatch.setattr(server.pipe, "defaults", Defaults())
+    server.post({"model": "tiny-llava", "messages": [{"role": "user", "content": "Hello."}], "stop": []})
     assert asked["params"] == SamplingParams(temperature=1.0, max_new_tokens=Limits().max_tokens, stop=[])
+
+
+def test_fields_that_are_left_out_are_the_models(server: Served, pipe: Pipeline) -> None:
+    config = pipe.model.generation_config
+    alone = {"do_sample": True, "temperature": 1.5, "top_k": 50, "repetition_penalty": 1.1, "max_new_tokens": 16}
+    expected = pipe.generate(QUESTION, seed=7, **{name: alone[name] for name in alone if name != "do_sample"}).text
+    body = {"model": "tiny-llava", "messages": [{"role": "user", "content": QUESTION}], "seed": 7}
+    before = {name: getattr(config, name) for name in alone}
+    try:
+        config.update(**alone)
+        answers = [
+            server.post({**body, **own}).json()["choices"][0] for own in ({}, {"max_tokens": 3}, {"temperature": 0})
+        ]
+    finally:
+        config.update(**before)
+    assert answers[0]["message"]["content"] == expected != ""
+    assert expected.startswith(answers[1]["message"]["content"])
+    penalised = pipe.generate(QUESTION, max_new_tokens=16, repetition_penalty=1.1).text
+    assert answers[2]["message"]["content"] == penalised
 
 
 def test_a_follow_up_computes_its_own_tokens(one_thread: None) -> None:
@@ -281,18 +306,20 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Served) -> None:
 
 
 USER = [{"role": "user", "content": "Hello."}]
+AUDIO = "messages[0].content[0].type"
+IMAGE_UR = "messages[0].content[0].image_ur"
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "status", "param", "message"),
     [
-        ({"messages": []}, 400, "messages", "at least 1 item"),
-        ({"messages": USER * 1025}, 400, "messages", "at most 1024 items"),
+        ({"messages": []}, 400, "messages", "messages must be a list of at least 1: got 0"),
+        ({"messages": USER * 1025}, 400, "messages", "must be a list of at most 1024: got 1025"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'system', 'developer', 'user'"),
         ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "messages[0].content is required"),
         ({"messages": [{**USER[0], "name": "ann"}]}, 400, "messages[0].name", "is not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, "messages[0].content[0]", "'audio'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, AUDIO, "must be 'text', 'image_url', "),
         (
             {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             400,
@@ -306,19 +333,24 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "expected it to be left out, got 0.5"),
         ({"tools": [{"type": "function"}]}, 400, "tools", "is not supported"),
         ({"tool_choice": "required"}, 400, "tool_choice", "is not supported"),
-        ({"nonsense": 1}, 400, "nonsense", "nonsense is not supported"),
+        ({"nonsense": 1}, 400, "nonsense", "nonsense is not supported: expected it to be left out, got 1"),
+        ({"max_new_tokens": 1}, 400, "max_new_tokens", "got 1; did you mean max_tokens?"),
+        ({"repetition_penality": 1}, 400, "repetition_penality", "got 1; did you mean repetition_penalty?"),
+        ({"messages": [{**USER[0], "rol": "ann"}]}, 400, "messages[0].rol", "; did you mean role?"),
+        ({"messages": [{"role": "user", "content": [{**IMAGE, "image_ur": 1}]}]}, 400, IMAGE_UR, "mean image_url?"),
+        ({"presence_penalty": 1}, 400, "presence_penalty", "expected it to be left out, got 1"),
         ({"temperature": -1}, 400, "temperature", "temperature must be 0 or"),
-        ({"temperature": "hot"}, 400, "temperature", "valid number, got 'hot'"),
+        ({"temperature": "hot"}, 400, "temperature", "temperature must be a number: got 'hot'"),
         ({"top_p": 0}, 400, "top_p", "top_p must be in (0, 1]: got 0"),
-        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, got 0"),
+        ({"max_tokens": 0}, 400, "max_tokens", "max_tokens must be >= 1: got 0"),
         ({"max_tokens": 4096}, 400, "max_tokens", "must be at most 2048: got 4096"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, 400, None, "are one limit: got 5 and 6"),
         ({"n": 9}, 400, "n", "n must be at most 8: got 9"),
-        ({"n": True}, 400, "n", "valid integer, got True"),
+        ({"n": True}, 400, "n", "n must be a whole number: got True"),
         ({"stop": ["a"] * 17}, 400, "stop", "at most 16 texts"),
         ({"stop": ""}, 400, "stop", "none of them empty"),
         ({"top_logprobs": 2}, 400, None, "top_logprobs goes with logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs must be <= 20: got 21"),
         ({"stream": False, "stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream"),
         ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x", "is not supported"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema goes with"),

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import mmspec
 from mmspec.core.target import Prompt, output_of
@@ -17,18 +17,7 @@ from mmspec.targets.decoder_layer import MergedLayer, merge_layers
 from mmspec.targets.packing import pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
-
-SIZES = dict(vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
-SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
-
-
-def model_of(config_class, **changes):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_class(**SIZES, **changes)).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
+from tests.packed import layer_by_layer, model_of
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
@@ -147,8 +136,7 @@ def test_hooks_change_what_the_layers_after_them_compute():
             return target.forward_tree(TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))).logits
 
     whole, halved = logits(1.0), logits(0.5)
-    for layer in layers:
-        layer.stack = None
+    layer_by_layer(model)
     assert not torch.allclose(whole, halved, atol=0.01)
     assert torch.equal(logits(0.5), halved)
     assert torch.equal(logits(1.0), whole)
@@ -169,28 +157,6 @@ def passes_of(model, hook=None):
             found.append(target.forward_tree(tree).logits)
             target.commit(verify_greedy(tree, torch.tensor([[4, 6, 7]])))
     return torch.cat(found), len(calls)
-
-
-ROPE = dict(rope_theta=10000.0, factor=2.0)
-DYNAMIC = dict(rope_type="dynamic", original_max_position_embeddings=16, **ROPE)
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("changes", "ran"),
-    [({}, 1), ({"rope_parameters": dict(rope_type="linear", **ROPE)}, 1), ({"rope_parameters": DYNAMIC}, 3)],
-    ids=["default", "linear", "dynamic"],
-)
-def test_verify_passes_need_the_decoders_forward_once_unless_its_rotations_change(changes, ran):
-    model = model_of(LlamaConfig, **changes)
-    pack_model(model, "int8")
-    found, calls = passes_of(model)
-    assert calls == ran
-    for layer in model.get_decoder().layers:
-        layer.stack = None
-    expected, calls = passes_of(model)
-    assert calls == 3
-    torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
 
 
 @needs_kernels

@@ -25,7 +25,7 @@ from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt, output_of
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
-from mmspec.eval.decoding.tiny_configs import TEXT_CONFIGS
+from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS
 from mmspec.eval.decoding.tiny_models import text_inputs, text_model
 from mmspec.loading import make_drafter
 from mmspec.targets.processor import Processor
@@ -302,6 +302,65 @@ def test_masks_of_doge_are_exact_up_to_its_window_and_refused_beyond():
     )
     with pytest.raises(UserError, match=r"^attention masks change at 28 tokens: .*below, got 12 and up to 17"):
         mmspec.generate(model, drafter=drafter, **options, max_new_tokens=17)
+
+
+_PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4), (0, 0))}
+"""Padding at the slots from one number to another, of two rows."""
+
+
+@pytest.mark.parametrize("padding", _PADDED)
+@pytest.mark.parametrize(
+    "name", ["mistral-window", "qwen2-window", "gemma2", "gemma3", "lfm3", "zaya", "inkling_text", "llama4", "llama"]
+)
+def test_padding_within_a_window_gives_the_same_tokens_or_is_refused(name, padding):
+    """transformers' windows and chunks count slots, and so padding after tokens."""
+    if name == "llama4":
+        model = random_model(small_config(Llama4TextConfig, attention_chunk_size=8))
+    elif name not in {**TEXT_CONFIGS, **HYBRID_CONFIGS}:
+        pytest.skip(f"the installed transformers has no {name}")
+    else:
+        model = shared_model(name)
+    ids = torch.randint(3, 90, (2, 14), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    for row, (first, last) in enumerate(_PADDED[padding]):
+        mask[row, first:last] = 0
+    inputs = dict(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    reference = model.generate(**inputs)
+    oracle = Oracle(reference[:, 14:].tolist(), vocab=90)
+    if padding in ("right", "hole") and name != "llama":
+        with pytest.raises(UserError, match=r"^attention_mask must .*: expected at most \d slots .*, got up to 25$"):
+            mmspec.generate(model, drafter=oracle, nodes=10, **inputs)
+    else:
+        assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=10, **inputs), reference)
+
+
+@pytest.mark.parametrize(("new", "fits"), [(11, True), (12, False)])
+def test_padding_after_tokens_where_no_window_is_exceeded(new, fits):
+    """Padding between tokens, of slots that all fit a window."""
+    torch.manual_seed(0)
+    config = TEXT_CONFIGS["mistral-window"]()
+    config.sliding_window = 24
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids, mask = torch.randint(3, 90, (1, 14)), torch.ones(1, 14, dtype=torch.long)
+    mask[:, 5:8] = 0
+    inputs = dict(input_ids=ids, attention_mask=mask, do_sample=False, eos_token_id=None, max_new_tokens=new)
+    if fits:
+        assert torch.equal(mmspec.generate(model, drafter="ngram", nodes=6, **inputs), model.generate(**inputs))
+    else:
+        with pytest.raises(UserError, match=r"expected at most 24 slots with padding after tokens, got up to 25$"):
+            mmspec.generate(model, drafter="ngram", nodes=6, **inputs)
+
+
+def test_a_padded_row_is_prefilled_the_same_in_chunks():
+    inputs = text_inputs(1, 14)
+    inputs["attention_mask"][:, :5] = 0
+    steps = []
+    for chunk in (None, 4):
+        target = TransformersTarget(shared_model("llama"))
+        *_, step = target.prefill_chunks(Prompt(**inputs), 8, chunk)
+        assert target.cache.lengths == [9]
+        steps.append(step)
+    assert torch.equal(steps[0].logits, steps[1].logits)
 
 
 def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):

@@ -72,6 +72,64 @@ def test_every_file_gets_a_line_and_unreadable_ones_are_reported(pictures, model
     assert os.listdir(out.parent) == ["captions.jsonl"]
 
 
+def test_hidden_files_and_folders_are_skipped_at_every_depth_unless_named_themselves(tmp_path):
+    names = ["a.png", "sub/b.png", ".hidden.png", ".hid/c.png", "sub/.hid/deep/d.png", "sub/.e.png"]
+    for name in names:
+        path = tmp_path / ".shots" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert list(folders._find_files(tmp_path / ".shots", set())) == ["a.png", "sub/b.png"]
+
+
+@pytest.fixture
+def entries(tmp_path, monkeypatch):
+    """A folder with one image and entries that are no files; its subfolder "closed" cannot be listed."""
+    folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    for path in (folder / "closed", elsewhere):
+        path.mkdir(parents=True)
+        save_noise(path / "a.png", 1)
+    (folder / "linked.png").symlink_to(elsewhere / "a.png")
+    (folder / "broken.png").symlink_to(tmp_path / "gone.png")
+    (folder / "loop.png").symlink_to("loop.png")
+    (folder / "linked").symlink_to(elsewhere)
+    os.mkfifo(folder / "pipe.png")
+    scandir = os.scandir
+
+    def listed(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    return folder
+
+
+def test_entries_that_are_no_files_get_error_lines(entries, model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert caption_folder(settings(entries, model), out, 8) == (1, 5)
+    given = "expected an image or a video, received"
+    assert {line["file"]: line.get("error") for line in lines_of(out)} == {
+        "broken.png": f"{given} a broken link",
+        "closed": f"{given} a folder that cannot be read",
+        "linked": f"{given} a link to a folder",
+        "linked.png": None,
+        "loop.png": f"{given} a broken link",
+        "pipe.png": f"{given} a device or pipe",
+    }
+
+
+def test_closed_folder_raises(entries, model, tmp_path):
+    with pytest.raises(mmspec.UserError, match="closed: expected a folder of images or videos, received one"):
+        caption_folder(settings(entries / "closed", model), tmp_path / "out.jsonl", 8)
+
+
+def test_repaired_link_is_captioned_when_resumed(entries, model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    caption_folder(settings(entries, model), out, 8)
+    save_noise(tmp_path / "gone.png", 2)
+    assert caption_folder(settings(entries, model), out, 8) == (2, 4)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}])
 def test_interrupted_run_resumes(pictures, model, tmp_path, monkeypatch, sampling):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
@@ -128,11 +186,11 @@ def flags(options):
     [
         ("max-new-tokens", "4", "max_new_tokens = 3: expected the same to resume it, received 4"),
         ("temperature", "0.5", "temperature = 1.0: expected the same to resume it, received 0.5"),
-        ("top-p", "0.5", "top_p = 1.0"),
-        ("top-k", "3", "top_k = 0"),
-        ("min-p", "0.5", "min_p = 0.0"),
-        ("repetition-penalty", "2", "repetition_penalty = 1.0"),
-        ("stop", "x", "stop = []"),
+        ("top-p", "0.5", "top_p = null"),
+        ("top-k", "3", "top_k = null"),
+        ("min-p", "0.5", "min_p = null"),
+        ("repetition-penalty", "2", "repetition_penalty = null"),
+        ("stop", "x", "stop = null"),
         ("seed", "2", "seed = 1"),
         ("batch-size", "2", "batch_size = 8"),
         ("prompt", "What?", 'prompt = null: expected the same to resume it, received "What?"'),
@@ -209,7 +267,7 @@ def test_only_the_file_exceeding_the_context_is_skipped(pictures, model, tmp_pat
     save_clip(pictures / "short.gif", 5)
     given = settings(pictures, model) | {"video": {"fps": 10}}
     reported = []
-    assert caption_folder(given, out, 16, on_batch=lambda files, skipped: reported.extend(skipped)) == (7, 3)
+    assert caption_folder(given, out, 16, on_batch=lambda done, files, skipped: reported.extend(skipped)) == (7, 3)
     found = {line["file"]: line for line in lines_of(out)}
     assert "shorter than the model's context of 1024 tokens" in found["long.gif"]["error"]
     assert "long.gif" in [line["file"] for line in reported]

@@ -171,7 +171,7 @@ def test_every_answer_has_its_own_seed():
         def __init__(self, slots):
             self.slots, self.seeds = slots, {}
 
-        def generate_batch(self, requests, nodes):
+        def generate_batch(self, requests, nodes, on_error):
             for request in requests:
                 text = request["prompt"][-1]["content"]
                 self.seeds[text, len(request["prompt"])] = request["params"].seed

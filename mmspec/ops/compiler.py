@@ -1,0 +1,141 @@
+"""A C++ source compiled for this processor at first use, the library kept in the user's cache folder.
+
+A library's name contains the digest of its contents: one that was cut short, replaced or damaged is compiled again,
+where loading it would end the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from mmspec.errors import first_line
+from mmspec.files import cache_folder, flush
+
+_LINK = ["-shared", "-fPIC"]
+_SECONDS = 120  # that a compiler may take
+_PROBE = 4 << 20  # bytes; more than a compiler writes
+_ANOTHER = "MMSPEC_CACHE names another folder"
+
+
+class CompilerError(Exception):
+    """Why a source cannot be compiled or its library not be loaded, in one line."""
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: ``$CXX``, else the first of the usual names; None without any."""
+    names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """The library of a source, compiled unless the cache has it for this source, compiler and processor.
+
+    Several processes may compile at the same time.
+
+    Raises:
+        CompilerError: no compiler, a source that it refuses, or a cache that cannot be written or holds no programs.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompilerError("expected a C++ compiler (g++ or clang++), found none")
+    folder = cache_folder() / "kernels"
+    name = _identity(source, compiler, flags)
+    with _explained(f"cannot keep compiled kernels in {folder}", f"; {_ANOTHER}"):
+        file = _kept(folder, name)
+        if file is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = _compiled(source, [compiler, *flags, *_LINK], folder, name)
+    expected = f"expected a folder whose files may be executed (not mounted noexec); {_ANOTHER}"
+    with _explained(f"cannot load the compiled {file}", f"; {expected}"):
+        return ctypes.CDLL(str(file))
+
+
+def _identity(source: Path, compiler: str, flags: Sequence[str]) -> str:
+    with _explained(f"{compiler} does not run"):
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
+    parts = [source.read_bytes(), compiler.encode(), version, _processor().encode(), " ".join(flags).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """A library in the cache whose contents are those that were written; others of its name are deleted."""
+    for file in folder.glob(f"{name}-*.so"):
+        if file.name == _file_name(name, file):
+            return file
+        file.unlink(missing_ok=True)
+    return None
+
+
+def _file_name(name: str, file: Path) -> str:
+    return f"{name}-{hashlib.sha256(file.read_bytes()).hexdigest()[:32]}.so"
+
+
+def _compiled(source: Path, command: Sequence[str], folder: Path, name: str) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder) as part_folder:
+        part = Path(part_folder) / "part.so"
+        run_compiler([*command, "-o", str(part), str(source)], [folder, Path(tempfile.gettempdir())])
+        flush(part)
+        file = folder / _file_name(name, part)
+        os.replace(part, file)
+    return file
+
+
+def run_compiler(command: Sequence[str], folders: Sequence[Path]) -> None:
+    """Compile with OpenMP, else without: Apple's clang has none.
+
+    Args:
+        folders: that the compiler writes to.
+
+    Raises:
+        CompilerError: the first error, or that a folder cannot be written.
+    """
+    english = {**os.environ, "LC_ALL": "C"}
+    for options in (["-fopenmp"], []):
+        with _explained(f"{command[0]} does not run"):
+            done = subprocess.run(
+                [*command, *options], capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=english
+            )
+        if done.returncode == 0:
+            return
+    for folder in folders:  # compilers report that as an error of the linker
+        with _explained(f"cannot compile kernels: {folder} cannot be written", f"; {_ANOTHER}, TMPDIR one for /tmp"):
+            _probe(folder)
+    lines = [*(line for line in done.stderr.splitlines() if "error" in line), f"exit {done.returncode}"]
+    raise CompilerError(f"{command[0]} cannot compile {Path(command[-1]).name}: {lines[0]}")
+
+
+def _probe(folder: Path) -> None:
+    """Write a temporary file as large as a compiler's."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_PROBE))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _explained(message: str, advice: str = "") -> Iterator[None]:
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompilerError(f"{message}: {first_line(error)}{advice}") from error
+
+
+def _processor() -> str:
+    """What this processor is and can do: folders may be shared by machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        about = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+        return "".join(about.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,147 @@
+"""Sampling defaults of requests: the library's, or those of a model's generation config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from mmspec.checks import Rule
+from mmspec.errors import UserError
+from mmspec.sampling.grammar import Grammar
+from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
+from mmspec.sampling.sampler import Processor, Sampler
+
+MODELS, LIBRARYS = "auto", "mmspec"
+SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
+
+_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_SAMPLING = ("temperature", "top_p", "top_k")  # which generate() itself has defaults for
+
+
+class Defaults:
+    """The library's defaults, and no logits processors but those of the sampling parameters."""
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Values of ``SamplingParams`` that requests leave unset."""
+        return {}
+
+    def complete(self, params: SamplingParams) -> SamplingParams:
+        """Parameters with a value of each: a request's own, the model's, or the library's."""
+        return params.over(self.params).over(LIBRARY)
+
+    def processors(
+        self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()
+    ) -> LogitsProcessorList:
+        """All logits processors of a request, in the order of transformers' ``generate``.
+
+        Args:
+            params: complete ones.
+            input_ids: (1, length) int64, the prompt.
+            custom: the request's own.
+        """
+        return params.processors(custom)
+
+    def sampler(
+        self,
+        params: SamplingParams,
+        input_ids: Tensor,
+        custom: Sequence[Processor] = (),
+        constraint: Grammar | None = None,
+    ) -> Sampler:
+        """The sampler of a request; arguments as for ``processors``, ``constraint`` as for ``Sampler``."""
+        return params.sampler(custom, constraint, self.processors(params, input_ids, custom))
+
+    def describe(self) -> str:
+        """Defaults that differ from the library's, in one line; empty without any."""
+        return ""
+
+
+class ModelDefaults(Defaults):
+    """Defaults of a model's generation config, which is read at each request.
+
+    Entries with a field in ``SamplingParams`` are its defaults. transformers makes logits processors of the others,
+    as in ``generate``.
+
+    Args:
+        model: of transformers.
+
+    Raises:
+        UserError: the generation config asks for beam search or the like, for a logits processor that does not run on
+            trees, or has a value out of range.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        try:
+            refuse_other_modes(self._config)
+            params = self.complete(SamplingParams())
+            self.sampler(params, torch.zeros(1, 1, dtype=torch.long))
+        except ValueError as error:
+            raise UserError(
+                f"the model's generation_config cannot be applied, generation_config={LIBRARYS!r} ignores it: {error}"
+            ) from error
+
+    @property
+    def _config(self) -> GenerationConfig:
+        return self._model.generation_config
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        config = self._config
+        found = {name: getattr(config, name) for name in _OWN}
+        if config.do_sample:
+            general = GenerationConfig._get_default_generation_params()
+            found |= {name: general[name] for name in _SAMPLING if found[name] is None}
+            found["temperature"] = found["temperature"] if found["temperature"] >= MIN_TEMPERATURE else 0.0
+        else:
+            found["temperature"] = None  # generate() is greedy, whatever the temperature
+        found["stop"] = config.stop_strings
+        return {name: value for name, value in found.items() if value is not None}
+
+    def processors(
+        self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()
+    ) -> LogitsProcessorList:
+        config, length = copy.copy(self._config), input_ids.shape[1]
+        for name in (*_OWN, "do_sample"):
+            setattr(config, name, getattr(params, name))
+        config.min_p = params.min_p or None
+        assert params.max_new_tokens is not None
+        config.max_length = length + params.max_new_tokens
+        if config.min_new_tokens is not None:
+            config.min_length = length + config.min_new_tokens
+        ends, device = config.eos_token_id, self._model.device
+        config._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device).reshape(-1)
+        return self._model._get_logits_processor(  # type: ignore[operator]
+            config,
+            input_ids_seq_length=length,
+            encoder_input_ids=input_ids,
+            logits_processor=LogitsProcessorList(custom),
+            device=device,
+        )
+
+    def describe(self) -> str:
+        values = {name: value for name, value in self.params.items() if value != LIBRARY[name]}
+        neutral = self.complete(SamplingParams(temperature=0.0, repetition_penalty=1.0))
+        others = self.processors(neutral, torch.zeros(1, 1, dtype=torch.long))
+        shown = [f"{name} {value}" for name, value in values.items()]
+        return ", ".join(shown + [type(one).__name__ for one in others])
+
+
+def refuse_other_modes(config: GenerationConfig, assistant_model: Any = None, *, assisted: bool = True) -> None:
+    """Raise ``UserError`` unless a generation config asks for greedy search or sampling.
+
+    Args:
+        assisted: accept assisted generation, which has the same tokens.
+    """
+    mode = config.get_generation_mode(assistant_model)
+    accepted = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
+    if mode not in accepted | ({GenerationMode.ASSISTED_GENERATION} if assisted else set()):
+        asked = str(mode.value).replace("_", " ")
+        raise UserError(f"generation must be greedy search or sampling: got {asked}, use model.generate for it")

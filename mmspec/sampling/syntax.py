@@ -1,0 +1,190 @@
+"""Structured output: checks of JSON schemas, regular expressions and Lark grammars by llguidance, without a tokenizer.
+
+This module must not import torch: workers check grammars with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping
+from decimal import ROUND_CEILING, Decimal
+from typing import Any, TypeVar
+
+from mmspec.checks import Rule, is_text
+from mmspec.errors import UserError
+from mmspec.extras import missing
+
+KINDS = ("json_schema", "regex", "grammar")
+"""Sampling parameters that constrain the output."""
+
+_LONGEST = 128 * 1024  # bytes of a grammar's text
+STACK = 256 * 1024 * 1024  # bytes: the compiler recurses along chains of rules, by less than 2 KiB per byte of text
+LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,  # about 20 ms
+    "step_lexer_fuel": 200_000,  # about 15 ms
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # of 1 to 2 KiB
+    "max_grammar_size": 500_000,
+}
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # of json.dumps
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by name
+_VALUES = {"const", "enum", "default", "examples"}  # no schemas
+_STACK_SIZE = threading.Lock()  # the size for new threads is global
+
+Result = TypeVar("Result")
+
+
+def _is_schema(value: Any) -> bool:
+    if isinstance(value, CheckedText):
+        return True
+    try:
+        return isinstance(json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False)), dict)
+    except (ValueError, TypeError, RecursionError):
+        return False
+
+
+JSON_SCHEMA = Rule(
+    "None or a JSON schema, as a dict or as text",
+    lambda value: value is None or _is_schema(value),
+    lambda value: value if value is None or isinstance(value, str) else json.dumps(value),
+)
+TEXT = Rule("None or text", lambda value: value is None or (is_text(value) and bool(value)))
+
+
+class CheckedText(str):
+    """Text of a grammar that ``check_grammar`` has accepted: sampling parameters do not check it again."""
+
+
+def check_grammar(kind: str, text: str) -> CheckedText:
+    """Check a grammar by compiling it for a tokenizer of bytes.
+
+    Args:
+        kind: one of ``KINDS``.
+        text: the schema, pattern or grammar.
+
+    Returns:
+        The text, marked as checked.
+
+    Raises:
+        UserError: it is invalid, uses what llguidance does not support, or is too large; llguidance is not installed.
+    """
+    if isinstance(text, CheckedText):
+        return text
+    tokenizer = library().LLTokenizer("byte")
+    check_size(kind, text)
+    compiled(kind, tokenizer, source(kind, text))
+    return CheckedText(text)
+
+
+def check_size(kind: str, text: str) -> None:
+    """Raises ``UserError`` if a grammar's text is too long."""
+    if (size := len(text.encode())) > _LONGEST:
+        raise UserError(f"{kind} must have at most {_LONGEST} bytes: got {size}")
+
+
+def compiled(kind: str, tokenizer: Any, source: str) -> Any:
+    """A matcher of llguidance.
+
+    Args:
+        kind: for messages.
+        tokenizer: llguidance's.
+        source: see ``source``.
+
+    Raises:
+        UserError: the grammar is invalid or too large.
+    """
+    limits = library().LLParserLimits(**LIMITS, verbose_errors=False)
+    matcher = on_large_stack(lambda: library().LLMatcher(tokenizer, source, log_level=0, limits=limits))
+    if matcher.is_error():
+        raise invalid(kind, matcher.get_error())
+    return matcher
+
+
+def library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise missing("structured output", "llguidance", "structured") from error
+    return llguidance
+
+
+def source(kind: str, text: str) -> str:
+    """llguidance's form of a grammar."""
+    make = library().LLMatcher
+    try:
+        if kind == "json_schema":
+            if "exclusiveMinimum" in text:
+                text = json.dumps(_with_closed_bounds(json.loads(text)))
+            return str(make.grammar_from_json_schema(text, defaults=_LAYOUT))
+        return str(make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text))
+    except (ValueError, RecursionError) as error:  # of JSON that nests too deeply
+        raise invalid(kind, str(error)) from error
+
+
+def _with_closed_bounds(schema: Any) -> Any:
+    """A schema whose positive exclusive minima of numbers are inclusive ones of the next number with 15 decimals.
+
+    A model that writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0.
+    Other bounds stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least
+    one is -4.99.
+    """
+    if isinstance(schema, list):
+        return [_with_closed_bounds(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            found[key] = {name: _with_closed_bounds(one) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _with_closed_bounds(value)
+    bound, other = (_number(schema.get(key), default=-math.inf) for key in ("exclusiveMinimum", "minimum"))
+    # Doubles beyond 100000 are coarser than 15 decimals.
+    if 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":
+        above = Decimal(repr(math.nextafter(bound, math.inf))).quantize(Decimal("1e-15"), ROUND_CEILING)
+        del found["exclusiveMinimum"]
+        found["minimum"] = max(float(above), other)
+    return found
+
+
+def _number(value: Any, default: float) -> float:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def invalid(kind: str, reason: str) -> UserError:
+    expected = {"json_schema": "a JSON schema", "regex": "a regular expression", "grammar": "a Lark grammar"}[kind]
+    return UserError(f"{kind} must be {expected} that llguidance can follow: {shortened(reason)}")
+
+
+def shortened(reason: str) -> str:
+    """The line of a message that states the error, shortened: others show its place."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["unknown error"]
+    line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return line if len(line) <= 200 else f"{line[:200]}..."
+
+
+def on_large_stack(function: Callable[[], Result]) -> Result:
+    """Call a function in a thread with a stack of ``STACK`` bytes: an overflow would end the process."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="grammar")
+    with _STACK_SIZE:
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,55 @@
+"""Check untrusted grammars in worker processes, with time and memory limits; see ``mmspec.workers``."""
+
+from __future__ import annotations
+
+from mmspec.errors import UserError
+from mmspec.sampling.syntax import STACK, CheckedText, check_size
+from mmspec.workers import Stop, WorkerError, Workers
+
+
+class GrammarTrial:
+    """Pool of worker processes that compile grammars on trial.
+
+    What compiles within the limits is compiled again in the process that uses it, as a compiled grammar cannot be sent.
+    Thread-safe. Workers are stopped when the pool is closed or garbage collected.
+
+    Args:
+        workers: maximum number of grammars compiled concurrently; further calls block.
+        seconds: wall-clock limit per grammar. Not enforced on Windows.
+        memory: maximum bytes of data that a worker may allocate. Enforced on Linux only.
+    """
+
+    def __init__(self, *, workers: int = 2, seconds: float = 10.0, memory: int = 256 << 20) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._workers = Workers("mmspec.sampling.grammar_worker", workers=workers, memory=memory + STACK)
+        self.close = self._workers.close
+
+    def check(self, kind: str, text: str, *, stop: Stop | None = None) -> CheckedText:
+        """Check a grammar in a worker.
+
+        Args:
+            kind: ``"json_schema"``, ``"regex"`` or ``"grammar"``.
+            text: the schema, pattern or grammar.
+            stop: stops the check, from another thread.
+
+        Returns:
+            The text, which ``SamplingParams`` do not check again.
+
+        Raises:
+            UserError: as for ``check_grammar``; a limit is exceeded, or the check was stopped.
+        """
+        check_size(kind, text)
+        try:
+            self._workers.run({"kind": kind}, text.encode(), self.seconds, lambda *_: None, stop)
+        except WorkerError as error:
+            raise UserError(f"{kind} {self._describe(error)}") from None
+        return CheckedText(text)
+
+    def _describe(self, error: WorkerError) -> str:
+        if error.cause == "time":
+            return f"must compile within {self.seconds:g} s: got one that takes longer"
+        if error.cause == "memory" or error.detail == "SIGABRT":  # Rust aborts where it cannot allocate
+            return f"must compile in {self.memory >> 20} MiB: got one that needs more"
+        if error.cause == "stop":
+            return "was not checked to the end: stopped"
+        return f"must be one that llguidance can compile: got one on which it fails ({error.detail})"

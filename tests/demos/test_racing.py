@@ -1,0 +1,54 @@
+"""What a race compares: its baseline with and without plain decoding, speed-ups, the fastest lane."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from mmspec.demos.racing import Race
+from mmspec.demos.streaming import StreamedAnswer
+from mmspec.engine.stats import Stats
+
+METHODS = {"none": 3.0, "ngram": 4.0, "recycle": 1.0, "msd": 2.0}
+
+
+def lane(method: str, seconds: float | None = None, tokens: int = 9) -> StreamedAnswer:
+    """An answer that took ``seconds``, of which a tenth was prefill."""
+    seconds = METHODS[method] if seconds is None else seconds
+    stats = Stats(wall_seconds=seconds, time_to_first_token=seconds / 10, prefill_seconds=seconds / 10)
+    stats.num_generated_tokens = 1
+    for _ in range(tokens - 1):
+        stats.record_step(0, 0, 0, 1)
+    return StreamedAnswer("tiny", method, seconds=seconds, stats=stats)
+
+
+@pytest.mark.parametrize("methods", list(permutations(METHODS, 3)) + list(permutations(METHODS, 2)))
+def test_lanes_are_compared_with_plain_decoding_or_else_the_slowest(methods: tuple[str, ...]) -> None:
+    race = Race([lane(method) for method in methods])
+    baseline = "none" if "none" in methods else max(methods, key=METHODS.__getitem__)
+    others = [method for method in methods if method != baseline]
+    assert race.baseline.drafter == baseline
+    assert race.fastest.drafter == min(others, key=METHODS.__getitem__)
+    for one in race.lanes:
+        assert race.speedup(one) == pytest.approx(METHODS[baseline] / METHODS[one.drafter])
+        assert race.decode_speedup(one) == pytest.approx(METHODS[baseline] / METHODS[one.drafter])
+    if baseline != "none":
+        assert all(race.speedup(one) >= 1 for one in race.lanes)
+
+
+def test_two_lanes_that_took_the_same_time() -> None:
+    race = Race([lane("ngram", 2.0), lane("recycle", 2.0)])
+    assert race.baseline is not race.fastest
+    assert race.speedup(race.fastest) == 1.0
+
+
+@pytest.mark.parametrize(("tokens", "known"), [(1, False), (2, True)])
+def test_answers_of_one_token_have_no_speed_of_decoding(tokens: int, known: bool) -> None:
+    race = Race([lane("none", tokens=tokens), lane("msd", tokens=tokens)])
+    assert (race.decode_speedup(race.fastest) is not None) is known
+
+
+@pytest.mark.parametrize(("equal", "finished"), [(None, False), (False, True), (True, True)])
+def test_a_race_has_ended_when_it_is_compared(equal: bool | None, finished: bool) -> None:
+    assert Race([lane("none"), lane("msd")], equal).finished is finished

@@ -1,0 +1,194 @@
+"""The compiled kernels in the cache: made once, checked before they are loaded, and one line where they cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmspec.ops import compiler, cpu
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+OTHER = 'extern "C" int other() { return 7; }\n'
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small source, and an empty cache."""
+    if compiler.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "small.cpp"
+    file.write_text(SOURCE)
+    return file
+
+
+def answer(source: Path) -> int:
+    return compiler.load(source, ["-O1"]).answer()
+
+
+def check_answer(source: Path) -> None:
+    assert answer(source) == 42
+
+
+def libraries(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache" / "kernels").iterdir())
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The compiler's calls."""
+    calls: list[list[str]] = []
+    run = compiler.run_compiler
+    monkeypatch.setattr(
+        compiler, "run_compiler", lambda command, folders: calls.append(command) or run(command, folders)
+    )
+    return calls
+
+
+def test_compiled_once(source: Path, tmp_path: Path, runs: list[list[str]]) -> None:
+    assert [answer(source), answer(source)] == [42, 42]
+    assert len(runs) == 1
+    assert [file.suffix for file in libraries(tmp_path)] == [".so"]
+
+
+def foreign(file: Path) -> None:
+    other = file.with_suffix(".cpp")
+    other.write_text(OTHER)
+    subprocess.run([compiler.find_compiler(), "-shared", "-fPIC", "-o", file, other], check=True)
+    other.unlink()
+
+
+def flipped(file: Path) -> None:
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "header": lambda file: os.truncate(file, 100),
+    "half": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "page": lambda file: os.truncate(file, 4096),
+    "last": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+    "flipped": flipped,
+    "foreign": foreign,
+    "text": lambda file: file.write_text("no library"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_compiled_again(damage: str, source: Path, tmp_path: Path) -> None:
+    """In a process of its own: loading such a file may end the process."""
+    compiler.load(source, ["-O1"])
+    (file,) = libraries(tmp_path)
+    whole = file.read_bytes()
+    file.rename(tmp_path / "loaded.so")  # this process has it mapped
+    file.write_bytes(whole)
+    DAMAGES[damage](file)
+    process = multiprocessing.get_context("fork").Process(target=check_answer, args=[source])
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    (file,) = libraries(tmp_path)
+    assert ctypes.CDLL(str(file)).answer() == 42
+
+
+def test_processes_that_compile_at_the_same_time(source: Path, tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert pool.map(answer, [source] * 8, chunksize=1) == [42] * 8
+    assert {file.suffix for file in libraries(tmp_path)} == {".so"}
+
+
+def refusal(source: Path) -> str:
+    with pytest.raises(compiler.CompilerError) as caught:
+        compiler.load(source, ["-O1"])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert refusal(source) == "expected a C++ compiler (g++ or clang++), found none"
+
+
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    file = tmp_path / "fake"
+    file.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\n{script}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("CXX", str(file))
+    return file
+
+
+def test_a_compiler_that_fails(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = fake(tmp_path, monkeypatch, "echo 'x.cpp:1: error: no such thing' >&2\nexit 1")
+    assert refusal(source) == f"{broken} cannot compile small.cpp: x.cpp:1: error: no such thing"
+    assert not libraries(tmp_path)
+
+
+def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, monkeypatch, "echo 'collect2: error: ld returned 1 exit status' >&2\nexit 1")
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiler.os, "fsync", full)
+    folder = tmp_path / "cache" / "kernels"
+    assert refusal(source).startswith(f"cannot compile kernels: {folder} cannot be written: [Errno 28] No space left")
+    assert "MMSPEC_CACHE" in refusal(source)
+    assert not libraries(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    folder = tmp_path / "cache" / "kernels"
+    assert refusal(source).startswith(f"cannot keep compiled kernels in {folder}: ")
+    assert refusal(source).endswith("; MMSPEC_CACHE names another folder")
+
+
+def test_a_cache_without_execution(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: str) -> None:
+        raise OSError(f"{file}: failed to map segment from shared object")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    message = refusal(source)
+    assert message.startswith("cannot load the compiled ")
+    assert "failed to map segment" in message
+    assert message.endswith("(not mounted noexec); MMSPEC_CACHE names another folder")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """No kernels loaded, and an empty cache."""
+    cpu._library.cache_clear()
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("MMSPEC_KERNELS", "auto")
+    monkeypatch.setattr(cpu, "_has_instructions", lambda: True)
+    yield monkeypatch
+    monkeypatch.undo()
+    cpu._library.cache_clear()
+
+
+def test_without_a_compiler_torchs_kernels_run(fresh: pytest.MonkeyPatch) -> None:
+    from mmspec.quantisation.linear import Int4Linear
+    from mmspec.targets.packing import packed
+
+    fresh.setenv("PATH", "")
+    fresh.delenv("CXX", raising=False)
+    assert not cpu.available()
+    assert cpu.problem() == "expected a C++ compiler (g++ or clang++), found none"
+    assert type(packed(torch.nn.Linear(64, 32), "int4")) is Int4Linear
+
+
+def test_other_processors_have_torchs_kernels(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(cpu, "_has_instructions", lambda: False)
+    assert not cpu.available()
+    assert cpu.problem() == "expected a processor with AVX2"

@@ -1,0 +1,79 @@
+"""Requests that combine several prompts with several choices, seeds, streams and a chunked body."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from mmspec.pipeline import Pipeline
+from tests.served import TIMEOUT, Served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = ["A large red", "There is a", "Three"]
+SAMPLED = {"temperature": 1.5, "top_p": 0.95}
+TOKENS = 6
+
+
+def texts_of(response: httpx.Response) -> list[str]:
+    """The texts of a response or stream by the index of their choice."""
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"].startswith("text/event-stream"):
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    else:
+        choices = response.json()["choices"]
+    found: dict[int, str] = {}
+    for choice in choices:
+        found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    assert sorted(found) == list(range(len(found)))
+    return [found[index] for index in range(len(found))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("prompts", "n"), [(1, 3), (2, 1), (2, 2), (3, 2)])
+def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(
+    server: Served, pipe: Pipeline, prompts: int, n: int, stream: bool
+) -> None:
+    expected = [
+        pipe.generate(prompt, max_new_tokens=TOKENS, chat_template=False, seed=7 + number, **SAMPLED).text
+        for prompt in PROMPTS[:prompts]
+        for number in range(n)
+    ]
+    assert len(set(expected)) == len(expected)
+    body: dict[str, Any] = {"model": "tiny-llava", "prompt": PROMPTS[:prompts], "n": n, "seed": 7, **SAMPLED}
+    assert texts_of(server.post({**body, "max_tokens": TOKENS, "stream": stream}, "completions")) == expected
+
+
+def test_usage_and_figures_are_those_of_all_choices(server: Served, pipe: Pipeline) -> None:
+    """A prompt's tokens count once."""
+    body = {"model": "tiny-llava", "prompt": PROMPTS, "n": 2, "temperature": 0, "max_tokens": TOKENS}
+    alone = [pipe.generate(prompt, max_new_tokens=TOKENS, chat_template=False) for prompt in PROMPTS]
+    found = server.post(body, "completions").json()
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == sum(one.stats.num_prompt_tokens for one in alone)
+    assert usage["completion_tokens"] == 2 * sum(len(one.token_ids) for one in alone)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert [choice["text"] for choice in found["choices"]] == [one.text for one in alone for _ in range(2)]
+
+
+@pytest.mark.parametrize(("prompts", "n", "status"), [(8, 1, 200), (4, 2, 200), (1, 8, 200), (9, 1, 400), (3, 3, 400)])
+def test_choices_of_all_prompts_together_are_limited(server: Served, prompts: int, n: int, status: int) -> None:
+    body = {"model": "tiny-llava", "prompt": ["A"] * prompts, "n": n, "max_tokens": 1}
+    response = server.post(body, "completions")
+    assert response.status_code == status
+    if status == 400:
+        message = f"a request may have at most 8 choices: got {prompts * n}"
+        assert (response.json()["error"]["message"], response.json()["error"]["param"]) == (message, "prompt")
+
+
+def test_a_chunked_body_is_that_of_one_piece(server: Served) -> None:
+    body = {"model": "tiny-llava", "prompt": PROMPTS[:2], "n": 2, "seed": 3, "max_tokens": TOKENS, **SAMPLED}
+    content = json.dumps(body).encode()
+    pieces = iter([content[:7], content[7:8], content[8:]])
+    chunked = httpx.post(f"{server.url}/v1/completions", content=pieces, timeout=TIMEOUT)
+    assert "content-length" not in chunked.request.headers
+    assert texts_of(chunked) == texts_of(server.post(body, "completions"))

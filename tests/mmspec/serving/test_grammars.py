@@ -1,0 +1,102 @@
+"""Grammars of requests: other clients are served while one is compiled; limits; clients that go away."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from mmspec.pipeline import Pipeline
+from mmspec.sampling.trial import GrammarTrial
+from mmspec.serving.limits import Limits
+from tests.mmspec.serving.test_concurrency import open_stream
+from tests.served import Served, eventually, question, served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PATTERN = {"type": "string", "pattern": "(?i)" + r"\p{Lu}\p{Ll}" * 7500}  # 3 s, 300 MiB
+WIDE = {"type": "object", "properties": {f"p{n:04}": {"type": "string"} for n in range(4000)}}
+
+
+def constrained(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return question(response_format=form, **fields)
+
+
+def workers() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "grammar_worker" in " ".join(one.cmdline())]
+
+
+@pytest.mark.parametrize("schema", [PATTERN, WIDE], ids=["pattern", "wide"])
+def test_others_are_served_while_a_grammar_is_compiled(server: Served, schema: dict[str, Any]) -> None:
+    server.post(constrained({"type": "boolean"}))  # starts a worker
+    longest = 0.0
+    with ThreadPoolExecutor(2) as threads:
+        refused = [threads.submit(server.post, constrained({**schema, "title": str(n)})) for n in range(2)]
+        while not all(one.done() for one in refused):
+            started = time.monotonic()
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert server.post(question(max_tokens=2)).status_code == 200
+            longest = max(longest, time.monotonic() - started)
+    assert longest < 2  # both took 20 s and more
+    for response in (one.result() for one in refused):
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert message.startswith(("json_schema must compile ", "the json_schema is too complex after"))
+        assert "\n" not in message
+    assert eventually(lambda: server.idle)
+
+
+def test_a_client_that_goes_away_ends_its_compilation(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarTrial, "check", _patient)
+    others = workers()  # of the package's server
+
+    def compiling() -> bool:
+        return any(one.is_running() and one.cpu_times().user > 0.3 for one in workers() if one not in others)
+
+    with served(pipe, Limits(max_running=1, max_waiting=1)) as server:
+        connection = open_stream(server, constrained(PATTERN))
+        assert eventually(compiling, 60)
+        assert server.app.state.slots.running == 1
+        connection.close()
+        assert eventually(lambda: server.idle, 1)
+        assert not compiling()
+        assert server.post(constrained({"const": "red"})).json()["choices"][0]["message"]["content"] == '"red"'
+
+
+def _patient(trial: GrammarTrial, *given: Any, **options: Any) -> Any:
+    trial.seconds = 600
+    return CHECK(trial, *given, **options)
+
+
+CHECK = GrammarTrial.check
+
+
+def test_a_grammar_is_checked_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+
+    def record(trial: GrammarTrial, kind: str, text: str, **options: Any) -> Any:
+        texts.append(text)
+        time.sleep(0.3)
+        return CHECK(trial, kind, text, **options)
+
+    monkeypatch.setattr(GrammarTrial, "check", record)
+    bodies = [constrained({"const": "blue"}, n=2, temperature=1.0, seed=3)] * 3 + [constrained({"type": "thing"})] * 3
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(server.post, bodies))
+    found.append(server.post(bodies[0]))
+    found.append(server.post(bodies[-1]))
+    assert [one.status_code for one in found] == [200] * 3 + [400] * 3 + [200, 400]
+    assert sorted(texts) == [json.dumps({"const": "blue"}), json.dumps({"type": "thing"})]
+
+
+def test_millions_of_values(server: Served) -> None:
+    for content in (b'{"messages":[' + b"[]," * 2_000_000 + b"[]]}", b"[" * 3_000_000):
+        response = httpx.post(f"{server.url}/v1/chat/completions", content=content, timeout=60)
+        assert response.status_code == 400
+        assert "must have at most 1000000 values" in response.json()["error"]["message"]

@@ -1,0 +1,236 @@
+"""Router and deployment of the engine ray, without Ray: its modules are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.exposition import generate_latest
+
+from mmspec.errors import UserError
+from mmspec.serving import on_ray
+from mmspec.serving.limits import Limits
+from mmspec.serving.ray_proxy import LostReplica
+from mmspec.serving.server import GRACE, SPARE_CONNECTIONS
+from mmspec.serving.settings import Settings
+
+
+def test_the_paths_that_ray_imports_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = on_ray._PROXY.values()
+    module, _, name = path.rpartition(".")
+    (middleware,) = getattr(importlib.import_module(module), name)()
+    assert middleware.cls is LostReplica
+    module, _, name = on_ray._ROUTER.rpartition(".")
+    assert hasattr(router_module(monkeypatch, Path(*module.split(".")).with_suffix(".py")), name)
+
+
+# ---------------------------------------------------------------------- router
+
+
+def router_module(monkeypatch: pytest.MonkeyPatch, path: Path) -> Any:
+    """The module of the router, whose base class ranks replicas in the reverse order, each alone."""
+
+    class ConsistentHashRouter:
+        async def choose_replicas(self, candidates: list[str], pending: Any = None) -> list[list[str]]:
+            return [[one] for one in reversed(candidates)]
+
+    names = "ray", "ray.serve", "ray.serve.experimental", "ray.serve.experimental.consistent_hash_router"
+    made: dict[str, Any] = {name: ModuleType(name) for name in (*names, "ray.serve.request_router")}
+    made[names[-1]].ConsistentHashRouter = ConsistentHashRouter
+    made["ray.serve.request_router"].PendingRequest = made["ray.serve.request_router"].RunningReplica = object
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = spec_from_file_location("router_without_ray", Path(on_ray.__file__).parents[2] / path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("session", "expected"),
+    [("a", [["three"], ["two"], ["one"]]), ("", [["one", "two", "three"]]), (None, [["one", "two", "three"]])],
+)
+def test_requests_of_a_session_have_an_order_of_replicas(
+    session: str | None, expected: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without one are one group, of which Ray takes the replica with the shortest queue."""
+    router = router_module(monkeypatch, Path("mmspec/serving/ray_router.py")).SessionRouter()
+    pending = SimpleNamespace(metadata=SimpleNamespace(session_id=session))
+    replicas = ["one", "two", "three"]
+    assert asyncio.run(router.choose_replicas(replicas, pending)) == expected
+    assert asyncio.run(router.choose_replicas(replicas)) == [replicas]
+
+
+# ---------------------------------------------------------------------- deployment
+
+LIMITS = Limits(max_running=3, max_waiting=5)
+SETTINGS = Settings("tiny", "auto", "cpu", "auto", False, 0, LIMITS, None, None, (), False)
+
+
+class Ray:
+    """Records calls in ``log``, with their keywords in ``given``."""
+
+    def __init__(self, resources: dict[str, float], fails: str | None) -> None:
+        self.log: list[str] = []
+        self.given: dict[str, Any] = {}
+        self.resources, self.fails = resources, fails
+
+    def call(self, name: str, result: Any = None) -> Any:
+        def record(*args: Any, **keywords: Any) -> Any:
+            self.log.append(name)
+            self.given[name] = {**keywords, "args": args}
+            if name == "run" and self.fails is not None:
+                raise RuntimeError("deployment failed")
+            return result
+
+        return record
+
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        ray, serve = ModuleType("ray"), ModuleType("ray.serve")
+        vars(ray).update(serve=serve, init=self.call("init"), shutdown=self.call("ray.shutdown"))
+        vars(ray).update(cluster_resources=lambda: self.resources)
+        for name in ("start", "run", "delete", "shutdown"):
+            setattr(serve, name, self.call(name))
+        bound = SimpleNamespace(bind=lambda settings: ("bound", settings))
+        vars(serve).update(ingress=lambda: lambda cls: cls, deployment=self.call("deployment", lambda cls: bound))
+        message = f"Traceback ...\nmmspec.errors.UserError: {self.fails}\nmore"
+        found = SimpleNamespace(message=message if self.fails else "")
+        status = SimpleNamespace(applications={"mmspec": SimpleNamespace(deployments={"mmspec": found})})
+        vars(serve).update(status=lambda: status)
+        yield from (("ray", ray), ("ray.serve", serve))
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a stand-in for Ray."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+
+    def made(fails: str | None = None, **resources: float) -> Ray:
+        found = Ray(resources, fails)
+        for name, module in found.modules():
+            monkeypatch.setitem(sys.modules, name, module)
+        return found
+
+    return made
+
+
+ENDS = ["delete", "shutdown", "ray.shutdown"]
+
+
+@contextmanager
+def running(found: Ray, replicas: int = 2, host: str = "127.0.0.1") -> Iterator[None]:
+    with on_ray.deployed(SETTINGS, replicas, host, 8000):
+        assert found.log == ["init", "start", "deployment", "run"]
+        yield
+
+
+@pytest.mark.parametrize(("replicas", "cpus"), [(1, 7), (2, 3), (3, 2), (7, 1), (9, 1)])
+def test_a_ray_of_its_own_has_the_processors_of_its_replicas(ray: Any, replicas: int, cpus: int) -> None:
+    found = ray()
+    with running(found, replicas):
+        pass
+    assert found.log[4:] == ENDS
+    assert (found.given["init"]["num_cpus"], found.given["init"]["include_dashboard"]) == (cpus * replicas, False)
+    given = found.given["deployment"]
+    assert (given["num_replicas"], given["ray_actor_options"]) == (replicas, {"num_cpus": cpus, "num_gpus": 0})
+
+
+def test_a_cluster_has_its_own_processors(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    found = ray(GPU=2.0)
+    with running(found):
+        pass
+    assert not {"num_cpus", "include_dashboard"} & set(found.given["init"])
+    assert found.given["deployment"]["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 1}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
+def test_settings_of_the_deployment(ray: Any, host: str) -> None:
+    """A replica holds the requests that run and wait, and some that are refused."""
+    found = ray()
+    with running(found, host=host):
+        pass
+    assert found.given["start"]["http_options"] == {"host": host.strip("[]"), "port": 8000}
+    assert found.given["init"]["runtime_env"] == {"env_vars": on_ray._PROXY}
+    given = found.given["deployment"]
+    assert given["max_ongoing_requests"] == 3 + 5 + SPARE_CONNECTIONS
+    assert given["graceful_shutdown_timeout_s"] == GRACE
+    assert given["request_router_config"] == {"request_router_class": on_ray._ROUTER}
+    assert found.given["run"] == {"name": "mmspec", "route_prefix": "/", "args": (("bound", SETTINGS),)}
+    assert found.given["delete"]["args"] == ("mmspec",)
+
+
+def test_ray_ends_with_the_block(ray: Any) -> None:
+    found = ray()
+    with pytest.raises(KeyboardInterrupt), running(found):
+        raise KeyboardInterrupt
+    assert found.log[4:] == ENDS
+
+
+def test_a_mistake_that_a_replica_meets_is_the_users(ray: Any) -> None:
+    found = ray("cannot load model 'nobody/nothing'")
+    with pytest.raises(UserError, match=r"^cannot load model 'nobody/nothing'$"), running(found):
+        raise AssertionError
+    assert found.log[4:] == ENDS
+
+
+def test_another_failure_is_none_of_the_user(ray: Any) -> None:
+    found = ray("")
+    with pytest.raises(RuntimeError, match="deployment failed"), running(found):
+        raise AssertionError
+    assert found.log[4:] == ENDS
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match="ray"), on_ray.deployed(SETTINGS, 1, "127.0.0.1", 8000):
+        raise AssertionError
+
+
+# ---------------------------------------------------------------------- replicas
+
+
+def metrics_of(value: float) -> Any:
+    registry = CollectorRegistry()
+    Counter("vllm:prompt_tokens", "Prompt tokens.", ["model_name"], registry=registry).labels("tiny").inc(value)
+    return registry
+
+
+def test_a_scrape_collects_the_metrics_of_all_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica: Any = object.__new__(on_ray.Replica)
+    replica._app = SimpleNamespace(state=SimpleNamespace(metrics=SimpleNamespace(registry=metrics_of(2))))
+    serve: Any = ModuleType("ray.serve")
+    serve.get_replica_context = lambda: SimpleNamespace(replica_tag="one")
+    ray: Any = ModuleType("ray")
+    ray.serve = serve
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.serve", serve)
+    answers = [replica.metrics(), RuntimeError("lost"), ("two", list(metrics_of(5).collect()))]
+
+    async def results(timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert return_exceptions
+        return answers
+
+    asked: list[Any] = []
+    handle = SimpleNamespace(broadcast=lambda name: asked.append(name) or SimpleNamespace(results_async=results))
+    serve.get_deployment_handle = lambda name, application: asked.append((name, application)) or handle
+    registry = CollectorRegistry()
+    registry.register(asyncio.run(replica._scrape()))
+    assert asked == [("mmspec", "mmspec"), "metrics"]
+    lines = [line for line in generate_latest(registry).decode().splitlines() if line.startswith("vllm:prompt")]
+    values = {line for line in lines if "_total" in line}
+    label = 'vllm:prompt_tokens_total{{model_name="tiny",replica="{}"}} {}'
+    assert values == {label.format("one", 2.0), label.format("two", 5.0)}
+    assert replica.__serve_build_asgi_app__() is replica._app

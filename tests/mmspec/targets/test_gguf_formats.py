@@ -1,0 +1,167 @@
+"""Every format of GGUF: its weights as they are read, and the dtype that holds them; gguf itself stays as it was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mmspec
+from mmspec.errors import UserError
+from mmspec.targets import gguf
+from mmspec.targets.packing import weights_kind
+from tests.compiled import needs_kernels
+from tests.standin import gguf_matrix, save_gguf
+
+FORMS: dict[str, str | None] = {
+    **dict.fromkeys(["Q1_0", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K"], "int4"),
+    **dict.fromkeys(["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"], "int4"),
+    **dict.fromkeys(["Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "Q8_1", "Q8_K"], "int8"),
+    **dict.fromkeys(["F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"]),
+    **dict.fromkeys(["TQ1_0", "TQ2_0", "MXFP4", "NVFP4"]),  # of other families: held in float32
+}
+WIDTH = 256  # a block of the K formats
+READ = ("attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")  # queries and keys are reordered
+PLACES = {"attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
+PLACES |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def tensor(name: str, kind: str, *shape: int) -> SimpleNamespace:
+    return SimpleNamespace(name=name, shape=shape, n_elements=np.prod(shape), tensor_type=SimpleNamespace(name=kind))
+
+
+def form_of(*tensors: SimpleNamespace) -> str | None:
+    return gguf._form(SimpleNamespace(tensors=tensors))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_form_of_a_format(kind: str) -> None:
+    assert form_of(tensor("blk.0.ffn_up.weight", kind, 8, 8)) == FORMS[kind]
+
+
+def test_the_form_is_that_of_most_weights_of_the_layers() -> None:
+    other = [tensor("token_embd.weight", "F16", 99, 99), tensor("blk.0.attn_norm.weight", "F32", 999)]
+    small, large = tensor("blk.0.attn_v.weight", "Q6_K", 8, 8), tensor("blk.0.ffn_up.weight", "Q4_K", 8, 9)
+    assert form_of(*other, small, large) == "int4"
+    assert form_of(*other, small, large, tensor("blk.1.attn_v.weight", "Q8_0", 8, 2)) == "int8"
+    assert form_of(*other, small, tensor("blk.1.ffn_up.weight", "F16", 9, 9)) is None
+    assert form_of(*other) is None
+
+
+def test_every_format_of_the_package_has_a_form() -> None:
+    """At most 5 bits per weight, scales included, are held in 4 bits."""
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    for kind, (block, size) in module.GGML_QUANT_SIZES.items():
+        assert kind.name in FORMS, "a format that is new: decide which dtype holds its weights"
+        if (form := FORMS[kind.name]) is not None:
+            assert form == ("int4" if 8 * size / block <= 5 else "int8")
+
+
+def formats() -> list[Any]:
+    """The formats that the package can read."""
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    found = []
+    for kind, (block, size) in module.GGML_QUANT_SIZES.items():
+        try:
+            module.dequantize(np.zeros((1, WIDTH // block * size), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind)
+    return found
+
+
+def test_the_weights_of_every_format_are_those_of_the_package(tmp_path: Path, cache: Path) -> None:
+    """One file, a matrix of its layers for each format, of random bytes without infinite scales."""
+    kinds, written, random = formats(), {}, np.random.default_rng(0)
+    import gguf as module
+
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        place = block * len(READ) + READ.index(name) if name in READ else -1
+        kind = kinds[place % len(kinds)] if place >= 0 else module.GGMLQuantizationType.F32
+        count, size = module.GGML_QUANT_SIZES[kind]
+        data = random.integers(0, 64, (shape[0], shape[1] // count * size), dtype=np.uint8)
+        weight = module.dequantize(data, kind)
+        if name in READ:
+            written[f"model.layers.{block}.{PLACES[name]}.weight"] = kind.name, torch.tensor(weight)
+        plain = {"F32": np.float32, "F16": np.float16}.get(kind.name)
+        return (data.view(plain) if plain else data), kind
+
+    layers = -(-len(kinds) // len(READ))
+    sizes = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
+    folder = gguf.converted(save_gguf(tmp_path / "all.gguf", matrix, block_count=layers, **sizes))
+    found = load_file(folder / "model.safetensors")
+    assert {kind for kind, _ in written.values()} == {kind.name for kind in kinds}
+    for name, (kind, weight) in written.items():
+        assert torch.equal(found[name], weight), kind
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "IQ4_NL", "F16"])
+def test_the_default_dtype_is_that_of_the_file(kind: str, tmp_path: Path, cache: Path) -> None:
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        if block < 0:
+            return gguf_matrix(name, block, shape)
+        one = module.GGMLQuantizationType[kind]
+        count, size = module.GGML_QUANT_SIZES[one]
+        data = np.random.default_rng(0).integers(0, 64, (shape[0], shape[1] // count * size), dtype=np.uint8)
+        return (data.view(np.float16) if kind == "F16" else data), one
+
+    model: Any = mmspec.load(str(save_gguf(tmp_path / "one.gguf", matrix)), drafter=None).target.model
+    expected = {"int4": "Int4Blocks", "int8": "Int8Blocks", None: None}[FORMS[kind]]
+    assert weights_kind(model) == expected
+    assert model.dtype == (torch.float32 if expected is None else torch.bfloat16)
+
+
+@pytest.mark.parametrize("fails", ["AutoModelForCausalLM", "AutoTokenizer", None])
+def test_the_reader_of_the_package_is_its_own_again(
+    fails: str | None, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During the conversion the file is parsed once, other files by the package; also if the conversion fails."""
+    opened = []
+
+    class Reader:
+        def __init__(self, path: str) -> None:
+            opened.append(path)
+            self.tensors: list[Any] = []
+
+    module: Any = ModuleType("gguf")
+    module.GGUFReader = Reader
+    monkeypatch.setitem(sys.modules, "gguf", module)
+    file, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    file.touch(), other.touch()
+
+    class Read(SimpleNamespace):
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "saved").touch()
+
+    def from_pretrained(cls: Any, folder: Path, gguf_file: str, **_: Any) -> Any:
+        if cls.__name__ == fails:
+            raise UserError("not so")
+        first, second = (module.GGUFReader(folder / name) for name in (gguf_file, other.name))
+        assert first is not second
+        assert module.GGUFReader(str(file)) is first
+        return Read(config=SimpleNamespace(quantization_config="some"))
+
+    monkeypatch.setattr(gguf, "from_pretrained", from_pretrained)
+    if fails is None:
+        assert (gguf.converted(file) / "saved").exists()
+        assert opened.count(str(file)) == 1
+    else:
+        with pytest.raises(UserError, match="not so"):
+            gguf.converted(file)
+        assert not list((cache / "gguf").glob("*/*"))
+    assert module.GGUFReader is Reader

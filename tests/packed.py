@@ -1,0 +1,38 @@
+"""Tiny models whose decoder layers can be merged, for tests of packed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from mmspec.targets.transformers_target import TransformersTarget
+
+VOCAB = 120
+SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
+
+
+def model_of(config_class: Any, **changes: Any) -> Any:
+    """A random model whose norms and biases differ from their defaults."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_class(**{**SIZES, **changes})).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def layer_by_layer(model: Any) -> Any:
+    """The model, each of whose merged layers computes its own output from now on."""
+    for layer in model.get_decoder().layers:
+        layer.stack = None
+    return model
+
+
+def target_of(model: Any) -> TransformersTarget:
+    """A target that does not measure the cost of its passes."""
+    target = TransformersTarget(model)
+    target.cost = None
+    return target
