@@ -35,15 +35,18 @@ def workers() -> list[psutil.Process]:
 @pytest.mark.parametrize("schema", [PATTERN, WIDE], ids=["pattern", "wide"])
 def test_others_are_served_while_a_grammar_is_compiled(server: Served, schema: dict[str, Any]) -> None:
     server.post(constrained({"type": "boolean"}))  # starts a worker
-    longest = 0.0
+    health, chat = [], []
     with ThreadPoolExecutor(2) as threads:
         refused = [threads.submit(server.post, constrained({**schema, "title": str(n)})) for n in range(2)]
         while not all(one.done() for one in refused):
             started = time.monotonic()
             assert httpx.get(f"{server.url}/health").status_code == 200
+            health.append(time.monotonic() - started)
             assert server.post(question(max_tokens=2)).status_code == 200
-            longest = max(longest, time.monotonic() - started)
-    assert longest < 2  # both took 20 s and more
+            chat.append(time.monotonic() - started - health[-1])
+    # Four threads and workers share the cores meanwhile, and a step takes up to 0.7 s with a mask of the wide schema.
+    assert max(health) < 2
+    assert max(chat) < 4
     for response in (one.result() for one in refused):
         assert response.status_code == 400
         message = response.json()["error"]["message"]
