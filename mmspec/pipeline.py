@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from mmspec import plugins
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, nearest, shown, whole
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
+from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.engine import SLOTS, Engine
 from mmspec.engine.request import SLOT_COUNT, Call, parse
 from mmspec.engine.sequence import Sequence as RunningSequence
@@ -225,11 +225,11 @@ class Pipeline:
         return self._speculation.drafter
 
     @property
-    def budget(self) -> Budget | None:
+    def budget(self) -> MeasuredBudget | None:
         return self._speculation.budget
 
     @budget.setter
-    def budget(self, budget: Budget | None) -> None:
+    def budget(self, budget: MeasuredBudget | None) -> None:
         self._speculation.budget = budget
 
     def calibrate(self, *, refresh: bool = False) -> None:

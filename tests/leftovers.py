@@ -161,7 +161,7 @@ def held_rows() -> Iterator[str]:
     from mmspec.engine.speculation import Speculation
     from mmspec.targets.transformers_target import TransformersTarget
 
-    engines = [one for one in gc.get_objects() if isinstance(one, Engine)]
+    engines = [one for one in gc.get_objects() if issubclass(type(one), Engine)]
     parts: dict[int, Any] = {}
     for engine in engines:
         if any(not sequence.done for sequence in engine.running) or engine._queued:
@@ -169,7 +169,7 @@ def held_rows() -> Iterator[str]:
         if engine.running or engine._prefilled:
             yield f"an engine has {len(engine.running)} sequences that have ended"
         parts[id(engine.target)] = engine.target
-    for speculation in [one for one in gc.get_objects() if isinstance(one, Speculation)]:
+    for speculation in [one for one in gc.get_objects() if issubclass(type(one), Speculation)]:
         parts |= {id(part): part for part in speculation._parts}
     for engine in engines:
         for part in [engine.target, *(engine._mode.speculation._parts if engine._mode else ())]:

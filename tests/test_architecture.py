@@ -26,7 +26,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors"},
-    {"checks", "extras", "files", "plugins"},
+    {"checks", "extras", "files", "plugins", "progress", "worker", "workers"},
     {"jobs", "ops"},
     {"core"},
     {"cache", "quantisation", "sampling"},

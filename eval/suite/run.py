@@ -11,7 +11,6 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from mmspec import plugins
-from mmspec.cli.progress import show_progress
 from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
 from mmspec.eval.suite.methods import load_pretrained
 from mmspec.eval.suite.records import RunRecords, suite_jobs
@@ -21,6 +20,7 @@ from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.files import write_text
 from mmspec.jobs import run_jobs
+from mmspec.progress import show_progress
 from mmspec.targets import gguf
 
 

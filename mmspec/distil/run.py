@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from mmspec.cli.progress import show_progress
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.feature_cache import FeatureCache
@@ -25,6 +24,7 @@ from mmspec.distil.recorded import RecordedFeatures
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline, load
+from mmspec.progress import show_progress
 from mmspec.training.console import train_with_progress
 from mmspec.training.plan import TrainingPlan
 from mmspec.training.sampler import MIXED, TEXT

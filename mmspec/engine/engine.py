@@ -209,7 +209,8 @@ class Engine:
 
     def _hold(self, mode: Mode | None) -> None:
         """Use the drafter of a mode from now on, exclusively, and free the one before."""
-        held, new = self._mode and self._mode.speculation, mode and mode.speculation
+        held = self._mode.speculation if self._mode else None
+        new = mode.speculation if mode else None
         self._mode = mode
         if held is not new:
             if held is not None:

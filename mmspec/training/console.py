@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mmspec.cli.progress import show_progress
+from mmspec.progress import show_progress
 
 if TYPE_CHECKING:
     from mmspec.training.trainer import Trainer

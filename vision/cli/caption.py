@@ -102,8 +102,8 @@ def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine
     """Caption a folder with a progress bar; returns the number of skipped files."""
     from rich.console import Console
 
-    from mmspec.cli.progress import show_progress
     from mmspec.cli.session import show_limits
+    from mmspec.progress import show_progress
     from mmspec.vision.cli.folder import caption_folder
     from mmspec.vision.embedded import samples
 

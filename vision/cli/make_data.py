@@ -206,8 +206,8 @@ def _answer_all(
     answering: AnswerGenerator, jobs: Iterable[PendingConversation], total: int, dataset: Dataset, console: Console
 ) -> None:
     """Generates the answers of missing conversations, with a progress bar."""
-    from mmspec.cli.progress import show_progress
     from mmspec.distil.recorded import Recorder
+    from mmspec.progress import show_progress
 
     start = time.perf_counter()
     with show_progress(console, "answering") as show:

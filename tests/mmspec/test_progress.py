@@ -7,7 +7,7 @@ import re
 
 from rich.console import Console
 
-from mmspec.cli.progress import EVERY, LogLines, show_progress
+from mmspec.progress import EVERY, LogLines, show_progress
 
 
 class Clock:
