@@ -185,24 +185,27 @@ class Pipeline:
         self.target: Any = target
         self.io = Processor() if processor is None else processor
         self.context_limit: int | None = target.context_limit
-        self._grammars: Grammars | None = None  # built by the first constrained request
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.generation_config = SOURCE.check("generation_config", generation_config)
-        self.defaults = Defaults()
-        if generation_config == MODELS and isinstance(target, HasDefaults):
-            self.defaults = target.defaults()
         self.slots = SLOT_COUNT.check("slots", slots)
         if _BYTES.check("prefix_cache", prefix_cache):
             if not hasattr(self.target, "prefix_cache"):
                 raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
             self.target.prefix_cache = PrefixCache(prefix_cache)
-        self._speculation = Speculation(target, drafter)
-        self.engine = Engine.of(target, self.slots)
+        self._connect(drafter)
+
+    def _connect(self, drafter: Drafter | None) -> None:
+        """Make the parts that belong to this target."""
+        has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
+        self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults()
+        self._grammars: Grammars | None = None  # built by the first constrained request
+        self._speculation = Speculation(self.target, drafter)
+        self.engine = Engine.of(self.target, self.slots)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
-        left_out = ("engine", "_grammars", "_speculation")
+        left_out = ("defaults", "engine", "_grammars", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out}
         with self.engine.paused():
             return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
@@ -211,10 +214,8 @@ class Pipeline:
         drafter, budget = state.pop("drafter"), state.pop("budget")
         vars(self).update(state)
         self.target.select([])
-        self._grammars = None
-        self._speculation = Speculation(self.target, drafter)
+        self._connect(drafter)
         self.budget = budget
-        self.engine = Engine.of(self.target, self.slots)
 
     @property
     def model(self) -> Any:

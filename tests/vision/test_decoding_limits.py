@@ -10,14 +10,14 @@ import psutil
 import pytest
 from PIL import Image
 
-from mmspec.vision import decoding
+from mmspec import workers
 from mmspec.vision.decoding import Cause, DecodeError, Decoder
 
 # Injected into the worker: it appends each time limit to the file LIMITS, and each decoded height to the file CALLS;
 # images one pixel wide fail by the name in FAULTS at their height - 1.
 FAULTY = """
-import os, signal, time, mmspec.vision.decode_worker as worker
-load, alarm = worker.load_image, worker._set_alarm
+import os, signal, time, mmspec.worker, mmspec.vision.decode_worker as worker
+load, alarm = worker.load_image, mmspec.worker._set_alarm
 def note(name, value):
     with open(os.path.join(FOLDER, name), "a") as file:
         file.write(f"{value}\\n")
@@ -33,19 +33,19 @@ def faulty(source, **options):
     if fault == "memory": bytearray(1 << 40)
     if fault == "exception": raise TypeError("not so")
     return image
-worker.load_image, worker._set_alarm = faulty, armed
+worker.load_image, mmspec.worker._set_alarm = faulty, armed
 """
-FAULTS = get_args(Cause)
+FAULTS = [cause for cause in get_args(Cause) if cause != "stop"]
 MIB = 1 << 20
 
 
 @pytest.fixture
 def decoder(tmp_path, monkeypatch):
     """A decoder with the faults of `FAULTY` injected."""
-    serve = "serve(int(sys.argv[1]))"
-    assert decoding._PROGRAM.endswith(serve)
+    serve = "serve(sys.argv[1], int(sys.argv[2]))"
+    assert workers._PROGRAM.endswith(serve)
     given = f"FOLDER, FAULTS = {str(tmp_path)!r}, {FAULTS!r}\n"
-    monkeypatch.setattr(decoding, "_PROGRAM", decoding._PROGRAM.removesuffix(serve) + "\n" + given + FAULTY + serve)
+    monkeypatch.setattr(workers, "_PROGRAM", workers._PROGRAM.removesuffix(serve) + "\n" + given + FAULTY + serve)
     decoder = Decoder(workers=2, seconds=30)
     yield decoder
     decoder.close()
@@ -93,7 +93,7 @@ def test_workers_that_failed_or_died_are_dropped(tmp_path, decoder):
     this = psutil.Process()
     descriptors = this.num_fds()
     for height in (*range(1, 1 + len(FAULTS)), None):
-        (worker,) = decoder._workers
+        (worker,) = decoder._workers._workers
         if height is None:
             worker.process.kill()
         else:
@@ -101,6 +101,6 @@ def test_workers_that_failed_or_died_are_dropped(tmp_path, decoder):
                 decoder.load(picture(tmp_path / "bad.png", 1, height))
         assert decoder.load(good).size == (8, 9)
         assert worker.process.returncode is not None
-        assert decoder._workers == {*decoder._idle}
-        assert worker not in decoder._workers
+        assert decoder._workers._workers == {*decoder._workers._idle}
+        assert worker not in decoder._workers._workers
         assert this.num_fds() == descriptors

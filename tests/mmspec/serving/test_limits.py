@@ -200,7 +200,7 @@ def test_fields_at_their_limits(kind: Any, field: str, at: Any, beyond: Any) -> 
         given = {"model": "tiny", "prompt": "x"}
 
     def params(value: Any) -> None:
-        parse(kind, json.dumps({**given, field: value}).encode()).params(Limits())
+        parse(kind, json.dumps({**given, field: value}).encode()).params(Limits(), {})
 
     params(at)
     with pytest.raises(APIError) as caught:
