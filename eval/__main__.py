@@ -1,25 +1,36 @@
-"""Runs a benchmark or study: ``python -m mmspec.eval NAME OPTIONS``."""
+"""Benchmarks and studies: ``python -m mmspec.eval NAME OPTIONS``."""
 
 from __future__ import annotations
 
-import runpy
-import sys
+from importlib import import_module
 from pathlib import Path
 
-STUDIES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+import click
+
+from mmspec.checks import nearest
 
 
-def main() -> None:
-    """Run the module that the first argument names, with the other arguments as its own."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name not in STUDIES:
-        print(f"usage: python -m mmspec.eval NAME OPTIONS\n\nNAME: {', '.join(STUDIES)}", file=sys.stderr)
-        if name != "--help":
-            print(f"\nerror: unknown study: expected one of these, received {name!r}", file=sys.stderr)
-        sys.exit(0 if name == "--help" else 2)
-    sys.argv[:2] = [f"python -m mmspec.eval {name}"]
-    runpy.run_module(f"mmspec.eval.{name}", run_name="__main__")
+class Studies(click.Group):
+    """Modules of this package, imported only when called; ``main`` of each is its command."""
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command:
+        known = self.list_commands(ctx)
+        if name not in known:
+            raise click.UsageError(
+                f"unknown study: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            )
+        command: click.Command = import_module(f"mmspec.eval.{name}").main
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Studies"):
+            formatter.write_text(", ".join(self.list_commands(ctx)))
+
+
+main = Studies("python -m mmspec.eval", help="Run a benchmark or study; NAME --help shows its options.")
 
 if __name__ == "__main__":
     main()

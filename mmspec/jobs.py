@@ -59,11 +59,17 @@ class _Actor:
         return {"place": row["place"], "result": json.dumps(self.worker(json.loads(row["job"])))}
 
 
-def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int) -> Iterator[tuple[Any, Any]]:
+def import_ray() -> Any:
+    """Import the package; raises ``UserError`` if it is not installed."""
     try:
         import ray
     except ImportError:
         raise missing("engine ray", "ray", "ray") from None
+    return ray
+
+
+def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    ray = import_ray()
     if not jobs:
         return
     own = not ray.is_initialized()

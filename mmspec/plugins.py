@@ -144,7 +144,7 @@ def find(group: str, name: str) -> Any:
         if entry.name == name:
             return entry.load()
     known = names(group)
-    hint = nearest(name, known)
+    hint = nearest(str(name), known)
     raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(known)}, got {name!r}{hint}")
 
 

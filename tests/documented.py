@@ -19,7 +19,6 @@ import click
 import pytest
 
 from mmspec.cli.app import cli
-from mmspec.cli.commands import Commands
 from mmspec.cli.options import Output
 from mmspec.errors import UserError
 
@@ -146,8 +145,10 @@ def check_command(words: list[str], *, whole: bool = True) -> None:
 
 def _parse(command: click.Command, name: str, args: list[str]) -> None:
     with click.Context(command, info_name=name) as parent:
-        if isinstance(command, Commands) and args:
-            _parse(command.get_command(parent, args[0]), args[0], args[1:])
+        if isinstance(command, click.Group) and args and args[0] != "NAME":
+            found = command.get_command(parent, args[0])
+            assert found is not None
+            _parse(found, args[0], args[1:])
         else:
             command.make_context(name, args)
 
@@ -156,7 +157,7 @@ def _check_module(name: str, *args: str) -> None:
     found = find_spec(name)
     if found is None:
         raise UserError(f"{name}: expected a module, there is none")
-    if name.split(".")[0] in ("eval", "vision", "ssm", "mmspec"):
+    if name.split(".")[0] == "mmspec":
         module = import_module(f"{name}.__main__" if found.submodule_search_locations else name)
         commands = [vars(module)[entry] for entry in _ENTRY_POINTS if entry in vars(module)]
         if commands:

@@ -39,6 +39,7 @@ THREADS = {
 PROCESSES = {
     "multiprocessing.resource_tracker": "one per process, for its whole life",
     "mmspec.vision.decode_worker": "of a server's decoder: they end with it, or with this process",
+    "mmspec.sampling.grammar_worker": "of a server's trial of grammars: likewise",
 }
 """Processes that may stay, by a part of their command lines."""
 

@@ -145,7 +145,7 @@ def test_quick_commands_are_documented() -> None:
         ("mmspec train eagle4", "unknown command"),
         ("mmspec train msd --data x --model y", "Missing option '--out'"),
         ("mmspec info && mmspec caption", "Missing argument 'FILE|FOLDER'"),
-        ("python -m mmspec.eval speeds", "expected a module"),
+        ("python -m mmspec.eval speeds", "unknown study"),
         ("OMP_NUM_THREADS=1 python -m mmspec.eval speed --pictures 3", "No such option '--pictures'"),
         ("make cake", "expected a target"),
         ("pip install -e '.[cakes]'", "expected extras"),

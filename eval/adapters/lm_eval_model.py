@@ -71,7 +71,7 @@ class MmspecLM(HFLM):
         return answers
 
     def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
-        # The harness's stopping criterion needs all rows of a batch in every call; ours are evaluated row by row.
+        # The harness's stopping criterion looks for the texts in a window of tokens, ours from the prompt on.
         stop_texts = _StopTexts(self.tokenizer, stop, context.shape[1])
         return super()._model_generate(
             context, max_length, [], custom_generate=partial(self._decode, stop_texts), **options
@@ -103,5 +103,6 @@ class _StopTexts(StoppingCriteria):
         self._prompt_length = prompt_length
         self._stopper = Stopper(1, stop=[text for text in texts if text], tokenizer=tokenizer)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> bool:
-        return self._stopper.at_stop_string(input_ids[0].tolist(), self._prompt_length)
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        stops = [self._stopper.at_stop_string(row, self._prompt_length) for row in input_ids.tolist()]
+        return torch.tensor(stops, device=input_ids.device)

@@ -123,7 +123,7 @@ class Warper:
 
     def __call__(self, _: NodeHistories | None, scores: Tensor) -> Tensor:
         """Warp scores, (..., vocab)."""
-        flat = scores.flatten(0, -2)
+        flat = scores.reshape(-1, scores.shape[-1])
         return self._processor(flat.new_empty(len(flat), 1, dtype=torch.long), flat).view(scores.shape)
 
 

@@ -245,6 +245,7 @@ def test_shared_slots(monkeypatch):
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_sigterm_while_both_run(tmp_path):
     command = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())"]
     options = ["demo", "--api", "--port", "0", "--device", "cpu"]

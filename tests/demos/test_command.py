@@ -132,6 +132,7 @@ def test_a_key_without_the_api(served):
     assert "api" not in served(env={"MMSPEC_API_KEY": "k"})  # which is for mmspec serve, too
 
 
+@pytest.mark.long
 def test_sigterm_during_a_race(tmp_path):
     """The process ends within seconds, and leaves no temporary files, processes and tracebacks."""
     script = "import sys; from mmspec.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -152,6 +153,7 @@ def test_sigterm_during_a_race(tmp_path):
     assert [path for path in tmp_path.iterdir() if path.name.startswith(("mmspec", "gradio"))] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_remove_uploads(number, tmp_path):
     # No models: loading takes long.

@@ -66,6 +66,7 @@ def check_copies(pipe: Pipeline) -> None:
     assert [*head, *(token for piece in stream for token in piece.token_ids)] == tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "drafter", "options"), CASES)
 def test_embedded_models(model: str, drafter: str, options: dict[str, Any]) -> None:
     if missing and model.startswith("smol"):

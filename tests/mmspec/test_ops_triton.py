@@ -11,11 +11,13 @@ pytest.importorskip("triton")
 from tests.compiling import SHARED
 
 
+@pytest.mark.long
 def test_interpreted_kernels_agree_with_loops():
     out = run("tests.mmspec.ops_grid", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton")
     assert out.splitlines()[-1] == f"{len(CHECKS)} passed, 0 failed"
 
 
+@pytest.mark.long
 def test_interpreted_kernels_say_what_generate_says():
     """Whole answers: every pass of the target, and of the drafter, goes through the kernels."""
     llava, *hybrids = run("tests.mmspec.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
@@ -41,6 +43,7 @@ def test_interpreted_kernels_say_what_generate_says():
         assert [part.split("=")[0] for part in hybrid.split()] == [model, *ran]
 
 
+@pytest.mark.long
 def test_kernels_compile_without_a_gpu(tmp_path):
     out = run("tests.mmspec.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
     built = [json.loads(line) for line in out.splitlines()]

@@ -376,6 +376,7 @@ def _process(rank: int, port: int, folder: Path, stop_at: int | None) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     alone = trainer(tmp_path / "alone", steps=8, batch=5)
     alone.train()

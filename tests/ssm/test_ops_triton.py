@@ -10,11 +10,13 @@ from tests.ssm.ops_grid import CASES, CHECKS
 pytest.importorskip("triton")
 
 
+@pytest.mark.long
 def test_interpreted_kernels_agree_with_the_reference():
     out = run("tests.ssm.ops_grid", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton")
     assert out.splitlines()[-1] == f"{len(CASES) * len(CHECKS)} passed, 0 failed"
 
 
+@pytest.mark.long
 def test_kernels_compile_without_a_gpu(tmp_path):
     out = run("tests.ssm.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
     built = [json.loads(line) for line in out.splitlines()]

@@ -95,12 +95,14 @@ def commit(target, paths):
 # ---------------------------------------------------------------------- logits at nodes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", UNLIMITED)
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 12), (3, 4), (3, 20)])
 def test_every_node_equals_its_path_in_one_go(name, batch, length):
     assert_trees_equal_paths(shared_model(name), text_inputs(batch, length), steps=3, seed=length)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HYBRID_CONFIGS)
 @pytest.mark.parametrize(("shape", "nodes"), [("chain", 9), ("star", 9), ("random", 1), ("random", 63)])
 def test_every_node_equals_its_path_token_by_token(name, shape, nodes):
@@ -154,6 +156,7 @@ def test_a_long_chain_behind_one_token():
 # ---------------------------------------------------------------------- tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HYBRID_CONFIGS)
 @pytest.mark.parametrize(
     ("batch", "length", "setting", "drafter"),
@@ -223,6 +226,7 @@ def test_half_precision(name):
 # ---------------------------------------------------------------------- states: the bugs that other engines had
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HYBRID_CONFIGS)
 def test_commit_at_every_node_is_the_sequential_state(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7, 8]])
@@ -262,6 +266,7 @@ def test_no_drafts_after_several_were_accepted(name):
     assert_same_states(target, 0, cache)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -308,6 +313,7 @@ def test_what_is_not_committed_leaves_no_trace(name):
         assert all(torch.equal(a, b) for a, b in zip(before, states_of(target), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -456,6 +462,7 @@ def test_a_pure_mamba_folder(tmp_path):
 # ---------------------------------------------------------------------- side by side
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bamba", "jamba", "zamba", "inkling_text", "zaya", *MIXER_CONFIGS])
 def test_threads_do_not_meet(name):
     assert_threads_share(shared_model(name))

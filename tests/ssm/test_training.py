@@ -219,6 +219,7 @@ def test_the_curriculum_starts_with_calculations(start: Callable[..., Trainer]) 
         assert {kind for kind, _ in pool} == kinds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed_at", [1, 4])
 def test_a_resumed_run_equals_an_uninterrupted_one(start: Callable[..., Trainer], killed_at: int) -> None:
     whole = start("whole")
@@ -239,6 +240,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(start: Callable[..., Trainer]
         assert torch.equal(value, resumed.task.network.state_dict()[name]), name
 
 
+@pytest.mark.long
 def test_the_loss_falls_and_is_reported_for_each_kind(start: Callable[..., Trainer]) -> None:
     rows: list[dict] = []
     run = start("falls", steps=60, warmup=5, checkpoint_minutes=9.0)

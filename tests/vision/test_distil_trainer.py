@@ -114,6 +114,7 @@ def test_msd_learns_to_predict_its_target(model: str, train: Callable[..., str],
     assert answers[0].token_ids == answers[1].token_ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "latents", "slots", "levels"),
     [

@@ -49,6 +49,7 @@ def test_what_travels_has_no_matrix_of_the_language_model() -> None:
     assert not list(folder.glob("tokenizer*"))
 
 
+@pytest.mark.long
 @needs_packages
 @needs_kernels
 def test_lists_equal_generate_and_are_correct(pipe: Pipeline) -> None:

@@ -161,6 +161,7 @@ def train_all(runs: Iterator[tuple[str, Trainer]]) -> list[str]:
     return [stage for stage, trainer in runs if trainer.train() is None]
 
 
+@pytest.mark.long
 def test_a_run_of_all_stages_gives_a_model_that_loads(
     language: tuple[Any, Any], language_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_run_of_all_stages_gives_a_model_that_loads(
     assert int((inputs.input_ids == 16).sum()) == 144
 
 
+@pytest.mark.long
 def test_a_resumed_run_skips_stages_that_are_done(language: tuple[Any, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = {"size": 0.1, "steps": (1, 1, 1), "language": language}
     runs = stages(tmp_path, **settings)
@@ -201,6 +203,7 @@ def test_a_resumed_run_skips_stages_that_are_done(language: tuple[Any, Any], tmp
     assert (tmp_path / "half" / CHECKPOINT).stat().st_mtime_ns == before
 
 
+@pytest.mark.long
 def test_a_run_continues_from_an_exported_model(language: tuple[Any, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = {"size": 0.1, "steps": (1, 1, 1), "language": language}
     train_all(stages(tmp_path / "first", **settings))

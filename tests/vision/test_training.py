@@ -236,6 +236,7 @@ def train_all(runs: Iterator[tuple[str, Trainer]]) -> Trainer:
     return trainer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed_at", [[("tower", 2)], [("language", 1), ("language", 3)]])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     start: Callable[..., Iterator[tuple[str, Trainer]]], killed_at: list[tuple[str, int]]
@@ -283,6 +284,7 @@ def test_minutes_are_split_between_the_stages(start: Callable[..., Iterator[tupl
         next(start("neither", steps=None))
 
 
+@pytest.mark.long
 def test_the_command_builds_a_model_that_transformers_loads(tmp_path: Path, tokenizer_folder: Path) -> None:
     shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
     options = ["--out", str(tmp_path), "--steps", "1", "2", "--size", "0.05", "--scenes", "0"]

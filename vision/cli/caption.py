@@ -10,7 +10,7 @@ import click
 
 from mmspec.cli.options import LOADING, OUT_FILE, Number, generation_options
 from mmspec.errors import UserError
-from mmspec.jobs import ENGINES
+from mmspec.jobs import ENGINES, import_ray
 from mmspec.vision.cli.folder import PROMPTS
 
 EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
@@ -59,6 +59,8 @@ def caption(
         if out is None:
             raise UserError(f"{file} is a folder: expected --out FILE for its captions, received none")
         settings = _folder_settings(file, prompt, video, options)
+        if engine == "ray":
+            import_ray()  # fails early when ray is missing
         if _caption_folder(settings, out, batch_size, engine, workers):
             click.get_current_context().exit(EXIT_SKIPPED)
         return

@@ -86,12 +86,17 @@ def test_a_perfect_chain_of_three_has_an_acceptance_length_of_four(pipe):
 
 def test_sampled_answers_equal_plain_decoding_with_the_same_seed(pipe, monkeypatch):
     seeds, sampler = [], SamplingParams.sampler
-    monkeypatch.setattr(SamplingParams, "sampler", lambda self, *rest: seeds.append(self.seed) or sampler(self, *rest))
+
+    def follow(self, *rest):
+        seeds.extend([] if self.seed is None else [self.seed])  # greedy requests have none
+        return sampler(self, *rest)
+
+    monkeypatch.setattr(SamplingParams, "sampler", follow)
     asked = conversations(["What is it?", "Which colour?", "Why?"], counted=1)
     study = AcceptanceStudy(pipe, {"msd": MSD(msd_network(pipe.model)), "recycle": Recycle()}, "6", [1.0], 2, 15)
     study.run("turns", asked)
-    # After the nine turns of the history: per round, six requests plainly and with each drafter, each with its seed.
-    assert seeds[9:] == [*range(6)] * 3 + [*range(1_000_000, 1_000_006)] * 3
+    # Per round, six requests plainly and with each drafter, each with its seed.
+    assert seeds == [*range(6)] * 3 + [*range(1_000_000, 1_000_006)] * 3
     assert len({tuple(pipe.generate("A", max_new_tokens=15, temperature=1.0, seed=k).token_ids) for k in range(3)}) == 3
     for stats in study.results.values():
         assert stats.to_dict()["equal"] == stats.to_dict()["requests"] == 12
@@ -103,7 +108,7 @@ def test_a_wrong_output_is_counted_and_recorded(pipe, monkeypatch):
 
     def corrupted(self):
         decode(self)
-        if self.drafter is not None:
+        if self._drafter is not None:
             self.running[0].history[-1] = 7
 
     monkeypatch.setattr(Engine, "_decode", corrupted)

@@ -75,6 +75,7 @@ def test_every_class_is_listed_once():
     assert not {"bert", "bart", "gemma3", "t5gemma2"} & names[TEXT]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "name", "outcome", "inputs"),

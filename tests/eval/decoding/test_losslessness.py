@@ -38,6 +38,7 @@ def test_a_selection_is_spread_evenly_over_the_models():
     assert len(set(select_cases(500))) == 500
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafter", ["oracle", *DRAFTERS_WITH_WEIGHTS])
 @pytest.mark.parametrize(
     ("name", "batch", "images"), [("llava", 3, 2), ("llava_bamba", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)]

@@ -59,6 +59,7 @@ def quick(tmp_path_factory):
     return result, json.loads(out.read_text()), written
 
 
+@pytest.mark.long
 def test_a_quick_run_has_all_parts(quick):
     _, content, written = quick
     parts = content["parts"]

@@ -158,6 +158,7 @@ def _frozen(monkeypatch):
         monkeypatch.setattr(table, "_learn", lambda *_: None)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_frozen")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("seed", [0, 1])
@@ -199,6 +200,7 @@ def test_a_sequence_is_drafted_as_if_it_were_alone(kind, seed, shapes, monkeypat
 # ---------------------------------------------------------------------- answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ngram", "recycle", "recycle+mamba"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_answers_are_those_of_generate_whoever_comes_and_goes(kind, seed, shapes, monkeypatch):

@@ -40,6 +40,7 @@ CASES += [(name, "ngram") for name in ("qwen2-window", "gemma3", "llava_next", *
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch", "params"), [(1, GREEDY), (3, DRAWN)], ids=["1-greedy", "3-drawn"])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_an_answer(name, kind, batch, params, monkeypatch):

@@ -79,6 +79,7 @@ def budget_of(rng):
     return rng.choice([Budget(0), Budget(3), Budget(12, 4), adaptive])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "drafter"), CASES)
 def test_a_schedule(name, drafter):
     check(name, drafter, range(1))

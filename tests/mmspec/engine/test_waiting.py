@@ -58,6 +58,7 @@ def budget_for(kind, steady):
     return SteadyBudget(CostTable((1, 64), (1e-3, 1.1e-3)), (3, 7), depth=4) if steady else Budget(12, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steady", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("batch", [1, 3])

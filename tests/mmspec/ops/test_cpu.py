@@ -171,6 +171,7 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(found, expected.float().transpose(1, 2).flatten(2), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_build_without_vector_instructions_gives_the_same_products(kind, tmp_path):

@@ -216,6 +216,7 @@ def check_answers(name, kind, batch, device="cpu"):
         assert absorbed > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_recorded")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -244,6 +245,7 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
     torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_recorded")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] not in ("plain", "ngram")])

@@ -32,6 +32,7 @@ def workers() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if "grammar_worker" in " ".join(one.cmdline())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schema", [PATTERN, WIDE], ids=["pattern", "wide"])
 def test_others_are_served_while_a_grammar_is_compiled(server: Served, schema: dict[str, Any]) -> None:
     server.post(constrained({"type": "boolean"}))  # starts a worker

@@ -64,6 +64,7 @@ class RetryingClient:
         return "".join(pieces)
 
 
+@pytest.mark.long
 def test_a_kill_a_restart_and_an_orderly_end(pipe: Pipeline) -> None:
     with ThreadPoolExecutor(1) as threads:
         with process("--port", "0", "--drafter", "none") as (running, url):
@@ -101,6 +102,7 @@ def check_an_orderly_end(running: subprocess.Popen[str], url: str) -> None:
     assert eventually(lambda: gone(workers))
 
 
+@pytest.mark.long
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """Streams, a request that waits, one that uploads its body and one that comes too late: no traceback, no delay."""
     with (

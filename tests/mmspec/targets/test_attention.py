@@ -1,6 +1,5 @@
 """The attention under trees against its formula, head by head."""
 
-import copy
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.targets.attention import NAME, PassAttention, tree_attention
+from mmspec.targets.attention import NAME, tree_attention
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 
@@ -89,10 +88,3 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(monkeypatch):
         target.prefill(prompt, 8)
     assert attention_of(model) == before
     assert not model.get_decoder()._forward_hooks
-
-
-def test_a_copy_serves_the_model_that_was_copied_along():
-    model = shared_model("qwen2")
-    copied, again = copy.deepcopy([model, PassAttention(model)])
-    with again.applied():
-        assert (copied.config._attn_implementation, model.config._attn_implementation) == (NAME, "sdpa")

@@ -168,6 +168,7 @@ def test_without_the_kernels_small_files_are_float32(file: Path, cache: Path, mo
     assert mmspec.load(str(file), drafter=None).target.model.dtype == torch.float32
 
 
+@pytest.mark.long
 @real
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_smollm2_decodes_as_generate_does(dtype: str) -> None:

@@ -139,10 +139,10 @@ def test_the_reader_of_the_package_is_its_own_again(
             self.tensors: list[Any] = []
 
     module: Any = ModuleType("gguf")
-    module.GGUFReader = Reader
+    module.GGUFReader, module.GGML_QUANT_SIZES = Reader, {}
     monkeypatch.setitem(sys.modules, "gguf", module)
     file, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    file.touch(), other.touch()
+    file.write_bytes(b"another format"), other.touch()
 
     class Read(SimpleNamespace):
         def save_pretrained(self, folder: Path) -> None:

@@ -31,6 +31,7 @@ def test_the_drafter_is_found_by_the_models_name() -> None:
     assert checkpoint.drafter_name(Path(model.drafters) / "drafter") == "recycle"
 
 
+@pytest.mark.long
 @needs_packages
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_it_drafts_and_changes_nothing(dtype: str) -> None:
