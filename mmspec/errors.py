@@ -17,6 +17,10 @@ class UserError(ValueError):
     """
 
 
+class SlowWarning(UserWarning):
+    """Decoding is much slower than it could be on this machine. The command line prints it as ``note: ...``."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -20,7 +21,7 @@ from mmspec.checks import nearest, shown
 from mmspec.core.drafter import Drafter
 from mmspec.drafters import checkpoint
 from mmspec.drafters.union import Union
-from mmspec.errors import UserError, explained
+from mmspec.errors import SlowWarning, UserError, explained
 from mmspec.ops import cpu
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
@@ -61,6 +62,8 @@ def load_target(
         adapter = plugins.target_class(config)
         model: Any = read_whole(adapter.auto_class, name, config=config, **options)
         processor = adapter.processor_class.read(name, **options)
+    if where.type == "cpu" and (kind in QUANTISED or gguf.stored_form(name) is not None) and (why := cpu.problem()):
+        warnings.warn(f"quantised weights decode several times slower here: {why}", SlowWarning, stacklevel=2)
     if kind == "auto" and where.type == "cpu":
         kind = _cpu_dtype(name, model)
     return adapter(_prepared(model.eval(), kind, where)), processor

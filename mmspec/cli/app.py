@@ -13,7 +13,7 @@ import click
 
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
-from mmspec.errors import UserError
+from mmspec.errors import SlowWarning, UserError
 from mmspec.extras import extra_of, missing
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
@@ -88,6 +88,8 @@ def _silence_libraries() -> None:
     if os.environ.get("MMSPEC_DEBUG") or "--debug" in sys.argv:
         return
     warnings.simplefilter("ignore")
+    warnings.simplefilter("once", SlowWarning)
+    warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmspec.cli import main
 from mmspec.ops import compiler, cpu
+from tests.standin import save_text_model
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 OTHER = 'extern "C" int other() { return 7; }\n'
@@ -186,6 +188,21 @@ def test_without_a_compiler_torchs_kernels_run(fresh: pytest.MonkeyPatch) -> Non
     assert not cpu.available()
     assert cpu.problem() == "expected a C++ compiler (g++ or clang++), found none"
     assert type(packed(torch.nn.Linear(64, 32), "int4")) is Int4Linear
+
+
+def test_the_command_line_says_so_in_one_line(
+    fresh: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save_text_model(tmp_path / "model"))
+    line = (
+        "note: quantised weights decode several times slower here: expected a C++ compiler (g++ or clang++), found none"
+    )
+    for path, dtype, lines in (("", "int4", [line]), ("", "float32", []), (os.environ["PATH"], "int4", [])):
+        fresh.setenv("PATH", path)
+        cpu._library.cache_clear()
+        options = ["--model", model, "--dtype", dtype, "--drafter", "none", "--max-new-tokens", "2", "--json"]
+        assert main(["generate", "A", *options]) == 0
+        assert [one for one in capfd.readouterr().err.splitlines() if "slower" in one] == lines
 
 
 def test_other_processors_have_torchs_kernels(fresh: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""An unexpected exception at any stage of a request reaches its client, and leaves the server as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mmspec.engine.sequence import Sequence
+from mmspec.engine.stopping import Stopper
+from mmspec.pipeline import Pipeline
+from mmspec.sampling.defaults import Defaults
+from mmspec.serving import responses
+from mmspec.serving.media import MediaReader
+from mmspec.serving.metrics import Metrics
+from tests.served import SCENE, Served, data_uri, eventually, question
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class BrokenError(Exception):
+    """What the stages raise."""
+
+
+def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose call of this number, from 0 on, raises."""
+    left = [number]
+
+    def called(*args: Any, **keywords: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise BrokenError("out of order")
+        return function(*args, **keywords)
+
+    return called
+
+
+# The object that owns a stage's function, given the pipeline; the function; the call that fails.
+STAGES: dict[str, tuple[Callable[[Pipeline], Any], str, int]] = {
+    "media": (lambda pipe: MediaReader, "read", 0),
+    "encoding": (lambda pipe: pipe.io, "encode", 0),
+    "defaults": (lambda pipe: Defaults, "complete", 0),
+    "stopping": (lambda pipe: Stopper, "room", 0),
+    "key of the batch": (lambda pipe: pipe.target, "kind", 0),
+    "queue": (lambda pipe: pipe.engine, "add", 0),
+    "prefill": (lambda pipe: pipe.target, "prefill_chunks", 0),
+    "first token": (lambda pipe: Sequence, "append", 0),
+    "verify pass": (lambda pipe: pipe.target, "forward_tree", 1),
+    "commit": (lambda pipe: pipe.target, "commit", 1),
+    "later token": (lambda pipe: Sequence, "append", 3),
+    "text": (lambda pipe: pipe.io, "decode", 0),
+    "later text": (lambda pipe: pipe.io, "decode", 2),
+    "figures of the first token": (lambda pipe: Metrics, "first_token", 0),
+    "figures of later tokens": (lambda pipe: Metrics, "next_tokens", 0),
+    "figures of the end": (lambda pipe: Metrics, "ended", 0),
+    "response": (lambda pipe: responses, "per_request", 0),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_reaches_the_client(
+    stage: str, n: int, stream: bool, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = question("Describe the image.", data_uri(SCENE), temperature=1.0, seed=2**64 - 1, n=n, stream=stream)
+    expected = server.post(body)
+    assert expected.status_code == 200
+    owner, name, number = STAGES[stage]
+    where = owner(server.pipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, at_call(number, getattr(where, name)))
+        response = server.post(body)
+    events = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: ")]
+    found = json.loads(events[-2] if events else response.text)
+    assert found["error"]["type"] == "server_error", response.text
+    assert "out of order" not in response.text  # nothing of the inside
+    assert response.status_code == (200 if events else 500)
+    assert not events or events[-1] == "[DONE]"
+    assert eventually(lambda: server.idle)
+    again = server.post(body)
+    assert again.status_code == 200
+    if not stream:
+        assert again.json()["choices"] == expected.json()["choices"]
