@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic as clock
 from typing import Any
 from unittest import mock
 
@@ -89,7 +90,7 @@ def run_server(
                 yield demo
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
-            _close(demo)
+            _close(demo, api)
 
 
 def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
@@ -136,10 +137,13 @@ def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int
                 raise
 
 
-def _close(demo: gr.Blocks) -> None:
+def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
     """Close the server; open pages and running requests have ``GRACE`` seconds to end."""
+    started = clock()
+    if api is not None:
+        api.state.drain.close_from_thread(GRACE)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for each; reset at a launch
-    demo.server.config.timeout_graceful_shutdown = GRACE
+    demo.server.config.timeout_graceful_shutdown = max(1, round(GRACE - (clock() - started)))
     demo.close(verbose=False)
 
 

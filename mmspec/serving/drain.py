@@ -19,6 +19,7 @@ class Drain:
 
     def __init__(self) -> None:
         self.closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the requests
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def close(self, seconds: float) -> None:
@@ -31,6 +32,19 @@ class Drain:
                 task.cancel()
             await asyncio.wait(tasks, timeout=1)
             await asyncio.sleep(0.05)  # their responses
+
+    def close_from_thread(self, seconds: float) -> None:
+        """``close`` from another thread than the event loop's."""
+        self.closing = True
+        if self._loop is not None and self._loop.is_running():
+            closed = asyncio.run_coroutine_threadsafe(self.close(seconds), self._loop)
+            with suppress(TimeoutError):
+                closed.result(seconds + 2)
+
+    def add(self, task: asyncio.Task[None]) -> None:
+        """A request has begun."""
+        self._loop = asyncio.get_running_loop()
+        self.tasks.add(task)
 
     def error(self) -> APIError:
         return APIError(503, "the server is stopping: try again later", headers={"Retry-After": "1"})
@@ -66,7 +80,7 @@ class Drained:
                 ended = not message.get("more_body", False)
 
         task = asyncio.ensure_future(self.app(scope, receive, watch))
-        self._drain.tasks.add(task)
+        self._drain.add(task)
         try:
             await asyncio.wait({task})
         finally:

@@ -269,8 +269,13 @@ def test_sigterm_while_both_run(tmp_path):
                 next(iter(job))
                 started = time.monotonic()
                 server.send_signal(signal.SIGTERM)
+                *_, failed, last = (line for line in lines if line)
+                assert json.loads(last[0].removeprefix("data: "))["error"]["message"].startswith(
+                    "the server is stopping"
+                )
+                assert last == "data: [DONE]"
                 assert server.wait(60) == 128 + signal.SIGTERM
-                assert time.monotonic() - started < 30  # 4 on an idle machine
+                assert time.monotonic() - started < 30  # 5 on an idle machine
             assert eventually(lambda: gone(workers))
         finally:
             server.kill()
