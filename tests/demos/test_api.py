@@ -269,7 +269,7 @@ def test_sigterm_while_both_run(tmp_path):
                 next(iter(job))
                 started = time.monotonic()
                 server.send_signal(signal.SIGTERM)
-                *_, failed, last = (line for line in lines if line)
+                *_, failed, last = filter(None, lines)
                 assert json.loads(last[0].removeprefix("data: "))["error"]["message"].startswith(
                     "the server is stopping"
                 )
