@@ -27,7 +27,7 @@ from mmspec.eval.decoding.coverage import NEW_TOKENS, NOT_BUILT, OUTCOMES, PUBLI
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result
 from mmspec.files import append_row, write_text
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 _DOCS = ROOT / "docs" / "models.md"
 _RESULT = ROOT / "eval" / "results" / "coverage.json"
 _LOG = ROOT / "build" / "coverage.jsonl"

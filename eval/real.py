@@ -43,7 +43,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 
 FORMS = ("bfloat16", "int8", "int4", UNPACKED)
 _LLAMA, _READ = "llama.cpp", "read"
-_TEXT = Path(__file__).parents[1] / "CONTRIBUTING.md"
+_TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."
 
 

@@ -320,10 +320,17 @@ class Pipeline:
         wakeup = Wakeup()
 
         def started() -> list[_Answer]:
-            return [answer for answer in answers if isinstance(answer, _Answer)]
+            return [answer for answer in answers if isinstance(answer, _Answer) and answer.started]
 
         def ready() -> bool:
-            return sum(not answer.sequence.done for answer in started()) < 2 * self.engine.slots
+            unfinished = [answer for answer in answers if isinstance(answer, _Answer) and not answer.done]
+            return len(unfinished) < 2 * self.engine.slots
+
+        def start() -> None:
+            with self.engine.together():
+                for answer in answers:
+                    if isinstance(answer, _Answer) and not answer.started:
+                        answer.start(wakeup)
 
         def result(answer: _Answer) -> Generation:
             wakeup.wait(lambda: answer.sequence.done)
@@ -331,8 +338,11 @@ class Pipeline:
 
         try:
             for call in calls:
-                wakeup.wait(ready)  # the inputs of waiting requests take memory
-                answers.append(attempt(partial(_Answer, self, call, wakeup)) if isinstance(call, Call) else call)
+                if not ready():  # the inputs of waiting requests take memory
+                    start()
+                    wakeup.wait(ready)
+                answers.append(attempt(partial(_Answer, self, call)) if isinstance(call, Call) else call)
+            start()
             return [attempt(partial(result, one)) if isinstance(one, _Answer) else one for one in answers]
         finally:
             self.engine.remove(answer.sequence for answer in started())
@@ -378,11 +388,11 @@ class Pipeline:
     def _begin(self, request: Mapping[str, Any], keywords: Mapping[str, Any], on_change: Callable[[], None]) -> _Answer:
         """Validate and queue a request."""
         (call,) = parse([request], keywords, self.io.options)
-        return _Answer(self, call, on_change)
+        return _Answer(self, call).start(on_change)
 
     def _pieces(self, call: Call) -> Iterator[Piece]:
         wakeup = Wakeup()
-        answer = _Answer(self, call, wakeup)
+        answer = _Answer(self, call).start(wakeup)
         try:
             while not answer.ended:
                 wakeup.wait(lambda: answer.sequence.has_output)
@@ -406,8 +416,9 @@ def _without(tokens: Container[int], decode: Callable[[list[int]], str], token_i
 class _Answer:
     """A request in the engine, and the text of its answer."""
 
-    def __init__(self, pipe: Pipeline, call: Call, on_change: Callable[[], None]) -> None:
+    def __init__(self, pipe: Pipeline, call: Call) -> None:
         self.pipe = pipe
+        self.started = False
         params, extras = pipe.defaults.complete(call.params), call.extras
         constraint = pipe.grammar(params)
         rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
@@ -425,8 +436,10 @@ class _Answer:
             tokenizer=pipe.io.tokenizer,
         )
         sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
-        recorded: dict[str, Any] = {"trace": extras.trace, "logprobs": extras.logprobs}
-        (self.sequence,) = pipe.add(prompt, sampler, stopper, extras.nodes, on_change=on_change, **recorded)
+        recorded = {"trace": extras.trace, "logprobs": extras.logprobs}
+        self._add = partial(pipe.add, prompt, sampler, stopper, extras.nodes, **recorded)
+        if extras.nodes is None:
+            pipe.calibrate()
         self.ended = False
         decode = partial(pipe.io.decode, **rendering)
         if constraint is not None:
@@ -435,6 +448,16 @@ class _Answer:
         self._detokenizer = Detokenizer(decode, params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece
         self._sent = 0  # tokens of earlier pieces
+
+    def start(self, on_change: Callable[[], None]) -> _Answer:
+        """Queue the request; returns this."""
+        (self.sequence,) = self._add(on_change=on_change)
+        self.started = True
+        return self
+
+    @property
+    def done(self) -> bool:
+        return self.started and self.sequence.done
 
     def check(self) -> None:
         """Raises the sequence's error, if any."""

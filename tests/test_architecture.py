@@ -26,8 +26,8 @@ PACKAGES = {
 
 LAYERS = [
     {"errors"},
-    {"checks", "extras", "files", "plugins", "progress", "worker", "workers"},
-    {"jobs", "ops"},
+    {"checks", "extras", "files", "progress", "worker", "workers"},
+    {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},
     {"targets"},

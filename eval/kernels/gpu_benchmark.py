@@ -23,7 +23,7 @@ from mmspec.eval.scale_up.axes import SHAPES, Shape
 from mmspec.eval.scale_up.models import shape_of
 from mmspec.loading import load_target
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 _TESTS_SECONDS = 120.0
 _TEST_PROCESSES = 8
 _WARNINGS = ("-W", "default::UserWarning", "-W", "default::FutureWarning")  # libraries warn on new devices

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from mmspec.core.budget import CostTable
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.sampling.defaults import Defaults
 
 Feature = int | str
 """Hidden states of a decoder: n is the input of layer n, ``output_of(n)`` its output as the layer returns it, and
@@ -164,8 +163,8 @@ class KeepsPrefixes(Protocol):
 class HasDefaults(Protocol):
     """Interface of a target whose model has sampling defaults of its own."""
 
-    def defaults(self) -> Defaults:
-        """The model's sampling defaults."""
+    def defaults(self) -> Any:
+        """The model's sampling defaults, a ``mmspec.sampling.defaults.Defaults``."""
 
 
 class Target(Protocol):

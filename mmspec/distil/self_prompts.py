@@ -75,9 +75,11 @@ def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: Sa
     prompt = torch.tensor([opening], device=target.device)
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
     sequences, wakeup = [], Wakeup()
-    for number in numbers:
-        drawn = replace(params, seed=zlib.crc32(f"prompt {params.seed} {number}".encode()))
-        sequences += pipe.add(Prompt(prompt, None), drawn.sampler(), stopper, 0, on_change=wakeup)
+    seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in numbers]
+    samplers = [replace(params, seed=seed).sampler() for seed in seeds]
+    with pipe.engine.together():
+        for sampler in samplers:
+            sequences += pipe.add(Prompt(prompt, None), sampler, stopper, 0, on_change=wakeup)
     try:
         wakeup.wait(lambda: all(sequence.done for sequence in sequences))
     finally:

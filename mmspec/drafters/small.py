@@ -5,6 +5,7 @@ Text only: visual positions of the prompt are dropped.
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
-from mmspec.targets.hub import cache_if_offline
+from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.support import read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -160,6 +161,10 @@ class Small(CapturedDrafter):
 
 def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
     location = plugins.model_path(name)
+    if is_path(location) and not os.path.exists(location):
+        raise UserError(
+            f"cannot load drafter {name!r}: expected a model's folder, name or hub id, there is no such folder"
+        )
     with cache_if_offline("drafter", location) as found:
         folder = completed.resolved(gguf.resolved(location))
         return read_whole(AutoModelForCausalLM, folder, trust_remote_code=trust_remote_code, **found)

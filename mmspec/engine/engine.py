@@ -10,7 +10,7 @@ import atexit
 import threading
 from collections import abc
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter as clock
 from typing import Any, TypeGuard
 from weakref import WeakSet, WeakValueDictionary
@@ -142,6 +142,10 @@ class Engine:
             self._scheduler.add(batch)
             self._wake()
         return sequences
+
+    def together(self) -> AbstractContextManager[Any]:
+        """A block whose sequences are scheduled together: the next step begins after it."""
+        return self._changed
 
     def remove(self, sequences: abc.Iterable[Sequence]) -> None:
         """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""

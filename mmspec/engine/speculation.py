@@ -12,6 +12,7 @@ from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.steady_budget import SteadyBudget
+from mmspec.errors import UserError
 from mmspec.ops import kernels
 
 _FREED = threading.Condition()
@@ -40,6 +41,7 @@ class Speculation:
         self._fixed: dict[int, Budget] = {}
         self._parts = _parts(drafter)
         self._searched = False  # for the target's stored cost
+        self._refused = False  # the target cannot be calibrated
         if drafter is not None:
             with self:
                 pass
@@ -98,8 +100,11 @@ class Speculation:
         with _CALIBRATION:
             if self.target.cost is None and not self._searched:
                 self.target.cost, self._searched = stored_cost(self.target), True
-            if refresh or (adaptive and self.drafter is not None and self.target.cost is None):
-                self.target.cost = cost_table(self.target.fork(), refresh=refresh)  # this one may have sequences
+            if refresh or (adaptive and self.drafter is not None and self.target.cost is None and not self._refused):
+                try:
+                    self.target.cost = cost_table(self.target.fork(), refresh=refresh)  # this one may have sequences
+                except UserError:  # a model with a short window takes no tree of every size
+                    self._refused = True
             return self.target.cost
 
     def budget_of(self, batch: int, nodes: int | None) -> Budget:
@@ -115,7 +120,8 @@ class Speculation:
             return self._fixed.setdefault(nodes, Budget(nodes))
         if self.budget is None:
             cost = self.calibrate()
-            assert cost is not None
+            if cost is None:
+                return self._fixed.setdefault(-1, Budget())
             steady = kernels.fixed_shapes(self.target.device)
             self.budget = (SteadyBudget if steady else AdaptiveBudget)(cost, batch=batch)
         if self.budget.drift and self.budget.drift.overestimated:

@@ -6,7 +6,7 @@ import torch
 from mmspec.core.tree import TokenTree
 from mmspec.ops import kernels
 from mmspec.ssm import ops
-from mmspec.ssm.ops import reference, selective
+from mmspec.ssm.ops import reference, tiles
 from tests.ssm.ops_grid import Allocations, Case, check_selective, check_selective_commit, draw, paths_to
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -19,8 +19,8 @@ def _plain_torch(monkeypatch):
 
 def test_tiles_of_channels(monkeypatch):
     """Several tiles per group, the last one narrower."""
-    monkeypatch.setattr(selective, "_TILE", (1, 1))
-    monkeypatch.setattr(selective, "_NARROWEST", 5)
+    monkeypatch.setattr(tiles, "_TILE", (1, 1))
+    monkeypatch.setattr(tiles, "_NARROWEST", 5)
     case = Case(batch=2, nodes=9, heads=4, groups=2)
     check_selective(case)
     check_selective_commit(case)
@@ -86,7 +86,7 @@ def test_rows_absorb_paths_of_different_lengths():
 
 def test_temporaries_are_limited(monkeypatch):
     """Those of a tile, not of all channels: its states at all nodes, or one in a commit."""
-    monkeypatch.setattr(selective, "_TILE", (1, 1))
+    monkeypatch.setattr(tiles, "_TILE", (1, 1))
     i = draw(Case(batch=1, nodes=64, heads=16, groups=2, head_dim=256, state=16, strided=False))
     inputs, state = i.selective, i.selective_state
     levels = ops.tree_levels(i.tree.ancestors)
@@ -94,7 +94,7 @@ def test_temporaries_are_limited(monkeypatch):
         ops.tree_selective(*inputs, state, levels)
     with Allocations() as committed:
         ops.commit_selective(*inputs[:4], state, i.deepest)
-    tile = selective._NARROWEST * 16
+    tile = tiles._NARROWEST * 16
     assert 0 < max(scanned.sizes) <= tile * 65
     assert tile * 65 < 0.2 * 64 * state.numel()
     assert 0 < max(committed.sizes) <= max(tile, i.deepest.shape[1] * 4096) < 0.6 * state.numel()

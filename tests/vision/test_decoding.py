@@ -326,7 +326,7 @@ def test_workers_ignore_sigint(decoder):
 
 def test_worker_that_cannot_start_raises(monkeypatch, decoder, capfd):
     monkeypatch.setattr(workers, "_PROGRAM", "import sys; sys.exit('no such luck')")
-    with pytest.raises(RuntimeError, match=r"the worker of vision\.decode_worker did not start: exit status 1"):
+    with pytest.raises(RuntimeError, match=r"the worker of mmspec\.vision\.decode_worker did not start: exit status 1"):
         decoder.load(CLIP)
     assert "no such luck" in capfd.readouterr().err
 

@@ -62,7 +62,7 @@ def test_existing_conversations_are_not_drawn_again(pipe, monkeypatch):
     drawn = texts(pipe)
     added = []
     add = pipe.engine.add
-    monkeypatch.setattr(pipe.engine, "add", lambda *arguments: added.append(0) or add(*arguments))
+    monkeypatch.setattr(pipe.engine, "add", lambda *given, **options: added.append(0) or add(*given, **options))
     assert not drawn.keys() & texts(pipe, done=set(drawn)).keys()
     assert len(added) == len(NUMBERS) - len(drawn)
 

@@ -152,11 +152,11 @@ def test_prefix_leaves_room_within_the_context(monkeypatch):
 def decoded(target, table, seconds, steps=40, batch=1, kind=AdaptiveBudget):
     """A pipeline whose budget has seen so many plain steps of a calibrated target; passes take ``seconds``."""
     pipe = mmspec.Pipeline(target, drafter=Ngram())
-    assert pipe._budget(batch, None)._table == table
+    assert pipe._speculation.budget_of(batch, None)._table == table
     pipe.budget = kind(table, batch=batch)
     for _ in range(steps):
-        pipe._budget(batch, None).observe(1, [[0]] * batch, 0.0, seconds)
-    return pipe._budget(batch, None)
+        pipe._speculation.budget_of(batch, None).observe(1, [[0]] * batch, 0.0, seconds)
+    return pipe._speculation.budget_of(batch, None)
 
 
 @pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
@@ -182,16 +182,16 @@ def test_a_few_fast_or_many_mixed_passes_forget_nothing(target, measured):
     calibrate.cost_table(target)
     pipe = mmspec.Pipeline(target, drafter=Ngram())
     for step in range(200):
-        pipe._budget(1, None).observe(1, [[0]], 0.0, 0.1 if step % 5 < 2 else 0.5)
+        pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1 if step % 5 < 2 else 0.5)
     assert calibrate.stored_cost(target) == TABLE
 
 
 def test_another_process_s_new_measurement_is_not_forgotten(target, measured):
     calibrate.cost_table(target)
     pipe = mmspec.Pipeline(target, drafter=Ngram())
-    pipe._budget(1, None)
+    pipe._speculation.budget_of(1, None)
     newer = {"tokens": [1, 2, 4], "seconds": [0.1, 0.2, 0.3]}
     calibrate._store(target, newer)
     for _ in range(40):
-        pipe._budget(1, None).observe(1, [[0]], 0.0, 0.1)
+        pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1)
     assert calibrate.stored_cost(target) == CostTable((1, 2, 4), (0.1, 0.2, 0.3))

@@ -3,11 +3,11 @@
 Pipelines that share a target or a drafter wait for each other's requests, never for the readers of these.
 """
 
-import _thread
 import asyncio
 import gc
 import itertools
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -438,11 +438,17 @@ def test_ctrl_c_ends_one_request(alone):
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt)
     stream, piece = begun(pipe)
-    timer = threading.Timer(0.2, _thread.interrupt_main)
-    timer.start()
+    main, steps, step = threading.main_thread().ident, itertools.count(), pipe.engine.step
+
+    def interrupt():
+        if next(steps) == 3:
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.5)
+        step()
+
+    pipe.engine.step = interrupt
     with pytest.raises(KeyboardInterrupt):
-        pipe.generate(PROMPTS[0], max_new_tokens=100_000, nodes=6)
-    timer.join()
+        pipe.generate(PROMPTS[0], max_new_tokens=40, nodes=6)
     assert streamed([piece, *stream]) == alone[PROMPTS[1]]
     assert free(pipe)
 

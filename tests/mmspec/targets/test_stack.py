@@ -14,9 +14,9 @@ from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import verify_greedy
 from mmspec.ops import cpu
-from mmspec.quantisation import decoder_layer
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
+from mmspec.targets import decoder_layer
 from mmspec.targets.decoder_layer import MergedLayer, merge_layers
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed
 from tests.compiled import needs_kernels
