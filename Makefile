@@ -59,7 +59,7 @@ fuzz-decoding: $(VENV)/.tested
 
 # MMSPEC_SCREENSHOTS=DIR keeps pictures of the page.
 browser: $(VENV)/.tested
-	$(BIN)/python -m pytest -r s -n 0 -m browser tests/demos
+	$(BIN)/python -m pytest -r s -n 0 --maxfail 3 -m browser tests/demos
 
 # ARGS picks some, e.g. ARGS="--python 3.13 --dependencies newest".
 pythons: $(VENV)/.created

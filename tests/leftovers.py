@@ -18,7 +18,9 @@ from typing import Any
 import psutil
 import torch
 
-ROOT = str(Path(__file__).resolve().parent.parent) + os.sep
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("demos", "eval", "mmspec", "ssm", "tests", "vision"))
+"""Folders of this tree's code; an environment (``.venv``) may lie beside them."""
 
 GRACE = 10.0
 """Seconds for threads and processes that are ending."""
@@ -40,6 +42,7 @@ PROCESSES = {
     "multiprocessing.resource_tracker": "one per process, for its whole life",
     "mmspec.vision.decode_worker": "of a server's decoder: they end with it, or with this process",
     "mmspec.sampling.grammar_worker": "of a server's trial of grammars: likewise",
+    "multiprocessing.forkserver": "of multiprocessing, for the whole life of the process that uses it",
 }
 """Processes that may stay, by a part of their command lines."""
 
@@ -53,6 +56,7 @@ ENVIRONMENT = {
     "PYTHONBREAKPOINT": "of ray",
     "KMP_": "of OpenMP, when torch is loaded",
     "TORCHINDUCTOR_": "of torch, when its compiler is imported",
+    "PATH": "of decord, when it is imported",
 }
 """Variables that may change, by the start of their names."""
 
@@ -119,7 +123,7 @@ def _ours(value: Any) -> bool:
     while isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__func__", value) if isinstance(value, staticmethod | classmethod) else value
-    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(ROOT)
+    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(PACKAGES)
 
 
 def threads() -> set[threading.Thread]:

@@ -7,6 +7,13 @@ import pytest
 from tests.demos.browsing import PATIENCE, PHONE, WIDE
 from tests.demos.serving import demo_server
 
+FLAGS = [
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # the page needs no other host
+]
+
 
 @pytest.fixture(scope="module")
 def address():
@@ -21,7 +28,7 @@ def browser():
     if path is None:
         pytest.skip("needs Chromium on the path: install the system's package")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        chromium = driver.chromium.launch(executable_path=path, args=FLAGS)
         yield chromium
         chromium.close()
 
