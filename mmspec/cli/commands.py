@@ -18,7 +18,6 @@ _HELP = {
     "generate": "Answer a text prompt.",
     "train": "Train models and drafters.",
     "eval": "Measure quality, acceptance and speed.",
-    "bench": "Time kernels and whole decoding loops.",
     "serve": "Serve a model through OpenAI's API.",
     "demo": "Open the web demo.",
     "info": "Show devices, versions, models and drafters.",

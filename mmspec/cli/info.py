@@ -14,13 +14,18 @@ from mmspec import __version__, plugins
 from mmspec.cli.options import json_option
 
 _PACKAGES = ("torch", "transformers", "av", "decord", "triton", "mamba-ssm", "causal-conv1d")
+_NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "do_sample")
 
 
 @click.command()
+@click.argument("model", required=False)
 @json_option
-def info(as_json: bool) -> None:
-    """Show devices, versions, attention in use, embedded models, registered targets and drafters."""
-    facts = collect()
+def info(model: str | None, as_json: bool) -> None:
+    """Show devices, versions, attention in use, models with their sampling defaults, targets and drafters.
+
+    MODEL, a registered name or a folder, shows that model alone instead of all registered ones.
+    """
+    facts = collect(model)
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -36,9 +41,11 @@ def info(as_json: bool) -> None:
     Console(markup=False, highlight=False).print(table)
 
 
-def collect() -> dict[str, Any]:
+def collect(model: str | None = None) -> dict[str, Any]:
     """Returns what ``mmspec info`` shows, as JSON values."""
     from mmspec.files import cache_folder
+
+    models = [entry.name for entry in plugins.registered("models")] if model is None else [model]
 
     return {
         "mmspec": __version__,
@@ -48,7 +55,7 @@ def collect() -> dict[str, Any]:
         "devices": _devices(),
         "attention": "torch's, with the tree as a 4D mask (eager where a model has no sdpa)",
         "kernels": _kernels(),
-        "models": [_model(entry.name) for entry in plugins.registered("models")],
+        "models": [_model(name) for name in models],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
         "drafters": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("drafters")],
         "calibrations": str(cache_folder()),
@@ -94,13 +101,23 @@ def _kernels() -> dict[str, str]:
 
 def _model(name: str) -> dict[str, Any]:
     try:
-        folder = Path(plugins.find("models", name)())
+        folder = Path(plugins.model_path(name))
         if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     except Exception as error:  # a plug-in may raise anything; others should still be listed
         return {"name": name, "problem": f"{type(error).__name__}: {error}"}
-    return {"name": name, "folder": str(folder), "bytes": size}
+    return {"name": name, "folder": str(folder), "bytes": size, "generation_config": _generation_config(folder)}
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """Entries of a model's ``generation_config.json`` that requests follow unless they set their own."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        return {}
+    entries = GenerationConfig.from_pretrained(folder).to_diff_dict()
+    return {name: value for name, value in entries.items() if value is not None and name not in _NOT_SAMPLING}
 
 
 def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
@@ -113,7 +130,11 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         return f"{d['name']}: {', '.join(details)}"
 
     def model(m: dict[str, Any]) -> str:
-        return f"{m['name']}: " + (m.get("problem") or f"{m['bytes'] / 1e6:.1f} MB in {m['folder']}")
+        if "problem" in m:
+            return f"{m['name']}: {m['problem']}"
+        defaults = ", ".join(f"{name} {value}" for name, value in m["generation_config"].items())
+        size = f"{m['name']}: {m['bytes'] / 1e6:.1f} MB in {m['folder']}"
+        return f"{size}; defaults of requests: {defaults}" if defaults else size
 
     return [
         ("mmspec", [facts["mmspec"]]),
@@ -122,7 +143,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("devices", [device(d) for d in facts["devices"]]),
         ("attention", [facts["attention"]]),
         ("kernels", [f"{device}: {name}" for device, name in facts["kernels"].items()]),
-        ("embedded models", [model(m) for m in facts["models"]]),
+        ("models", [model(m) for m in facts["models"]]),
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [f"{d['name']}: {d['class']}" for d in facts["drafters"]]),
         ("calibrations", [facts["calibrations"]]),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mmspec.demos.racing import Race
+from mmspec.demos.racing import Race, race
 from mmspec.demos.streaming import StreamedAnswer
 from mmspec.engine.stats import Stats
 
@@ -52,3 +54,26 @@ def test_answers_of_one_token_have_no_speed_of_decoding(tokens: int, known: bool
 @pytest.mark.parametrize(("equal", "finished"), [(None, False), (False, True), (True, True)])
 def test_a_race_has_ended_when_it_is_compared(equal: bool | None, finished: bool) -> None:
     assert Race([lane("none"), lane("msd")], equal).finished is finished
+
+
+class _Recorded:
+    """A pipeline that records the calls of ``generate``, each of which fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def generate(self, *, max_new_tokens: int, **request: Any) -> None:
+        self.calls.append(max_new_tokens)
+        if len(self.calls) > 1:
+            raise AssertionError("warmed up twice")
+
+
+@pytest.mark.parametrize(("limit", "tokens"), [(5, 5), (64, 8)])
+def test_all_methods_are_warmed_up(monkeypatch: pytest.MonkeyPatch, limit: int, tokens: int) -> None:
+    pipes = {name: _Recorded() for name in ("none", "msd")}
+    loaded = SimpleNamespace(name="tiny", pipeline=pipes.__getitem__)
+    monkeypatch.setattr("mmspec.demos.racing.resolved", lambda method, pipe: method)
+    monkeypatch.setattr("mmspec.demos.racing.stream_answer", lambda pipe, name, *_: iter([lane(name)]))
+    *_, last = race(loaded, ["none", "msd"], {"prompt": "Hi"}, {"max_new_tokens": limit})  # type: ignore[arg-type]
+    assert last.equal
+    assert [pipe.calls for pipe in pipes.values()] == [[tokens], [tokens]]

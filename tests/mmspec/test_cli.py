@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
 import mmspec
 from mmspec import plugins
@@ -142,6 +143,19 @@ def test_info_lists_registered_plug_ins(run: Run) -> None:
     assert facts["packages"]["torch"] in out
 
 
+def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    defaults = {"repetition_penalty": 1.2, "suppress_tokens": [3]}
+    GenerationConfig(eos_token_id=2, do_sample=True, temperature=0.5, **defaults).save_pretrained(folder)
+    (facts,) = json.loads(run("info", str(folder), "--json")[1])["models"]
+    assert facts["generation_config"] == {"temperature": 0.5, **defaults}
+    shown = " ".join(run("info", str(folder))[1].split())
+    assert "defaults of requests:" in shown
+    assert "repetition_penalty 1.2" in shown
+    (missing,) = json.loads(run("info", str(tmp_path / "none"), "--json")[1])["models"]
+    assert missing["problem"].startswith("expected a model in")
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -259,7 +273,7 @@ def test_checkpoint_without_all_its_weights(run: Run, model: str, tmp_path: Path
 
 
 def test_internal_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(model: str | None) -> None:
         raise RuntimeError("two\nlines \x1b[31m")
 
     monkeypatch.setattr("mmspec.cli.info.collect", broken)
