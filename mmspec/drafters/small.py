@@ -163,7 +163,7 @@ def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
     location = plugins.model_path(name)
     if is_path(location) and not os.path.exists(location):
         raise UserError(
-            f"cannot load drafter {name!r}: expected a model's folder, name or hub id, there is no such folder"
+            f"cannot load drafter 'small:{name}': expected a model's folder, name or hub id, there is no such folder"
         )
     with cache_if_offline("drafter", location) as found:
         folder = completed.resolved(gguf.resolved(location))
