@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmspec.vision.embedded import samples
 
-PATIENCE = 1000 * int(os.environ.get("MMSPEC_BROWSER_PATIENCE", "60"))  # milliseconds
+PATIENCE = 1000 * int(os.environ.get("MMSPEC_BROWSER_PATIENCE", "120"))  # milliseconds
 IMAGE, VIDEO = str(samples() / "scene.png"), str(samples() / "clip.mp4")
 CHOSEN_VIDEO = "video:visible:not(.gallery-item video)"  # the thumbnails are videos, too
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
