@@ -8,6 +8,7 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 - ``mmspec.drafters``: drafter classes; the constructor takes the text after the colon of ``name:argument``, if any.
 - ``mmspec.processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
   (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
+- ``mmspec.prompts``: functions from a number to that many requests, for training commands without data of the user.
 - ``mmspec.models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.engine import Engine
 from mmspec.engine.sequence import Sequence as Decoded
 from mmspec.eval.decoding.tiny_models import eagle3_network, mamba_network, msd_network, mtp_network, vispec_network
 from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
+from mmspec.vision.drafters.vispec.drafter import ViSpec
 from tests.tiny import shared_model
 
 DRAFTERS: dict[str, Callable[[Any], Any]] = {

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from mmspec.eval.decoding.tiny_models import msd_network
+from mmspec.vision.drafters.msd.network import MSDConfig
 from tests.targets import prompt_of, row_of
 from tests.watching import check_drafts
 
@@ -103,6 +104,8 @@ def plain_entries(network, hidden, embeds, visual):
     """The layer's inputs for a sequence of entries, (length, hidden) each, and their positions."""
     c, inputs, positions = network.config, [], []
     fuse = lambda j, e: network.fc(torch.cat([e, hidden[j]]))  # noqa: E731
+    if not isinstance(c, MSDConfig):
+        visual = [False] * len(embeds)
     j = 0
     while j < len(embeds):
         end = j

@@ -22,13 +22,17 @@ from torch import Tensor
 import mmspec
 from mmspec import ops
 from mmspec.core.drafter import Drafter
+from mmspec.drafters.eagle.drafter import Eagle
+from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
 from mmspec.eval.decoding.tiny_models import (
     eagle3_network,
+    eagle_network,
     mamba_network,
     msd_network,
     mtp_network,
@@ -39,10 +43,8 @@ from mmspec.eval.decoding.tiny_models import (
     vispec_network,
 )
 from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Eagle, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
+from mmspec.vision.drafters.vispec.drafter import ViSpec
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -161,7 +163,7 @@ def _make_drafter(model: Any, case: Case, references: list[list[int]]) -> Drafte
     if case.drafter == "msd":
         return MSD(msd_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "eagle":
-        return Eagle(msd_network(model), top_k=4, depth=4, total_tokens=12)
+        return Eagle(eagle_network(model), top_k=4, depth=4, total_tokens=12)
     if case.drafter == "eagle3":
         return Eagle3(eagle3_network(model), torch.arange(0, 101, 2)[:40], top_k=4, depth=4, total_tokens=12)
     if case.drafter == "flash":

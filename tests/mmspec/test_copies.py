@@ -15,7 +15,7 @@ import torch
 import mmspec
 from mmspec import plugins
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.union import Union
 from mmspec.eval.decoding.tiny_models import mamba_network
 from mmspec.pipeline import Pipeline

@@ -11,7 +11,7 @@ import mmspec
 from mmspec import SamplingParams, UserError
 from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.loading import make_drafter
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.vision.drafters.vispec.drafter import ViSpec
 from tests.drafting import check_drafts, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model

@@ -11,7 +11,7 @@ from PIL import Image
 import mmspec
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.engine.engine import Engine
 from mmspec.eval import acceptance
 from mmspec.eval.decoding.acceptance_study import AcceptanceStudy, Condition, paired_differences, with_totals
@@ -19,7 +19,7 @@ from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.harness.acceptance import AcceptanceStats
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.sampling.params import SamplingParams
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import save_llava
 
 PICTURES = [Image.new("RGB", (9, 9), (90 * k, 9, 9)) for k in range(3)]

@@ -14,7 +14,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.drafters.chain import as_chain
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval import hybrid
 from mmspec.eval.decoding.tiny_models import mamba_network, msd_network
 from mmspec.eval.decoding.trees_and_chains import compare_trees_with_chains, fastest, methods_by_kind
@@ -25,7 +25,7 @@ from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_meth
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.ssm.training.architecture import Architecture, new_model
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import tokenizer
 
 SIZE = Architecture(

@@ -19,7 +19,7 @@ from mmspec.eval.scale_up.models import scale_up, shape_of
 from mmspec.eval.scale_up.pipeline import prompt_tokens
 from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
-from mmspec.vision.drafters.msd import Flash
+from mmspec.vision.drafters.msd.drafter import Flash
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each
 GROUPED = Shape(320, 400, 9, 16, 4, 64, 896)  # larger query groups, same vocabulary

@@ -23,7 +23,7 @@ from mmspec.eval.suite.run import run_suite
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import save_llava, save_text_model
 
 METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"

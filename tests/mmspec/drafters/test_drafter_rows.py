@@ -16,8 +16,8 @@ from mmspec.core.drafter import features
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.recycled import Recycled
+from mmspec.drafters.recycle.device import Recycled
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.stopping import Stopper
@@ -25,7 +25,7 @@ from mmspec.eval.decoding.tiny_models import mamba_network, text_inputs, vision_
 from mmspec.ops import graphs, kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.vision.drafters.msd import MSD, Flash
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from tests.decoding import SteppedEngine
 from tests.device import Replayed, as_launches
 from tests.drafting import network_for

@@ -17,7 +17,7 @@ from mmspec.core.tree import build_tree
 from mmspec.core.verify import verify_greedy
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.eval.decoding.tiny_configs import TINY_SIZES
 from mmspec.eval.decoding.tiny_models import text_inputs

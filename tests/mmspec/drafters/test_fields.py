@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmspec import UserError
-from mmspec.drafters.recycle import Recycle
-from mmspec.eval.decoding.tiny_models import mamba_network, msd_network, text_inputs
+from mmspec.drafters.eagle.drafter import Eagle
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.eval.decoding.tiny_models import eagle_network, mamba_network, msd_network, text_inputs
 from mmspec.loading import make_drafter
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.vision.drafters.msd import MSD, Eagle, Flash
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
@@ -34,7 +35,7 @@ def _recycle(target):
 
 _MAKE = {
     "msd": lambda target: MSD(msd_network(target.model), torch.arange(20)),
-    "eagle": lambda target: Eagle(msd_network(target.model)),
+    "eagle": lambda target: Eagle(eagle_network(target.model)),
     "flash": lambda target: Flash(msd_network(target.model, latents=2, slots=3, visual_states=True)),
     "mamba": lambda target: Mamba(mamba_network(), torch.arange(30)),
     "recycle": _recycle,

@@ -8,7 +8,7 @@ from mmspec import UserError
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import learns, lend, members
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.eval.decoding.tiny_models import text_inputs

@@ -7,8 +7,10 @@ from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.rows import batch_bucket
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
+from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.tiny_models import (
@@ -23,10 +25,8 @@ from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget, node_bucket
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
+from mmspec.vision.drafters.vispec.drafter import ViSpec
 from tests.decoding import decode
 from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of

@@ -8,8 +8,10 @@ import torch
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
+from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
@@ -27,10 +29,8 @@ from mmspec.ops.transfer import on_device
 from mmspec.sampling.sampler import Sampler
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
+from mmspec.vision.drafters.vispec.drafter import ViSpec
 from tests.decoding import decode
 from tests.device import Replayed, as_launches, on_a_gpu
 from tests.drafting import network_for

@@ -1,0 +1,1 @@
+"""Native MTP drafter."""

@@ -1,0 +1,1 @@
+"""MSD and FLASH drafters."""
