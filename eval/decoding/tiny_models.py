@@ -27,7 +27,7 @@ from mmspec.eval.decoding.tiny_configs import (
     VISION_START,
     VOCAB,
 )
-from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
+from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
 from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
 from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
 

@@ -36,10 +36,12 @@ def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> No
     """Write an EAGLE-3 head so that vLLM or SGLang can serve it, and any engine that reads these formats."""
     from mmspec.drafters.eagle3.drafter import Eagle3
     from mmspec.drafters.eagle3.export import export as write
-    from mmspec.loading import load_config, make_drafter
+    from mmspec.drafters.registry import make_drafter, registered_name
+    from mmspec.loading import load_config
 
     head = make_drafter(str(drafter.resolve()))
     if not isinstance(head, Eagle3):
-        name = getattr(head, "name", type(head).__name__)
-        raise UserError(f"{drafter}: format {layout} is for EAGLE-3 heads, the drafter is of kind {name}")
+        raise UserError(
+            f"{drafter}: format {layout} is for EAGLE-3 heads, the drafter is of kind {registered_name(head)}"
+        )
     write(head, load_config(model), out, layout, tokens)

@@ -38,6 +38,7 @@ def info(as_json: bool) -> None:
 
 def collect() -> dict[str, Any]:
     """Returns what ``mmspec info`` shows, as JSON values."""
+    from mmspec.drafters.registry import drafter_specs
     from mmspec.files import cache_folder
 
     return {
@@ -50,7 +51,7 @@ def collect() -> dict[str, Any]:
         "kernels": _kernels(),
         "models": [_model(entry.name) for entry in plugins.registered("models")],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
-        "drafters": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("drafters")],
+        "drafters": [{"name": spec.name, "class": spec.location, "summary": spec.summary} for spec in drafter_specs()],
         "calibrations": str(cache_folder()),
     }
 
@@ -124,6 +125,6 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("kernels", [f"{device}: {name}" for device, name in facts["kernels"].items()]),
         ("embedded models", [model(m) for m in facts["models"]]),
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
-        ("drafters", [f"{d['name']}: {d['class']}" for d in facts["drafters"]]),
+        ("drafters", [f"{d['name']}: {d['summary']}" for d in facts["drafters"]]),
         ("calibrations", [facts["calibrations"]]),
     ]

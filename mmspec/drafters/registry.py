@@ -104,7 +104,8 @@ def drafters_for(home: Path) -> list[str]:
     alone = [spec.name for spec in drafter_specs() if spec.alone]
     if not home.exists():
         return [AUTO, *alone]
-    folders = [folder for at in plugins.drafter_homes(home) for folder in (at / "drafter", *sorted(at.glob("drafter-*")))]
+    homes = plugins.drafter_homes(home)
+    folders = [folder for at in homes for folder in (at / "drafter", *sorted(at.glob("drafter-*")))]
     own = [name for name in map(checkpoint.drafter_name, folders) if name]
     first = plugins.default_drafter(home)
     return list(dict.fromkeys([*([] if first == AUTO else [first]), *own, *alone]))

@@ -85,7 +85,7 @@ def test_requests_do_not_share_learned_drafts():
     first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
     assert first.trees == again.trees
     assert first.stats.num_draft_tokens > 0
-    (table,) = pipe.drafter.drafters
+    (table,) = pipe.drafter.members
     assert isinstance(table, Recycle)
     assert table.entries == 0
     assert loaded.pipeline("none").drafter is None

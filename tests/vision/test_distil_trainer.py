@@ -25,8 +25,8 @@ from mmspec.cli.drafters import eagle3
 from mmspec.distil.features import Features
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
 from mmspec.vision.cli.drafters import flash, msd
 from mmspec.vision.distil.msd import fit_projection

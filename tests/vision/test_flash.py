@@ -15,10 +15,10 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.eagle.drafter import Eagle
 from mmspec.drafters.hidden_state import levels
 from mmspec.drafters.hidden_state.entries import packing
+from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec.eval.decoding.tiny_models import eagle_network, text_inputs, vision_inputs
-from mmspec.loading import make_drafter
 from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from mmspec.vision.drafters.msd.latents import find_images
 from tests.compiled import needs_kernels

@@ -8,9 +8,9 @@ import torch
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.eagle.drafter import Eagle
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec.eval.decoding.tiny_models import eagle_network, text_inputs, vision_inputs
-from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork

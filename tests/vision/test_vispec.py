@@ -9,8 +9,8 @@ import torch
 
 import mmspec
 from mmspec import SamplingParams, UserError
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
-from mmspec.loading import make_drafter
 from mmspec.vision.drafters.vispec.drafter import ViSpec
 from tests.drafting import check_drafts, plain_layer, states_of
 from tests.targets import prompt_of, row_of
@@ -171,7 +171,7 @@ def test_every_missing_and_every_further_tensor_is_named(tmp_path):
 
 def test_other_kinds_are_refused(tmp_path):
     config = CONFIGS["llava_next"]
-    with pytest.raises(UserError, match="expected the tensors of a vispec drafter, received msd"):
+    with pytest.raises(UserError, match="expected exactly the tensors of layout vispec, received missing imadpt"):
         make_drafter(f"vispec:{write(tmp_path / 'msd', LLAVA)}")
     with pytest.raises(UserError, match=r"expected exactly the tensors of layout eagle, received unknown imadpt"):
         make_drafter(f"eagle:{write(tmp_path / 'vispec', config, vispec_tensors(config))}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Prompt, Step, Target
-from mmspec.drafters import checkpoint, published
+from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
 from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
@@ -87,14 +87,6 @@ class Eagle(HiddenStateDrafter):
         tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
         super().__init__(network, rotary, 1, draft_ids, **tree, verifier=verifier)
         self.features = ("last", *config.reads)
-
-    @classmethod
-    def recognises(cls, folder: Path) -> bool:
-        """Whether a folder contains a published drafter of this kind, or one known to be unsupported."""
-        found = published.recognise(folder)
-        return cls.layout is not None and (
-            found == cls.layout.name or (cls.name == "msd" and found in published.REFUSED)
-        )
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:

@@ -24,7 +24,6 @@ from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.published import recognise
 from mmspec.errors import UserError
 
 _WATCHED = 128
@@ -66,25 +65,6 @@ class Eagle3(PositionedDrafter):
         super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
         self.features = ()  # known when attached
         self._passes, self._emitted = 0, 0.0  # with drafts, while watched
-
-    @classmethod
-    def recognises(cls, folder: Path) -> bool:
-        """Whether a folder contains a published EAGLE-3 head."""
-        return recognise(folder) == "eagle3"
-
-    @classmethod
-    def parse_argument(cls, argument: str) -> tuple[str, dict[str, Any]]:
-        """Split the text after ``eagle3:`` into a folder and arguments of ``from_checkpoint``.
-
-        ``FOLDER@2,16,29`` reads the inputs of these layers of the target, ``FOLDER@outputs:1,15,28`` the outputs.
-        """
-        folder, at, layers = argument.rpartition("@")
-        if not at:
-            return argument, {}
-        kind, _, numbers = layers.rpartition(":")
-        if kind not in ("", "inputs", "outputs") or not all(one.isdecimal() for one in numbers.split(",")):
-            raise UserError(f"layers to read must be as in FOLDER@2,16,29 or FOLDER@outputs:1,15,28: got @{layers}")
-        return folder, {"reads": [int(one) for one in numbers.split(",")], "outputs": kind == "outputs"}
 
     @classmethod
     def from_checkpoint(cls, folder: Path, reads: list[int] | None = None, outputs: bool = False) -> Self:

@@ -84,7 +84,6 @@ class HiddenStateDrafter(CapturedDrafter):
         self.verifier = verifier
         self._rotary, self._layers = rotary, layers
         self._beyond = 0  # by how much the next position of a row may exceed its tokens
-        self._target: Target | None = None
         self._scores: Callable[[Tensor], Tensor] | None = None
         super().__init__()
 
@@ -134,6 +133,13 @@ class HiddenStateDrafter(CapturedDrafter):
         Args:
             probe: (1, hidden), an embedding of the target, for device and dtype.
         """
+
+    @property
+    def tree_size(self) -> int:
+        return self.total_tokens
+
+    def draft_chains(self, length: int) -> None:
+        self.top_k, self.depth, self.total_tokens = 1, length, length
 
     @abstractmethod
     def states(self, step: Step) -> Tensor:

@@ -19,7 +19,7 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.mtp.network import MTPConfig, MTPNetwork
-from mmspec.drafters.mtp.published import has_mtp, read_mtp
+from mmspec.drafters.mtp.published import read_mtp
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class MTP(PositionedDrafter):
     """
 
     name: ClassVar[str] = "mtp"
-    in_target: ClassVar[bool] = True  # its checkpoint is the target's
 
     def __init__(
         self,
@@ -50,11 +49,6 @@ class MTP(PositionedDrafter):
         verifier: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(network, 1, None, top_k=top_k, depth=depth, total_tokens=total_tokens, verifier=verifier)
-
-    @classmethod
-    def recognises(cls, folder: Path) -> bool:
-        """Whether a folder is the checkpoint of a target with an MTP layer."""
-        return has_mtp(folder)
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:

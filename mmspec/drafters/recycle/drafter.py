@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
@@ -45,7 +46,7 @@ class _Settings(Checked):
     pairs: bool = True
 
 
-class Recycle:
+class Recycle(Drafter):
     """Token Recycling drafter.
 
     The table persists between requests until ``reset``. With static shapes it is on the device
@@ -67,7 +68,6 @@ class Recycle:
         self._table: dict[Context, Ranking] = {}
         self._vocab: int | None = None
         self._verifier: Mapping[str, Any] | None = None
-        self._target: Target | None = None
         self._last: list[Context] = []  # per row, the token before the root, and the root
         self._asked = False  # for drafts, in this step
         self._recycled: Recycled | None = None  # device table, with static shapes
@@ -172,11 +172,13 @@ class Recycle:
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.core.drafter.continuations``; none from the device's table."""
         if self._recycled is not None:
-            return ()
+            return ()  # the table is on the device
         before, last = (*self._last[row], *path)[-2:]
         return [(token, p) for token, p, _ in self._successors((before, last))]
+
+    def draft_chains(self, length: int) -> None:
+        self.width = 1
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         if self._recycled is not None:

@@ -7,9 +7,9 @@ import torch
 
 from mmspec import ops
 from mmspec.eval.decoding.losslessness import (
-    DRAFTERS_WITH_WEIGHTS,
     MODELS,
     SETTINGS,
+    TRAINED,
     Case,
     case_inputs,
     compare_case,
@@ -24,9 +24,9 @@ from tests.tiny import shared_model
 def test_vision_models_have_all_settings_with_all_drafters_with_weights():
     found = {(c.model, c.batch, c.images, c.setting, c.drafter) for c in select_cases()}
     for name in VISION_CONFIGS:
-        for drafter in DRAFTERS_WITH_WEIGHTS:
+        for drafter in TRAINED:
             assert {(name, b, i, s, drafter) for b in (1, 3) for i in (0, 1, 2) for s in SETTINGS} <= found
-    others = {model for model, *_, drafter in found if drafter in DRAFTERS_WITH_WEIGHTS} - set(VISION_CONFIGS)
+    others = {model for model, *_, drafter in found if drafter in TRAINED} - set(VISION_CONFIGS)
     assert others == {"llama", "bamba"}
 
 
@@ -39,7 +39,7 @@ def test_a_selection_is_spread_evenly_over_the_models():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", ["oracle", *DRAFTERS_WITH_WEIGHTS])
+@pytest.mark.parametrize("drafter", ["oracle", *TRAINED])
 @pytest.mark.parametrize(
     ("name", "batch", "images"), [("llava", 3, 2), ("llava_bamba", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)]
 )

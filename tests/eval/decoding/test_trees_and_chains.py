@@ -12,18 +12,17 @@ import mmspec
 from mmspec import TokenTree, UserError
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
-from mmspec.drafters.chain import as_chain
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval import hybrid
 from mmspec.eval.decoding.tiny_models import mamba_network, msd_network
-from mmspec.eval.decoding.trees_and_chains import compare_trees_with_chains, fastest, methods_by_kind
+from mmspec.eval.decoding.trees_and_chains import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.drafters import ProfiledDrafter
 from mmspec.eval.harness.prompts import held_out_texts
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.pipeline import Pipeline
-from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.training.architecture import Architecture, new_model
 from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import tokenizer

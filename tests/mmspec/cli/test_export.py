@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from mmspec import plugins
 from mmspec.cli import main
 from mmspec.core.budget import Budget
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_models import text_inputs
-from mmspec.loading import make_drafter
 from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, QWEN3_VL, cut, head_tensors, write_head
 from tests.targets import prompt_of
 from tests.tiny import shared_model

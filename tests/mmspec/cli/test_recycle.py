@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import mmspec
 from mmspec import UserError
 from mmspec.cli.recycle import recycle
-from mmspec.loading import make_drafter
+from mmspec.drafters.registry import make_drafter
 from tests.standin import save_llava, save_text_model
 
 

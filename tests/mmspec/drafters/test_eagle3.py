@@ -15,8 +15,8 @@ from mmspec.core.target import output_of
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Config, default_reads
 from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_models import eagle3_network, text_inputs, vision_inputs
-from mmspec.loading import make_drafter
 from tests.eagle3 import (
     GEMMA4,
     GPT_OSS,

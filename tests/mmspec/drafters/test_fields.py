@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from mmspec import UserError
 from mmspec.drafters.eagle.drafter import Eagle
 from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_models import eagle_network, mamba_network, msd_network, text_inputs
-from mmspec.loading import make_drafter
-from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from tests.targets import prompt_of

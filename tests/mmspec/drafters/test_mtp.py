@@ -23,9 +23,9 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import convert, network_config
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_configs import GATED_DELTA_CONFIGS
 from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
-from mmspec.loading import make_drafter
 from tests.mtp import PlainMTP, check_mtp, entries_of, mtp_tensors, write_target
 from tests.standin import tokenizer
 from tests.targets import prompt_of, row_of

@@ -10,7 +10,7 @@ from mmspec.drafters import published
 from mmspec.drafters.eagle3 import published as published_eagle3
 from mmspec.drafters.eagle3.drafter import Eagle3, network_from
 from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.loading import make_drafter
+from mmspec.drafters.registry import make_drafter
 from tests.eagle3 import DRAFT, GEMMA4, GPT_OSS, LLAMA3, QWEN2_5_VL, QWEN3, QWEN3_VL, cut, head_tensors, write_head
 from tests.tiny import shared_model
 

@@ -9,10 +9,10 @@ from mmspec.core.budget import Budget
 from mmspec.core.drafter import learns, lend, members
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.eval.decoding.tiny_models import text_inputs
-from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.drafters.test_drafters import begun, paths
 from tests.tiny import shared_model

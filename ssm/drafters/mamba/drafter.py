@@ -26,7 +26,7 @@ from mmspec.drafters.growth import grow_tree
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork, State
+from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork, State
 from mmspec.targets.support import lay_out_for_few_rows
 
 
@@ -68,7 +68,6 @@ class Mamba(CapturedDrafter):
         TreeShape(top_k, depth, total_tokens)
         self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
         self.verifier = verifier
-        self._target: Target | None = None
         self._head = torch.empty(0)  # (draft tokens, hidden)
         super().__init__()
 
@@ -121,6 +120,13 @@ class Mamba(CapturedDrafter):
     @property
     def parts(self) -> tuple[RowState, ...]:
         return self._output, *(part for layer in self._state for part in layer)
+
+    @property
+    def tree_size(self) -> int:
+        return self.total_tokens
+
+    def draft_chains(self, length: int) -> None:
+        self.top_k, self.depth, self.total_tokens = 1, length, length
 
     @property
     def limits(self) -> tuple[int, int]:
