@@ -90,7 +90,7 @@ def load(
         model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
             (``smollm2``), or a model of transformers, which stays on its device and in its dtype.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
-            ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
+            ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
         device: a torch device name; ``"auto"`` is a GPU if there is one.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"int8"`` and ``"int4"`` quantise

@@ -94,7 +94,7 @@ def parse_shape(method: str) -> tuple[str, int | None]:
     """A drafter's specification and the draft tokens per step of ``SPEC@N`` or ``SPEC@chainN``; None is adaptive."""
     if found := re.fullmatch(r"(.+)@(\d+)", method):
         if not int(found[2]):
-            raise UserError(f"a method must have one node or more: got {method!r}")
+            raise UserError(f"a method's shape must be tree, chain, chainN or a number above 0: got {method!r}")
         return found[1], int(found[2])
     sized = re.fullmatch(r".+@chain(\d+)", method)
     return method, int(sized[1]) if sized else None

@@ -49,13 +49,16 @@ class Selection:
         """Parse a specification.
 
         Raises:
-            UserError: a drafter is missing between two ``+``, or plain decoding is part of a union or drafts chains.
+            UserError: an unknown shape, a drafter is missing between two ``+``, or plain decoding is part of a union or
+                drafts chains.
         """
         if os.path.exists(text):
             return cls((text,))
         drafters, _, shape = text.rpartition("@")
         found = _SHAPE.fullmatch(shape) if drafters else None
         if found is None:
+            if drafters and ":" not in text:  # else it belongs to an argument
+                raise UserError(f"a drafter's shape must be tree, chain or chainN: got {shape!r}")
             drafters = text
         names = tuple(drafters.split("+"))
         chain = None if found is None or found[1] else int(found[3] or LONGEST_CHAIN)

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
+from mmspec.core.drafter import Drafter
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
@@ -39,14 +40,11 @@ def conversations(questions=("What is it?",), counted=0):
     return [Conversation(tuple(questions), (picture,), counted=counted) for picture in PICTURES]
 
 
-class ChainOracle:
+class ChainOracle(Drafter):
     """Drafts the next ``length`` tokens of the known answers, given in the order of the requests, as a chain."""
 
     def __init__(self, answers, length):
         self.answers, self.length, self.number = answers, length, -1
-
-    def attach(self, target):
-        pass
 
     def begin(self, prompt, step, history):
         self.history, self.start = history[0], len(prompt.histories()[0])

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
+from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.engine.budget import AdaptiveBudget
@@ -87,10 +88,8 @@ def test_no_prompt_is_drafted_from_its_own_answer(folder):
     assert often.drafter._table == once.drafter._table
 
 
-class RootDrafter:
+class RootDrafter(Drafter):
     """Drafts no tokens, so every step emits one token whatever the budget."""
-
-    def attach(self, target): ...
 
     def begin(self, prompt, step, history): ...
 

@@ -97,7 +97,7 @@ def test_a_recycle_chain_drafts_the_likeliest_successor_and_learns_all(folder):
 def test_drafters_without_a_width_cannot_draft_chains(folder):
     target = mmspec.load(folder, drafter=None).target
     assert as_chain(Ngram(), 3, target).width == 1
-    with pytest.raises(UserError, match="chains need a drafter with a width or top_k: ProfiledDrafter has neither"):
+    with pytest.raises(UserError, match="chains need a drafter that can draft them: ProfiledDrafter cannot"):
         as_chain(ProfiledDrafter(Ngram()), 3, target)
 
 

@@ -20,6 +20,7 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.cli import main
 from mmspec.core.budget import Budget
+from mmspec.drafters.mtp import SPEC
 from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import convert, network_config
@@ -297,4 +298,4 @@ def test_a_layer_of_another_target_is_refused(tmp_path):
     other = shared_model("llama")
     with pytest.raises(UserError, match=r"trained for target of .* of type qwen3_5_text: got LlamaForCausalLM"):
         drafter.attach(plugins.target_class(other.config)(other))
-    assert MTP.recognises(folder)
+    assert SPEC.recognises(folder)
