@@ -55,11 +55,11 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
         return Union([made for part in name.split("+") if (made := tiny_drafter(part, model)) is not None])
     spec = drafter_spec(name)
     if name == "small":
-        return spec.load()(text_model("llama"), top_k=TREE["top_k"])  # type: ignore[no-any-return]
+        return spec.load()(text_model("llama"), top_k=TREE["top_k"])
     if spec.alone:
         return spec.make()
     tree = TREE | {key: settings.pop(key) for key in TREE if key in settings}
     network = NETWORKS[name](model, **settings)
     rows = 40 if name == "eagle3" else draft_tokens  # rows of its own output layer
     ids = {} if rows is None or name == "mtp" else {"draft_ids": torch.arange(rows)}
-    return spec.load()(network, **ids, **tree)  # type: ignore[no-any-return]
+    return spec.load()(network, **ids, **tree)

@@ -111,7 +111,7 @@ class Recycled(CapturedDrafter):
         self._pairs.key.fill_(-1)
 
     @torch.inference_mode()
-    def begin(self, ends: Tensor, step: Step, first: Tensor) -> None:
+    def begin(self, ends: Tensor, step: Step, first: Tensor) -> None:  # type: ignore[override]
         """Append rows for new sequences.
 
         Args:
