@@ -202,13 +202,3 @@ def check(model, inputs, drafter, **asked):
         return [plain_gain(drafter, target, hidden, embeds, visual, path) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
-
-
-def assert_same_drafter(again, drafter):
-    """Kind, configuration, tree shape, draft vocabulary and weights of a saved drafter and of the loaded one."""
-    assert type(again) is type(drafter)
-    assert again.network.config == drafter.network.config
-    assert (again.top_k, again.depth, again.total_tokens) == (drafter.top_k, drafter.depth, drafter.total_tokens)
-    assert torch.equal(again.draft_ids, drafter.draft_ids)
-    for name, tensor in drafter.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor)

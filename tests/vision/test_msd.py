@@ -11,10 +11,9 @@ from mmspec.drafters.eagle.drafter import Eagle
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec.eval.decoding.tiny_models import eagle_network, text_inputs, vision_inputs
-from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
-from tests.drafting import assert_same_drafter, check, network_for, plain_layer, states_of
+from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 
@@ -116,18 +115,6 @@ def test_a_tree_is_bounded_by_the_drafters_own_limits():
 
 
 # ---------------------------------------------------------------------- checkpoints
-
-
-def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
-    model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    drafter = MSD(network_for(model), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
-    drafter.save(tmp_path, target)
-    again = make_drafter(str(tmp_path))
-    assert_same_drafter(again, drafter)
-    again.attach(target)
-    with pytest.raises(UserError, match=r"trained for .*LlavaForConditionalGeneration.*: got .*Qwen3ForCausalLM"):
-        again.attach(TransformersTarget(shared_model("qwen3")))
 
 
 def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):

@@ -60,7 +60,7 @@ class Eagle(HiddenStateDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full one.
-        top_k, depth, total_tokens, verifier: see ``HiddenStateDrafter``.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "eagle"

@@ -46,7 +46,7 @@ class Eagle3(PositionedDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, the target's token of each row of the network's output layer; None is the identity.
-        top_k, depth, total_tokens, verifier: see ``HiddenStateDrafter``.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "eagle3"

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
@@ -24,13 +21,14 @@ from mmspec.core.target import Feature, Step, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
-from mmspec.drafters.checkpoint import TREE, TreeShape
+from mmspec.drafters.captured import RowState, path_of, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation
 from mmspec.drafters.hidden_state.levels import Levels, NativeCell, TokenLinear
+from mmspec.drafters.hidden_state.passes import allowed_slots, run
 from mmspec.drafters.published import check_target
+from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.targets.packing import pack_drafter
 
@@ -38,7 +36,7 @@ AHEAD = 1024
 """KV slots reserved after a prompt."""
 
 
-class HiddenStateDrafter(CapturedDrafter):
+class HiddenStateDrafter(TrainedDrafter):
     """See the module.
 
     Args:
@@ -46,10 +44,7 @@ class HiddenStateDrafter(CapturedDrafter):
         rotary: rotary positions of its layers.
         layers: number of its layers.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole one.
-        top_k: nodes extended per level, and children per node.
-        depth: maximum tree depth.
-        total_tokens: maximum number of drafted nodes.
-        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:
         fuse: network inputs of drafted tokens, (batch, nodes, any), from draft-vocabulary indices, (batch, nodes)
@@ -60,32 +55,14 @@ class HiddenStateDrafter(CapturedDrafter):
     fuse: Callable[[Tensor, Tensor], Tensor]
     into: TokenLinear
     native: NativeCell | None = None
-    name: ClassVar[str]  # as registered
-    learns: ClassVar[bool] = False
     features: Sequence[Feature] = ("last",)
+    beyond = 0  # by how much the next position of a row may exceed its tokens
     published: dict[str, Any] | None = None  # target of a published checkpoint, see ``published.check_target``
 
-    def __init__(
-        self,
-        network: Any,
-        rotary: Rotary,
-        layers: int,
-        draft_ids: Tensor | None,
-        *,
-        top_k: int,
-        depth: int,
-        total_tokens: int,
-        verifier: dict[str, Any] | None,
-    ) -> None:
-        self.network = network.eval().requires_grad_(False)
-        self.draft_ids = draft_ids
-        TreeShape(top_k, depth, total_tokens)
-        self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
-        self.verifier = verifier
+    def __init__(self, network: Any, rotary: Rotary, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
         self._rotary, self._layers = rotary, layers
-        self._beyond = 0  # by how much the next position of a row may exceed its tokens
         self._scores: Callable[[Tensor], Tensor] | None = None
-        super().__init__()
+        super().__init__(network.eval().requires_grad_(False), draft_ids, **settings)
 
     def reset(self, static: bool = False) -> None:
         super().reset(static)
@@ -93,14 +70,6 @@ class HiddenStateDrafter(CapturedDrafter):
         self._output = RowTensor(static)  # (rows, hidden or 2 * hidden), at each row's last entry
         self._position = RowTensor(static)  # (rows,) int64, of the next entry
         self._history: list[list[int]] = []
-
-    def save(self, folder: Path, target: Any) -> None:
-        """Write a drafter checkpoint for ``target``."""
-        tensors = dict(self.network.state_dict())
-        if self.draft_ids is not None:
-            tensors["draft_ids"] = self.draft_ids
-        settings = {name: getattr(self, name) for name in TREE}
-        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -133,13 +102,6 @@ class HiddenStateDrafter(CapturedDrafter):
         Args:
             probe: (1, hidden), an embedding of the target, for device and dtype.
         """
-
-    @property
-    def tree_size(self) -> int:
-        return self.total_tokens
-
-    def draft_chains(self, length: int) -> None:
-        self.top_k, self.depth, self.total_tokens = 1, length, length
 
     @abstractmethod
     def states(self, step: Step) -> Tensor:
@@ -187,7 +149,7 @@ class HiddenStateDrafter(CapturedDrafter):
             allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
         alone = not (self.static or self.cache.rows)
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
-        outputs = self.forward(x, rotation, allowed, cache)
+        outputs = run(self.network, x, rotation, allowed, cache)
         cache.commit_prompt(entries, mask, len(x))
         if alone:
             self.cache = cache
@@ -205,16 +167,12 @@ class HiddenStateDrafter(CapturedDrafter):
     # ------------------------------------------------------------------ steps
 
     @property
-    def limits(self) -> tuple[int, int]:
-        return self.depth, self.total_tokens
-
-    @property
     def _version(self) -> tuple[Hashable, ...]:
         return *super()._version, self._rotary.version
 
     def reserve(self, width: int) -> None:
         self.cache.reserve_nodes(width + self.top_k * self.slots * (self.depth + 1))
-        longest = max(map(len, self._history)) + self._beyond
+        longest = max(map(len, self._history)) + self.beyond
         self._rotary.reserve(longest + self.depth, self.network.fc.weight)
 
     def advance(self, accepted: list[int]) -> None:
@@ -230,7 +188,7 @@ class HiddenStateDrafter(CapturedDrafter):
         batch, width = tokens.shape
         x = self.inputs(tokens, states)
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
-        outputs = self.forward(x, self.rotation(batch, width), self.allowed(chain), self.cache)
+        outputs = run(self.network, x, self.rotation(batch, width), allowed_slots(self.cache, chain), self.cache)
         if self.static:
             self.cache.commit_on_device(path_of(length, width))
         else:
@@ -254,43 +212,6 @@ class HiddenStateDrafter(CapturedDrafter):
         step = torch.arange(count, device=self._position.data.device)
         return self._rotary(self._position.data[:batch, None] + step)
 
-    def allowed(self, reach: Tensor) -> Tensor:
-        """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, after the prefix unless shapes are static."""
-        cache = self.cache
-        if self.static:
-            return reach[:, None]
-        batch, nodes = reach.shape[:2]
-        prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
-        return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
-
-    def forward(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
-        """Run the network on new entries and write them to the cache.
-
-        Args:
-            x: (batch, nodes, any), inputs.
-            rotation: rotation of their positions.
-            allowed: attention mask, see ``allowed``; None for a prompt without padding.
-            cache: the KV cache.
-
-        Returns:
-            (batch, nodes, hidden or 2 * hidden).
-        """
-        if cache.in_place:
-            cache.set_write_slots(x.shape[1])
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
-            entry: Any = cache.layers[layer]
-            keys, values = entry.update(k, v)
-            if cache.in_place:
-                assert cache.bounds is not None
-                assert allowed is not None
-                bounds = cache.bounds.first(len(q))
-                read = ops.tree_attention(q, keys, values, bounds.lengths, allowed[:, 0], start=bounds.start)
-                return read.transpose(1, 2)
-            return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
-
-        return self.network(x, rotation, attend)
-
     def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from what the network's ``begin``
         returned."""
@@ -300,14 +221,3 @@ class HiddenStateDrafter(CapturedDrafter):
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """``children`` by their tokens and the network's log probabilities; for subclasses."""
         return tokens, log_probs
-
-    @property
-    def target(self) -> Target:
-        """The attached target."""
-        assert self._target is not None, "attach comes first"
-        return self._target
-
-    def join(self, rows: int, static: bool) -> None:
-        if not self.rows:
-            self._beyond = 0
-        super().join(rows, static)

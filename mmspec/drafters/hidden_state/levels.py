@@ -14,6 +14,7 @@ from mmspec import ops
 from mmspec.drafters.growth import Reach
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
+from mmspec.drafters.hidden_state.passes import allowed_slots, run
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
@@ -152,7 +153,7 @@ class Levels:
         self._block = []
         reach = self._reach(origin)
         x, rotation = drafter.fuse(tokens, predicted), self._rotation(reach.shape[1])
-        outputs = drafter.forward(x, rotation, self._mask(reach), drafter.cache)
+        outputs = run(drafter.network, x, rotation, self._mask(reach), drafter.cache)
         self._passes += 1
         drafter.cache.offset += reach.shape[1]
         return drafter.network.begin(outputs[:, slots - 1 :: slots])
@@ -169,15 +170,15 @@ class Levels:
         return cos.repeat(1, chains, 1, 1), sin.repeat(1, chains, 1, 1)
 
     def _mask(self, reach: Tensor) -> Tensor:
-        """See ``HiddenStateDrafter.allowed``; all passes share the prefix part."""
+        """See ``allowed_slots``; all passes share the prefix part."""
         drafter = self._drafter
         if drafter.static:
-            return drafter.allowed(reach)
+            return allowed_slots(drafter.cache, reach)
         prefix = drafter.cache.length
         if self._passes == 0:
             most = drafter.top_k * self._slots
             passes = -(-drafter.depth // self._slots) - 1
-            self._allowed = drafter.allowed(reach.new_ones(len(reach), most, most * passes))
+            self._allowed = allowed_slots(drafter.cache, reach.new_ones(len(reach), most, most * passes))
         mine = self._allowed[:, :, : reach.shape[1], : prefix + reach.shape[2]]
         mine[:, 0, :, prefix:] = reach
         return mine

@@ -59,6 +59,11 @@ class PositionedDrafter(HiddenStateDrafter):
         axes = step.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
         position = axes.amax((0, 2)) + 1
         # Positions of a video's frames follow their times, and may exceed the number of tokens.
-        self._beyond = max(self._beyond, int((position - tokens).max()))
+        self.beyond = max(self.beyond, int((position - tokens).max()))
         self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
         return self._rotary.by_axis(axes, self._axis), position
+
+    def join(self, rows: int, static: bool) -> None:
+        if not self.rows:
+            self.beyond = 0
+        super().join(rows, static)

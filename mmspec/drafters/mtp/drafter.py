@@ -34,7 +34,7 @@ class MTP(PositionedDrafter):
 
     Args:
         network: the trained network, moved to the target's device and dtype.
-        top_k, depth, total_tokens, verifier: see ``HiddenStateDrafter``.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "mtp"

@@ -6,7 +6,7 @@ state, computed from its parent's.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,9 +20,10 @@ from mmspec.core.target import Prompt, Step, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import CapturedDrafter, RowState, write_last
+from mmspec.drafters.captured import RowState, write_last
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
@@ -37,21 +38,16 @@ class _Settings(TreeShape):
     network: MambaConfig
 
 
-class Mamba(CapturedDrafter):
+class Mamba(TrainedDrafter):
     """Mamba-2 drafter for targets of the same vocabulary. Image placeholders are treated as tokens.
 
     Args:
         network: the trained network, moved to the target's device; in the target's dtype on a GPU, where weight reads
             dominate, else float32.
-        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full one.
-        top_k: nodes extended per level, and children per node.
-        depth: maximum tree depth.
-        total_tokens: maximum number of drafted nodes.
-        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
+        draft_ids, top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "mamba"  # as registered
-    learns: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -63,13 +59,9 @@ class Mamba(CapturedDrafter):
         total_tokens: int = 40,
         verifier: dict[str, Any] | None = None,
     ) -> None:
-        self.network = network
-        self.draft_ids = draft_ids
-        TreeShape(top_k, depth, total_tokens)
-        self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
-        self.verifier = verifier
         self._head = torch.empty(0)  # (draft tokens, hidden)
-        super().__init__()
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, draft_ids, **tree, verifier=verifier)
 
     def reset(self, static: bool = False) -> None:
         super().reset(static)
@@ -87,14 +79,6 @@ class Mamba(CapturedDrafter):
         checkpoint.load_exactly(network, tensors, folder)
         tree = {name: getattr(settings, name) for name in TREE}
         return cls(network, draft_ids, **tree, verifier=verifier)
-
-    def save(self, folder: Path, target: Any) -> None:
-        """Write a drafter checkpoint for ``target``."""
-        tensors = dict(self.network.state_dict())
-        if self.draft_ids is not None:
-            tensors["draft_ids"] = self.draft_ids
-        settings = {name: getattr(self, name) for name in TREE}
-        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -120,17 +104,6 @@ class Mamba(CapturedDrafter):
     @property
     def parts(self) -> tuple[RowState, ...]:
         return self._output, *(part for layer in self._state for part in layer)
-
-    @property
-    def tree_size(self) -> int:
-        return self.total_tokens
-
-    def draft_chains(self, length: int) -> None:
-        self.top_k, self.depth, self.total_tokens = 1, length, length
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        return self.depth, self.total_tokens
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:

@@ -8,6 +8,7 @@ import torch
 from mmspec import ops
 from mmspec.eval.decoding.losslessness import (
     MODELS,
+    ORACLE,
     SETTINGS,
     TRAINED,
     Case,
@@ -39,13 +40,12 @@ def test_a_selection_is_spread_evenly_over_the_models():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", ["oracle", *TRAINED])
 @pytest.mark.parametrize(
     ("name", "batch", "images"), [("llava", 3, 2), ("llava_bamba", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)]
 )
 @pytest.mark.parametrize("setting", ["greedy", "sampled", "sampled-filtered"])
-def test_drafting_changes_no_token(name, batch, images, setting, drafter):
-    case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=drafter)
+def test_drafting_changes_no_token(name, batch, images, setting):
+    case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=ORACLE)
     reference, difference = compare_case(shared_model(name), case, new_tokens=12)
     assert difference is None
     assert reference.shape[1] > case_inputs(case)["input_ids"].shape[1] + 3

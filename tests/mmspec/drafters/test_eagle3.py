@@ -254,46 +254,7 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
 # ---------------------------------------------------------------------- whole answers
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen3_vl", "qwen2_5_vl", "bamba", "llava_bamba"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_answers_are_those_of_generate_and_of_plain_sampling(name, batch, tmp_path):
-    model = shared_model(name)
-    published = {"qwen3_vl": QWEN3_VL, "qwen2_5_vl": QWEN2_5_VL}.get(name, LLAMA3)
-    drafter, _ = head(tmp_path, cut(published), kind="bin")
-    inputs = vision_inputs(name, batch) if name.startswith("llava") or name.endswith("vl") else text_inputs(batch)
-    options = dict(max_new_tokens=16, eos_token_id=None, pad_token_id=0)
-    out = mmspec.generate(
-        model, drafter=drafter, nodes=8, do_sample=False, return_dict_in_generate=True, **inputs, **options
-    )
-    with torch.no_grad():
-        assert torch.equal(out.sequences, model.generate(**inputs, do_sample=False, **options))
-    assert all(stats.num_draft_tokens > 0 for stats in out.stats)
-    sampled = []
-    for one in (None, drafter):
-        torch.manual_seed(5)
-        sampled.append(mmspec.generate(model, drafter=one, nodes=8, do_sample=True, **inputs, **options))
-    assert torch.equal(*sampled)
-
-
 # ---------------------------------------------------------------------- checkpoints
-
-
-def test_a_saved_head_comes_back(tmp_path):
-    model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    config = cut(QWEN3_VL, [0, 1, 2], target_model_type="llava", norm_output=True)
-    drafter, tensors = head(tmp_path / "a", config, embedding=True)
-    drafter.save(tmp_path / "b", target)
-    again = make_drafter(str(tmp_path / "b"))
-    assert again.network.config == drafter.network.config
-    assert torch.equal(again.draft_ids, drafter.draft_ids)
-    for name, value in drafter.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], value)
-    again.top_k = 3
-    check_head(model, vision_inputs("llava"), again, config, tensors, [0, 1, 2], new=6)
-    other = shared_model("llama")
-    with pytest.raises(UserError, match=r"trained for .*LlavaForConditionalGeneration.*: got .*LlamaForCausalLM"):
-        again.attach(plugins.target_class(other.config)(other))
 
 
 def test_scaled_rotary_positions_are_those_of_transformers(tmp_path):

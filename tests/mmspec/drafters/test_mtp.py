@@ -138,26 +138,6 @@ def test_trees_while_sampling(tmp_path):
     check_mtp(model, vision_inputs("qwen3_5", 2), drafter, tensors, params=SamplingParams(temperature=1.0), new=8)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_answers_are_those_of_generate_and_of_plain_sampling(name, batch, tmp_path):
-    """By its name, for a model that transformers has loaded from the folder."""
-    folder, _, _ = native(tmp_path, name, shards=True)
-    model, inputs = loaded(folder, name), inputs_of(name, batch)
-    options = dict(max_new_tokens=16, eos_token_id=None, pad_token_id=0)
-    out = mmspec.generate(
-        model, drafter="mtp", nodes=8, do_sample=False, return_dict_in_generate=True, **inputs, **options
-    )
-    with torch.no_grad():
-        assert torch.equal(out.sequences, model.generate(**inputs, do_sample=False, **options))
-    assert all(stats.num_draft_tokens > 0 for stats in out.stats)
-    sampled = []
-    for one in (None, "mtp"):
-        torch.manual_seed(5)
-        sampled.append(mmspec.generate(model, drafter=one, nodes=8, do_sample=True, **inputs, **options))
-    assert torch.equal(*sampled)
-
-
 @torch.no_grad()
 def test_a_layer_that_predicts_the_target_is_accepted(tmp_path):
     """Of a target that says after each token the same next one, with a layer that passes on its embedding."""
@@ -209,21 +189,6 @@ def test_the_command_line(tmp_path, capfd):
         answers.append(json.loads(capfd.readouterr().out))
     assert [answer["stats"]["num_draft_tokens"] > 0 for answer in answers] == [True, True, True, False]
     assert all(answer["token_ids"] == answers[-1]["token_ids"] for answer in answers)
-
-
-def test_a_saved_layer_comes_back(tmp_path):
-    folder, drafter, tensors = native(tmp_path, "qwen3_5_text")
-    model = loaded(folder, "qwen3_5_text")
-    target = plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    drafter.save(tmp_path / "saved", target)
-    again = make_drafter(str(tmp_path / "saved"))
-    assert again.network.config == drafter.network.config
-    again.top_k = 3
-    check_mtp(model, text_inputs(2), again, tensors, new=6)
-    # In the target's folder, it is used in place of the checkpoint's own.
-    (tmp_path / "saved").rename(folder / "drafter-mtp")
-    assert make_drafter("mtp", str(folder)).verifier is not None
 
 
 def test_a_folder_without_the_layer_is_one_line(tmp_path, capfd):
