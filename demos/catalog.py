@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from mmspec import plugins
 from mmspec.demos.chat_request import DEFAULT_MODELS, Kind
-from mmspec.demos.methods import DEFAULT, PLAIN, available, drafter_of
+from mmspec.demos.methods import available, drafter_of
+from mmspec.drafters.registry import AUTO, PLAIN
 from mmspec.errors import UserError
 
 
@@ -46,7 +47,7 @@ class Catalog:
         plain, default, *others = available(model)
         folders = (name for name in self.drafters if "/" in name)
         allowed = [name for name in (*others, *folders) if self._allows(name)]
-        return [plain, default if self._allows(default) else DEFAULT, *allowed]
+        return [plain, default if self._allows(default) else AUTO, *allowed]
 
     def _allows(self, method: str) -> bool:
         return self.open or drafter_of(method) in self.drafters
@@ -71,6 +72,4 @@ def make_catalog(models: Sequence[str] = (), drafters: Sequence[str] = (), *, op
     all_models = [*models, *(installed if open or not models else [])]
     all_drafters = [*drafters, *(registered if open or not drafters else [])]
     default = models[0] if models else DEFAULT_MODELS["image"]
-    return Catalog(
-        tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([DEFAULT, *all_drafters, PLAIN])), default, open
-    )
+    return Catalog(tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([AUTO, *all_drafters, PLAIN])), default, open)

@@ -21,10 +21,11 @@ from mmspec.demos.chat_request import (
     Kind,
     Upload,
 )
-from mmspec.demos.methods import DEFAULT, FEWEST, MOST
+from mmspec.demos.methods import FEWEST, MOST
 from mmspec.demos.racing import Race
 from mmspec.demos.service import Service, not_uploaded_error
 from mmspec.demos.streaming import StreamedAnswer
+from mmspec.drafters.registry import AUTO
 from mmspec.errors import UserError
 
 
@@ -154,7 +155,7 @@ def _comparisons(service: Service, given: dict[str, Any]) -> Iterator[Comparison
             raise UserError(f"methods must be a list of names: got {methods!r}")
         kind: Kind = kinds[0] if kinds else "text"
         upload = given[kind] if kinds else None
-        chat = _parse_request({**given, "kind": kind, "upload": upload, "drafter": DEFAULT})
+        chat = _parse_request({**given, "kind": kind, "upload": upload, "drafter": AUTO})
         return service.race(chat, methods)
 
     for race in _gradio_errors(start):

@@ -11,29 +11,11 @@ from pathlib import Path
 from mmspec import plugins
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Target
-from mmspec.drafters import checkpoint
-from mmspec.drafters.chain import LONGEST_CHAIN, as_chain
+from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 
-PLAIN, DEFAULT, CHAIN = "none", "auto", "@chain"
+CHAIN = "@chain"
 FEWEST, MOST = 2, 4  # methods of a race
-
-_LABELS = {
-    "none": "Plain",
-    "auto": "Default drafter",
-    "ngram": "n-gram",
-    "recycle": "Recycle",
-    "msd": "MSD",
-    "flash": "FLASH",
-    "eagle": "EAGLE",
-    "eagle3": "EAGLE-3",
-    "vispec": "ViSpec",
-    "mtp": "MTP",
-    "mamba": "Mamba",
-    "small": "Small model",
-}
-_WITHOUT_WEIGHTS = ("recycle", "ngram")
 
 
 def drafter_of(method: str) -> str:
@@ -43,9 +25,7 @@ def drafter_of(method: str) -> str:
 
 def label(method: str) -> str:
     """A method's name for people, such as "FLASH, chain"."""
-    drafter = drafter_of(method)
-    named = " + ".join(_LABELS.get(name, Path(name).name or name) for name in drafter.split("+"))
-    return f"{named}, chain" if method.endswith(CHAIN) else named
+    return Selection.parse(method).label()
 
 
 def make_method(method: str, home: str, target: Target) -> Drafter | None:
@@ -57,13 +37,10 @@ def make_method(method: str, home: str, target: Target) -> Drafter | None:
     Raises:
         UserError: the drafter is unknown, made for another model, or does not draft chains.
     """
-    drafter = make_drafter(drafter_of(method), home)
-    if not method.endswith(CHAIN):
-        return drafter
-    if drafter is None:
-        raise UserError(f"plain decoding drafts no chains: expected {PLAIN!r} or a drafter, got {method!r}")
-    drafter.attach(target)
-    return as_chain(drafter, LONGEST_CHAIN, target)
+    drafter = make_drafter(method, home)
+    if drafter is not None:
+        drafter.attach(target)
+    return drafter
 
 
 def available(model: str) -> list[str]:
@@ -72,15 +49,8 @@ def available(model: str) -> list[str]:
     Of a model that is not in a local folder, only the drafters without weights are known, besides ``auto``.
     """
     home = Path(plugins.model_path(model))
-    if not home.exists():
-        return [PLAIN, DEFAULT, *_WITHOUT_WEIGHTS]
-    folders = [folder for at in plugins.drafter_homes(home) for folder in sorted(at.glob("drafter*"))]
-    trained = [name for folder in folders if (name := checkpoint.drafter_name(folder))]
-    first = plugins.default_drafter(home)
-    if first == DEFAULT:
-        first = trained[0] if trained else _WITHOUT_WEIGHTS[0]
-    drafters = list(dict.fromkeys([first, *trained, *_WITHOUT_WEIGHTS]))
-    chains = [f"{name}{CHAIN}" for name in drafters if "+" not in name and name != "ngram"]
+    drafters = drafters_for(home)
+    chains = [f"{name}{CHAIN}" for name in drafters if home.exists() and "+" not in name and drafter_spec(name).chains]
     return [PLAIN, *drafters, *chains]
 
 

@@ -12,10 +12,11 @@ import torch
 from rich.console import Console
 
 from mmspec import plugins
-from mmspec.cli.session import SINGLE_THREADED, drafter_name, open_pipeline
+from mmspec.cli.session import SINGLE_THREADED, open_pipeline
 from mmspec.demos.methods import make_method
 from mmspec.demos.turns import Turns
 from mmspec.drafters.per_sequence import per_sequence
+from mmspec.drafters.registry import registered_name
 from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -126,7 +127,7 @@ class ModelCache:
 
 def label(pipe: Pipeline) -> str:
     """The registered name of a pipeline's drafter, or "none"."""
-    return drafter_name(pipe.drafter) or "none"
+    return registered_name(pipe.drafter) or "none"
 
 
 def _cached(

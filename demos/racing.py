@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmspec.compare import Difference, first_difference
-from mmspec.demos.methods import PLAIN
 from mmspec.demos.models import LoadedModel
 from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
+from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
 
 _WARM_UP = 8  # tokens

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any, Literal
 
-from mmspec.demos.methods import DEFAULT, PLAIN, drafter_of
+from mmspec.demos.methods import drafter_of
 from mmspec.demos.models import label
+from mmspec.drafters.registry import AUTO, PLAIN
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason
 from mmspec.engine.trace import JudgedTree
@@ -102,7 +103,7 @@ class StreamedAnswer:
 
 def resolved(method: str, pipe: Pipeline) -> str:
     """A method, with the registered name of the pipeline's drafter in place of ``auto``."""
-    return method.replace(DEFAULT, label(pipe)) if drafter_of(method) == DEFAULT else method
+    return method.replace(AUTO, label(pipe)) if drafter_of(method) == AUTO else method
 
 
 def stream_answer(

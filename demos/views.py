@@ -12,10 +12,11 @@ from typing import Any
 from mmspec import plugins
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import Kind
-from mmspec.demos.methods import PLAIN, label
+from mmspec.demos.methods import label
 from mmspec.demos.plots import format_duration, histogram, time_split
 from mmspec.demos.racing import Race
 from mmspec.demos.streaming import StreamedAnswer, Token
+from mmspec.drafters.registry import PLAIN
 
 _ORIGINS = {
     "first": ("", "first token, from the prefill"),

@@ -24,13 +24,13 @@ from transformers.generation import (
 from mmspec import plugins
 from mmspec.checks import shown
 from mmspec.core.target import Prompt
+from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import NODES
 from mmspec.engine.sequence import Sequence as Row
 from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import JointCriteria, Stopper
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
 from mmspec.sampling.sampler import Sampler

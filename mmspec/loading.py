@@ -1,4 +1,4 @@
-"""Loading of targets, processors and drafters by name."""
+"""Loading of targets and processors by name."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
 from mmspec import plugins
 from mmspec.checks import nearest, shown
-from mmspec.core.drafter import Drafter
-from mmspec.drafters import checkpoint
-from mmspec.drafters.union import Union
 from mmspec.errors import SlowWarning, UserError, explained
 from mmspec.ops import cpu
 from mmspec.targets import completed, gguf
@@ -155,95 +150,3 @@ def pick_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
     return picked
-
-
-def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) -> Drafter | None:
-    """A drafter from the ``drafter`` argument of ``mmspec.load``.
-
-    Args:
-        drafter: names joined by + draft one tree together.
-        home: the target's folder or name. ``"auto"`` loads the checkpoint in its ``drafter`` folder; a registered name
-            loads that one if it has this name, else the one in ``drafter-NAME``, else a drafter without a checkpoint
-            or, if it is ``in_target``, with the target's own.
-        trust_remote_code: allow Python code in the folder of a draft model.
-
-    Raises:
-        UserError: an unknown name, a damaged checkpoint, or an object without a drafter's methods.
-    """
-    if drafter is None or drafter == "none":
-        return None
-    if drafter == "auto" and home:
-        drafter = plugins.default_drafter(Path(home))
-    if isinstance(drafter, str) and "+" in drafter and not os.path.exists(drafter):
-        names = drafter.split("+")
-        if {"", "none"} & set(names):
-            raise UserError(f"names joined by + must each be a drafter's: got {drafter!r}")
-        joined = [make_drafter(name, home, trust_remote_code) for name in names]
-        return Union([member for member in joined if member is not None])
-    if isinstance(drafter, str | Path):
-        drafter = _at_home(str(drafter), Path(home)) if home else drafter
-        folder = Path("recycle" if drafter == "auto" else drafter)
-        if "/" in str(drafter) and ":" not in str(drafter):
-            folder = _checkpoint_folder(str(drafter))
-        if name := checkpoint.drafter_name(folder):
-            cls = plugins.find("drafters", name)
-            if not hasattr(cls, "from_checkpoint"):
-                raise UserError(f"{folder}: mmspec_drafter must name a drafter with a checkpoint: got {name!r}")
-            return cls.from_checkpoint(folder)
-        if folder.is_dir():
-            for known in plugins.names("drafters"):
-                cls = plugins.find("drafters", known)
-                if hasattr(cls, "recognises") and cls.recognises(folder):
-                    return cls.from_checkpoint(folder)
-            raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
-        return _registered_drafter(str(folder), home, trust_remote_code)
-    if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
-        return drafter
-    raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
-
-
-def _at_home(drafter: str, home: Path) -> str:
-    """The drafter's folder in the target's folder, or in that of a packaged model; the name itself if there is none."""
-    for folder in [at / name for at in plugins.drafter_homes(home) for name in ("drafter", f"drafter-{drafter}")]:
-        name = checkpoint.drafter_name(folder)
-        if name and drafter in ("auto", name):
-            return str(folder)
-    return drafter
-
-
-def _checkpoint_folder(name: str) -> Path:
-    """A local folder, or the local copy of one on the hub."""
-    if os.path.exists(name):
-        return Path(name)
-    if is_path(name) or "/" not in name:
-        raise UserError(f"{name}: expected the folder of a drafter checkpoint, there is none")
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    """The local copy of a drafter checkpoint on the hub."""
-    known = ", ".join(plugins.names("drafters"))
-    message = f"unknown drafter: expected one of {known}, a local folder or a reachable hub id, got {name!r}"
-    patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
-    with explained(message, OSError, ValueError), cache_if_offline("drafter", name) as found:
-        return Path(snapshot_download(name, allow_patterns=patterns, **found))
-
-
-def _registered_drafter(drafter: str, home: str, trust_remote_code: bool) -> Drafter:
-    name, _, argument = drafter.partition(":")
-    cls = plugins.find("drafters", name)
-    if getattr(cls, "in_target", False):
-        argument = argument or home
-    if argument and hasattr(cls, "from_checkpoint"):
-        where, settings = cls.parse_argument(argument) if hasattr(cls, "parse_argument") else (argument, {})
-        return cls.from_checkpoint(_checkpoint_folder(where), **settings)
-    trust = (
-        {"trust_remote_code": True} if trust_remote_code and "trust_remote_code" in signature(cls).parameters else {}
-    )
-    try:
-        with explained(f"cannot make drafter {drafter!r}", OSError, ValueError):
-            return cls(argument, **trust) if argument else cls()
-    except TypeError as error:
-        if not argument:
-            raise UserError(f"{name} needs a checkpoint: expected {name}:FOLDER, or the folder itself") from error
-        raise UserError(f"drafter {name!r} does not take the argument {argument!r}") from error

@@ -18,6 +18,7 @@ from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, nearest, shown, whole
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
+from mmspec.drafters.registry import make_drafter
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.engine import SLOTS, Engine
 from mmspec.engine.request import SLOT_COUNT, Call, parse
@@ -28,7 +29,7 @@ from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import JudgedTree
 from mmspec.errors import UserError, raising, returning
-from mmspec.loading import known_options, load_target, make_drafter
+from mmspec.loading import known_options, load_target
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
 from mmspec.sampling.grammar import Grammar, Grammars
 from mmspec.sampling.logprobs import TokenLogprob
@@ -89,7 +90,7 @@ def load(
         model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
             (``smollm2``), or a model of transformers, which stays on its device and in its dtype.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
-            ``"recycle"``, ``"small:NAME"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
+            ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
         device: a torch device name; ``"auto"`` is a GPU if there is one.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"int8"`` and ``"int4"`` quantise

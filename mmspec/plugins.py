@@ -5,9 +5,10 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 - ``mmspec.targets``: target classes (see ``TransformersTarget``); the first whose ``supports(config)`` is true is used.
 - ``mmspec.layers``: classes that verify trees in layers other than attention (see ``mmspec/targets/layers.py``); the
   first whose ``supports(config)`` is true for a text configuration is used.
-- ``mmspec.drafters``: drafter classes; the constructor takes the text after the colon of ``name:argument``, if any.
+- ``mmspec.drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
 - ``mmspec.processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
   (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
+- ``mmspec.prompts``: functions from a number to that many requests, for training commands without data of the user.
 - ``mmspec.models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """

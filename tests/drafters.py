@@ -1,41 +1,14 @@
-"""A drafter of every kind for a tiny model, and whether an engine still holds anything of requests that have ended."""
+"""Whether an engine still holds anything of requests that have ended."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
-
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
-from mmspec.drafters.union import Union
 from mmspec.engine.engine import Engine
 from mmspec.engine.sequence import Sequence as Decoded
-from mmspec.eval.decoding.tiny_models import eagle3_network, mamba_network, msd_network, mtp_network, vispec_network
-from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
-from tests.tiny import shared_model
-
-DRAFTERS: dict[str, Callable[[Any], Any]] = {
-    "plain": lambda model: None,
-    "ngram": lambda model: Ngram(memory=50),
-    "recycle": lambda model: Recycle(top_k=3),
-    "union": lambda model: Union([Recycle(top_k=3), Ngram()]),
-    "small": lambda model: Small(shared_model("llama"), top_k=3),
-    "mamba": lambda model: Mamba(mamba_network(), top_k=3, depth=3, total_tokens=9),
-    "msd": lambda model: MSD(msd_network(model), top_k=3, depth=3, total_tokens=9),
-    "eagle3": lambda model: Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9),
-    "vispec": lambda model: ViSpec(vispec_network(model), top_k=3, depth=3, total_tokens=9),
-    "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=3, total_tokens=9),
-    "flash": lambda model: Flash(msd_network(model, latents=2, slots=2), top_k=3, depth=4, total_tokens=9),
-}
 
 
 def assert_idle(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from mmspec.eval.decoding.tiny_models import msd_network
+from mmspec.vision.drafters.msd.network import MSDConfig
 from tests.targets import prompt_of, row_of
 from tests.watching import check_drafts
 
@@ -103,6 +104,8 @@ def plain_entries(network, hidden, embeds, visual):
     """The layer's inputs for a sequence of entries, (length, hidden) each, and their positions."""
     c, inputs, positions = network.config, [], []
     fuse = lambda j, e: network.fc(torch.cat([e, hidden[j]]))  # noqa: E731
+    if not isinstance(c, MSDConfig):
+        visual = [False] * len(embeds)
     j = 0
     while j < len(embeds):
         end = j
@@ -199,13 +202,3 @@ def check(model, inputs, drafter, **asked):
         return [plain_gain(drafter, target, hidden, embeds, visual, path) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
-
-
-def assert_same_drafter(again, drafter):
-    """Kind, configuration, tree shape, draft vocabulary and weights of a saved drafter and of the loaded one."""
-    assert type(again) is type(drafter)
-    assert again.network.config == drafter.network.config
-    assert (again.top_k, again.depth, again.total_tokens) == (drafter.top_k, drafter.depth, drafter.total_tokens)
-    assert torch.equal(again.draft_ids, drafter.draft_ids)
-    for name, tensor in drafter.network.state_dict().items():
-        assert torch.equal(again.network.state_dict()[name], tensor)

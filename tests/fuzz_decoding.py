@@ -28,7 +28,7 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import mmspec
 from mmspec.errors import UserError
-from mmspec.eval.decoding.losslessness import DRAFTERS, DRAFTERS_WITH_WEIGHTS, MODELS, Case, _make_drafter, build_model
+from mmspec.eval.decoding.losslessness import DRAFTERS, MODELS, TRAINED, Case, build_model, make_drafter
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.vision.embedded import samples
@@ -109,7 +109,7 @@ def drawn(seed: int, number: int) -> Hooked | Together:
 
 def _drawn_call(rng: random.Random) -> Hooked:
     model = rng.choice(MODELS)
-    weights = DRAFTERS_WITH_WEIGHTS if model in (*VISION_CONFIGS, "llama", "bamba") else ()
+    weights = TRAINED if model in (*VISION_CONFIGS, "llama", "bamba") else ()
     images, batch = (
         (rng.choice((0, 1, 2)), rng.choice((1, 2, 3))) if model in VISION_CONFIGS else (0, rng.randint(1, 4))
     )
@@ -176,7 +176,7 @@ def _call_differs(one: Hooked) -> str | None:
         if hasattr(model, "_setup_cache"):  # the modules of RecurrentGemma keep the states of the last call
             model._setup_cache(model.config, case.batch, model.device, model.dtype)
         expected = model.generate(**inputs, **options)
-        drafter = _make_drafter(model, case, expected[:, inputs["input_ids"].shape[1] :].tolist())
+        drafter = make_drafter(model, case, expected[:, inputs["input_ids"].shape[1] :].tolist())
         try:
             received = mmspec.generate(model, drafter=drafter, nodes=one.nodes, **inputs, **options)
         except UserError as error:

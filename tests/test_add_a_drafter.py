@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import mmspec
+from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.registry import drafter_spec, make_drafter
 from mmspec.drafters.union import Union
 from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from tests.tiny import shared_model
@@ -32,7 +34,11 @@ def test_its_output_equals_generate(name, batch, bigram):
     inputs = vision_inputs(name, batch, 1, 0) if name == "llava" else text_inputs(batch, 9, 0)
     options = {**inputs, "max_new_tokens": 24, "do_sample": False}
     expected = model.generate(**options)
-    for drafter in (bigram(), bigram(width=1), Union([bigram(), Ngram()])):
+    chains = bigram()
+    chains.draft_chains(8)
+    members = {name: member for name, member in vars(bigram).items() if not name.startswith("_abc")}
+    plain = type("Plain", (), members | {"attach": lambda self, target: None})
+    for drafter in (bigram(), chains, Union([bigram(), Ngram()]), plain(), Union([plain(), Ngram()])):
         output = mmspec.generate(model, drafter=drafter, return_dict_in_generate=True, **options)
         assert torch.equal(output.sequences, expected)
 
@@ -51,3 +57,13 @@ def test_files_that_it_names_exist(path):
     named = {word.rstrip(".:;") for word in words if word.startswith(f"{path}/")}
     made = {"mmspec/drafters/bigram.py"}
     assert [name for name in sorted(named - made) if not (PAGE.parent.parent / name).exists()] == []
+
+
+def test_a_class_may_be_registered_without_a_declaration(bigram, monkeypatch):
+    found = plugins.find
+    monkeypatch.setattr(plugins, "names", lambda group: ["bigram"])
+    monkeypatch.setattr(plugins, "find", lambda group, name: bigram if name == "bigram" else found(group, name))
+    assert isinstance(make_drafter("bigram"), bigram)
+    assert drafter_spec("bigram").summary.startswith("Bigram drafter: the tokens that followed")
+    with pytest.raises(UserError, match="drafter 'bigram' does not take the argument 'x'"):
+        make_drafter("bigram:x")

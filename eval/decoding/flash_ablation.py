@@ -24,7 +24,7 @@ from mmspec.eval.harness.prompts import held_out_requests, picture
 from mmspec.eval.harness.timing import PLAIN, Method, compare_methods, time_ratios, warm_up_methods
 from mmspec.files import write_text
 from mmspec.pipeline import Pipeline
-from mmspec.vision.drafters.msd import Flash
+from mmspec.vision.drafters.msd.drafter import Flash
 from mmspec.vision.scenes.conversations import several_images
 from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
 

@@ -22,27 +22,10 @@ from torch import Tensor
 import mmspec
 from mmspec import ops
 from mmspec.core.drafter import Drafter
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import (
-    eagle3_network,
-    mamba_network,
-    msd_network,
-    mtp_network,
-    text_inputs,
-    text_model,
-    vision_inputs,
-    vision_model,
-    vispec_network,
-)
-from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Eagle, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.eval.decoding.tiny_drafters import NETWORKS, tiny_drafter, tiny_drafters
+from mmspec.eval.decoding.tiny_models import text_inputs, text_model, vision_inputs, vision_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -52,9 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True},
     "sampled-filtered": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.4},
 }
-DRAFTERS = ("oracle", "ngram", "recycle", "small")
-DRAFTERS_WITH_WEIGHTS = ("msd", "eagle", "eagle3", "flash", "vispec", "mtp", "mamba")
+ORACLE = "oracle"
+TRAINED = tuple(NETWORKS)
 """Drafters with a network, here with random weights; used on all vision models and on llama and bamba."""
+DRAFTERS = (ORACLE, *(name for name in tiny_drafters() if name not in TRAINED))
 MODELS = (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS)
 
 
@@ -96,7 +80,7 @@ def select_cases(count: int | None = None) -> list[Case]:
     every = []
     for name in MODELS:
         prompts = [(1, 8, 0), (2, 8, 1), (0, 8, 2)] if name in VISION_CONFIGS else [(0, 1, 0), (0, 9, 1), (0, 23, 2)]
-        drafters = DRAFTERS + (DRAFTERS_WITH_WEIGHTS if name in (*VISION_CONFIGS, "llama", "bamba") else ())
+        drafters = DRAFTERS + (TRAINED if name in (*VISION_CONFIGS, "llama", "bamba") else ())
         grid = itertools.product((1, 3), prompts, SETTINGS, drafters)
         for batch, (images, length, seed), setting, drafter in grid:
             fits = batch == 1 or length > batch  # each further row has one more padding token
@@ -122,6 +106,13 @@ def case_inputs(case: Case) -> dict[str, Tensor]:
 def build_model(name: str) -> Any:
     """A tiny random model by its name in ``MODELS``."""
     return vision_model(name) if name in VISION_CONFIGS else text_model(name)
+
+
+def make_drafter(model: Any, case: Case, references: list[list[int]]) -> Drafter | None:
+    """The drafter of a case, given the output of each row."""
+    if case.drafter == ORACLE:
+        return Oracle(references, vocab=90, seed=case.seed)
+    return tiny_drafter(case.drafter, model)
 
 
 def compare_case(
@@ -151,30 +142,8 @@ def compare_case(
             if hasattr(model, "_setup_cache"):  # the modules of RecurrentGemma keep the states of the last call
                 model._setup_cache(model.config, case.batch, model.device, model.dtype)
             reference = ours(None) if options["do_sample"] else model.generate(**inputs, **options)
-        drafter = _make_drafter(model, case, reference[:, inputs["input_ids"].shape[1] :].tolist())
+        drafter = make_drafter(model, case, reference[:, inputs["input_ids"].shape[1] :].tolist())
         return reference, _first_difference(model, case, inputs, reference, ours(drafter))
-
-
-def _make_drafter(model: Any, case: Case, references: list[list[int]]) -> Drafter:
-    if case.drafter == "oracle":
-        return Oracle(references, vocab=90, seed=case.seed)
-    if case.drafter == "msd":
-        return MSD(msd_network(model), top_k=4, depth=4, total_tokens=12)
-    if case.drafter == "eagle":
-        return Eagle(msd_network(model), top_k=4, depth=4, total_tokens=12)
-    if case.drafter == "eagle3":
-        return Eagle3(eagle3_network(model), torch.arange(0, 101, 2)[:40], top_k=4, depth=4, total_tokens=12)
-    if case.drafter == "flash":
-        return Flash(msd_network(model, latents=3, span=16, slots=3), top_k=4, depth=5, total_tokens=12)
-    if case.drafter == "vispec":
-        return ViSpec(vispec_network(model), top_k=4, depth=4, total_tokens=12)
-    if case.drafter == "mtp":
-        return MTP(mtp_network(model), top_k=4, depth=4, total_tokens=12)
-    if case.drafter == "mamba":
-        return Mamba(mamba_network(), top_k=4, depth=4, total_tokens=12)
-    if case.drafter == "small":
-        return Small(text_model("llama"), top_k=3)
-    return Ngram() if case.drafter == "ngram" else Recycle(top_k=4)
 
 
 def _first_difference(

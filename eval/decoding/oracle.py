@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Prompt, Step
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts random trees around the known output.
 
     Args:
@@ -38,9 +39,6 @@ class Oracle:
         self._random = random.Random(seed)
         self._rows: list[tuple[list[int], int, list[int]]] = []  # history, prompt length, reference
         self._begun = 0
-
-    def attach(self, target: Target) -> None:
-        """Works with any target."""
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         self._begun = self._begun if self._rows else 0

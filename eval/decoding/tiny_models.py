@@ -6,11 +6,17 @@ repeating one token, and top logits lie far apart.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
+from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from mmspec.drafters.hidden_state.layer import LayerShape
+from mmspec.drafters.mtp.network import MTPConfig, MTPNetwork
 from mmspec.eval.decoding.tiny_configs import (
     HYBRID_CONFIGS,
     IMAGE,
@@ -21,12 +27,12 @@ from mmspec.eval.decoding.tiny_configs import (
     VISION_START,
     VOCAB,
 )
-from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
-from mmspec.vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
-from mmspec.vision.drafters.layer import LayerShape
-from mmspec.vision.drafters.mtp_network import MTPConfig, MTPNetwork
-from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
-from mmspec.vision.drafters.vispec import ViSpecNetwork
+from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
+from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
+
+C = TypeVar("C")
+N = TypeVar("N", bound=nn.Module)
 
 
 def text_model(name: str) -> PreTrainedModel:
@@ -67,18 +73,29 @@ def vision_model(name: str) -> PreTrainedModel:
     return model
 
 
+def eagle_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> EagleNetwork:
+    """A random EAGLE network for a model; see ``msd_network``."""
+    return _random(EagleNetwork, EagleConfig.like(model.config.get_text_config(), **_like_qwen(model) | changes), seed)
+
+
 def msd_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> MSDNetwork:
     """A random MSD network for a model, with the norm and biases of the published drafters for Qwen-VL.
 
     Args:
         changes: fields of ``MSDConfig`` to set.
     """
+    return _random(MSDNetwork, MSDConfig.like(model.config.get_text_config(), **_like_qwen(model) | changes), seed)
+
+
+def _like_qwen(model: PreTrainedModel) -> dict[str, Any]:
+    return dict.fromkeys(("input_norm", "qkv_bias"), "qwen" in model.config.model_type)
+
+
+def _random(kind: Callable[[C], N], config: C, seed: int, std: float = 0.2) -> N:
     torch.manual_seed(seed)
-    qwen = "qwen" in model.config.model_type
-    shape = MSDConfig.like(model.config.get_text_config(), **{"input_norm": qwen, "qkv_bias": qwen, **changes})
-    network = MSDNetwork(shape)
+    network = kind(config)
     for parameter in network.parameters():
-        parameter.data.normal_(std=0.2)
+        parameter.data.normal_(std=std)
     return network
 
 
@@ -89,31 +106,19 @@ def eagle3_network(model: PreTrainedModel, seed: int = 0, head: int = 40, **chan
         head: rows of its output layer, the draft vocabulary.
         changes: fields of ``Eagle3Config`` to set.
     """
-    torch.manual_seed(seed)
     decoder = model.config.get_text_config()
-    network = Eagle3Network(Eagle3Config.like(decoder, head=head, rope=_rope(decoder), **changes))
-    for parameter in network.parameters():
-        parameter.data.normal_(std=0.2)
-    return network
+    return _random(Eagle3Network, Eagle3Config.like(decoder, head=head, rope=_rope(decoder), **changes), seed)
 
 
 def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:
     """A random MTP layer for a model, with position axes if the model has them."""
-    torch.manual_seed(seed)
     decoder = model.config.get_text_config()
-    network = MTPNetwork(MTPConfig.like(decoder, rope=_rope(decoder)))
-    for parameter in network.parameters():
-        parameter.data.normal_(std=0.2)
-    return network
+    return _random(MTPNetwork, MTPConfig.like(decoder, rope=_rope(decoder)), seed)
 
 
 def vispec_network(model: PreTrainedModel, seed: int = 0) -> ViSpecNetwork:
     """A random ViSpec network for a model."""
-    torch.manual_seed(seed)
-    network = ViSpecNetwork(MSDConfig.like(model.config.get_text_config()))
-    for parameter in network.parameters():
-        parameter.data.normal_(std=0.15)
-    return network
+    return _random(ViSpecNetwork, MSDConfig.like(model.config.get_text_config()), seed, std=0.15)
 
 
 def _rope(decoder: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from rich.table import Table
 
 from mmspec.core.drafter import Drafter, fork
-from mmspec.drafters.chain import as_chain
 from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.output import Column, make_table
 from mmspec.eval.harness.timing import Method, time_ratios
@@ -41,6 +40,13 @@ def methods_by_kind(
     tree.append(Method(f"{label}, adaptive", fork(drafter, target), None))
     paths = [Method(f"{label}, {n} nodes unrolled", fork(drafter, target), n, unrolled_target) for n in unrolled]
     return {"chain": chain, "unrolled": paths, "tree": tree}
+
+
+def as_chain(drafter: Drafter, length: int, target: TransformersTarget) -> Drafter:
+    """A copy of a drafter that drafts chains; see ``Drafter.draft_chains``."""
+    copied: Drafter = fork(drafter, target)
+    copied.draft_chains(length)
+    return copied
 
 
 def fastest(methods: Iterable[Method], plain: Method) -> Method:

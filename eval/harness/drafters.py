@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, features
-from mmspec.core.target import Feature
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Feature, Prompt, Step, Target
 from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 
 DEFAULT_NODES = 16
 """Draft tokens per step of drafters without a tree size of their own."""
@@ -37,7 +39,7 @@ def parse_drafters(specs: str, home: str = "") -> dict[str, Drafter]:
         label, spec = labelled.groups() if labelled else (Path(part).name if "/" in part else part, part)
         if label in drafters:
             raise UserError(f"every drafter needs its own label (LABEL=SPEC): {label!r} is given twice")
-        drafter = make_drafter(spec.removeprefix("new:"), "" if spec.startswith("new:") else home)
+        drafter = make_drafter(spec, home)
         if drafter is None:
             raise UserError("plain decoding is always measured: expected a drafter, received none")
         drafters[label] = drafter
@@ -50,7 +52,7 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
     """Draft tokens per step for each entry of a ``--nodes`` option.
 
     Args:
-        nodes: sizes separated by commas; ``default`` is the drafter's ``total_tokens``, else ``DEFAULT_NODES``.
+        nodes: sizes separated by commas; ``default`` is the drafter's ``tree_size``, else ``DEFAULT_NODES``.
 
     Raises:
         UserError: anything else.
@@ -59,13 +61,13 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
     for part in filter(None, (part.strip() for part in nodes.split(","))):
         if part != "default" and not (part.isdecimal() and int(part) > 0):
             raise UserError(f"nodes must be 'default' or a whole number above 0: got {part!r}")
-        sizes[part] = getattr(drafter, "total_tokens", DEFAULT_NODES) if part == "default" else int(part)
+        sizes[part] = (drafter.tree_size or DEFAULT_NODES) if part == "default" else int(part)
     if not sizes:
         raise UserError(f"expected at least one tree size, received {nodes!r}")
     return sizes
 
 
-class ProfiledDrafter:
+class ProfiledDrafter(Drafter):
     """A drafter wrapper that counts and times ``propose``.
 
     Args:
@@ -81,16 +83,33 @@ class ProfiledDrafter:
         self.drafter = drafter
         self.proposals = 0
         self.seconds = 0.0
-        network = getattr(drafter, "network", None)
+        network = drafter.network
         self._network = network if count_forwards and isinstance(network, nn.Module) else None
         self.forwards = None if self._network is None else 0
-        self.attach, self.begin = drafter.attach, drafter.begin
-        self.select, self.observe = drafter.select, drafter.observe
 
     @property
-    def features(self) -> tuple[Feature, ...]:
-        """The hidden states that the drafter reads."""
-        return features(self.drafter)
+    def members(self) -> list[Drafter]:
+        return self.drafter.members
+
+    @property
+    def learns(self) -> bool:
+        return self.drafter.learns
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        return self.drafter.features
+
+    def attach(self, target: Target) -> None:
+        self.drafter.attach(target)
+
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        self.drafter.begin(prompt, step, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        self.drafter.observe(tree, verdict, step)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         handle = None if self._network is None else self._network.register_forward_hook(self._count)

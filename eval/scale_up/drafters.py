@@ -13,9 +13,9 @@ from mmspec.core.drafter import Drafter
 from mmspec.eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.eval.scale_up.mamba import scale_up_mamba
 from mmspec.eval.scale_up.models import layer_in, shape_of
-from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.vision.drafters.msd import MSD
-from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.ssm.drafters.mamba.drafter import Mamba
+from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
 
 MIN_DRAFT_SHARE = 0.25
 """Least share of the big vocabulary in a reduced draft vocabulary."""

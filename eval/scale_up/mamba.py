@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from mmspec.eval.scale_up.axes import Axis, Weights, concat_axes, grow_axis, make_axis
 from mmspec.eval.scale_up.models import shape_of
-from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
+from mmspec.ssm.drafters.mamba.drafter import Mamba
+from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from mmspec.eval.scale_up.drafters import scale_up_drafter
 from mmspec.eval.scale_up.models import scale_up
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 
 
 def scaled_pipeline(

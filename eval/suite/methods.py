@@ -21,12 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmspec import plugins
-from mmspec.core.drafter import fork
-from mmspec.drafters import checkpoint
-from mmspec.drafters.chain import LONGEST_CHAIN, as_chain
+from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
-from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.llama_server import LlamaServer
 from mmspec.eval.harness.timing import Method
 from mmspec.targets.hub import cache_if_offline
@@ -40,11 +36,9 @@ _LOOKUP = {"prompt_lookup_num_tokens": 10}  # as in transformers' documentation 
 
 def auto_methods(home: Path) -> list[str]:
     """The methods of ``auto``: baselines, drafters without weights, and the drafters in the target's folder."""
-    homes = plugins.drafter_homes(home)
-    folders = [folder for at in homes for folder in (at / "drafter", *sorted(at.glob("drafter-*")))]
-    own = [name for name in dict.fromkeys(map(checkpoint.drafter_name, folders)) if name and name != "recycle"]
-    drafters = [f"{name}{shape}" for name in ("recycle", *own) for shape in ("", "@chain")]
-    return [BASELINE, "lookup", PLAIN, "ngram", *drafters]
+    drafters = [name for name in drafters_for(home) if "+" not in name]
+    chains = [f"{name}@chain" for name in drafters if drafter_spec(name).chains]
+    return [BASELINE, "lookup", PLAIN, *drafters, *chains]
 
 
 def parse_methods(
@@ -88,16 +82,22 @@ def _parse_method(
         if llama is None:
             raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
         return Method(label, server=llama(method.partition(":")[2]))
-    drafter_spec, _, shape = method.partition("@")
-    (drafter,) = parse_drafters(f"drafter={drafter_spec}", home).values()
+    selected, nodes = parse_shape(method)
+    drafter = make_drafter(selected, home)
+    if drafter is None:
+        raise UserError(f"plain decoding drafts no nodes: expected {PLAIN!r} or a drafter, got {method!r}")
     drafter.attach(target)  # refuses a drafter of another target before anything is measured
-    found = re.fullmatch(r"(tree|chain|)(\d*)", shape)
-    if found is None or (found[1] == "tree" and found[2]) or found[2].strip("0") == "" != found[2]:
-        raise UserError(f"a method's shape must be tree, chain, chainN or a number of nodes: got {shape!r}")
-    nodes = int(found[2]) if found[2] else None
-    if found[1] == "chain":
-        return Method(label, as_chain(drafter, nodes or LONGEST_CHAIN, target), nodes)
-    return Method(label, fork(drafter, target), nodes)
+    return Method(label, drafter, nodes)
+
+
+def parse_shape(method: str) -> tuple[str, int | None]:
+    """A drafter's specification and the draft tokens per step of ``SPEC@N`` or ``SPEC@chainN``; None is adaptive."""
+    if found := re.fullmatch(r"(.+)@(\d+)", method):
+        if not int(found[2]):
+            raise UserError(f"a method's shape must be tree, chain, chainN or a number above 0: got {method!r}")
+        return found[1], int(found[2])
+    sized = re.fullmatch(r".+@chain(\d+)", method)
+    return method, int(sized[1]) if sized else None
 
 
 def _load_assistant(name: str, target: TransformersTarget) -> object:

@@ -10,6 +10,7 @@ import click
 
 from mmspec import plugins
 from mmspec.checks import nearest
+from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
@@ -27,11 +28,6 @@ _HELP = {
     "smol-llava": "The embedded tower and connector of SmolLM2.",
     "tiny-hybrid": "The embedded hybrid language model.",
     "make-data": "Generate training data for drafters with a model.",
-    "msd": "An MSD drafter for a model.",
-    "flash": "A FLASH drafter for a model.",
-    "eagle3": "An EAGLE-3 head for a model.",
-    "mamba": "A Mamba drafter for a model.",
-    "recycle": "The table of a recycle drafter for a model.",
 }
 
 CLOSED_PIPE = 128 + 13  # exit status that shells report after SIGPIPE
@@ -82,7 +78,7 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         entries = {entry.name: entry for entry in plugins.registered(self.plugin_group)}
-        rows = [(name, _HELP.get(name) or _origin(entries[name])) for name in self.list_commands(ctx)]
+        rows = [(name, _HELP.get(name) or _summary(entries[name])) for name in self.list_commands(ctx)]
         if rows:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
@@ -93,5 +89,8 @@ def _help_if_alone(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-def _origin(entry: EntryPoint) -> str:
+def _summary(entry: EntryPoint) -> str:
+    """What a command trains, if it has the name of a drafter; else where it is from."""
+    if entry.name in plugins.names("drafters"):
+        return f"Drafter {DrafterSpec.of(entry.name, plugins.find('drafters', entry.name)).label} for a model."
     return f"From {entry.module}."

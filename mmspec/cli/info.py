@@ -43,6 +43,7 @@ def info(model: str | None, as_json: bool) -> None:
 
 def collect(model: str | None = None) -> dict[str, Any]:
     """Returns what ``mmspec info`` shows, as JSON values."""
+    from mmspec.drafters.registry import drafter_specs
     from mmspec.files import cache_folder
 
     models = [entry.name for entry in plugins.registered("models")] if model is None else [model]
@@ -57,7 +58,7 @@ def collect(model: str | None = None) -> dict[str, Any]:
         "kernels": _kernels(),
         "models": [_model(name) for name in models],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
-        "drafters": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("drafters")],
+        "drafters": [{"name": spec.name, "class": spec.location, "summary": spec.summary} for spec in drafter_specs()],
         "calibrations": str(cache_folder()),
     }
 
@@ -145,6 +146,6 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("kernels", [f"{device}: {name}" for device, name in facts["kernels"].items()]),
         ("models", [model(m) for m in facts["models"]]),
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
-        ("drafters", [f"{d['name']}: {d['class']}" for d in facts["drafters"]]),
+        ("drafters", [f"{d['name']}: {d['summary']}" for d in facts["drafters"]]),
         ("calibrations", [facts["calibrations"]]),
     ]

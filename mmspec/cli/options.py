@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from mmspec import plugins
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -106,7 +108,10 @@ model_options = stack(
 
 trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Python code from model folders.")
 
-_DRAFTER_HELP = "auto, a name that `mmspec info` lists, small:FOLDER, or none for plain decoding."
+_DRAFTER_HELP = (
+    f"auto, none for plain decoding, a checkpoint's folder or hub id, or {', '.join(plugins.names('drafters'))}; see "
+    "`mmspec info`. Joined by +, drafters draft one tree together; NAME@chain drafts chains."
+)
 
 drafter_option = click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP)
 

@@ -20,9 +20,9 @@ from rich.progress import Progress
 from mmspec import plugins
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
-from mmspec.core.drafter import Drafter, members
+from mmspec.core.drafter import Drafter
+from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.engine.engine import SLOTS
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Generation, Piece, Pipeline, load
 from mmspec.sampling.defaults import MODELS
 from mmspec.sampling.params import SamplingParams
@@ -54,7 +54,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
         home = pipe.model.config.name_or_path
         fresh = partial(make_drafter, options["drafter"], home, options["trust_remote_code"])
         comparison = _compare(notes, pipe, fresh, request, keywords)
-    drafter = drafter_name(pipe.drafter)
+    drafter = registered_name(pipe.drafter)
     if options["as_json"]:
         click.echo(json.dumps(as_object(generation, pipe.name, drafter, comparison)))
         return
@@ -102,13 +102,6 @@ def open_pipeline(
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)
     return pipe
-
-
-def drafter_name(drafter: Drafter | None) -> str | None:
-    """Returns the registered name of a drafter's class; names of several drafters are joined by +."""
-    known = {entry.value: entry.name for entry in plugins.registered("drafters")}
-    classes = [type(member) for member in members(drafter)]
-    return "+".join(known.get(f"{cls.__module__}:{cls.__qualname__}", cls.__name__) for cls in classes) or None
 
 
 def as_object(

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from mmspec.cli.options import OUT_FOLDER, Number
+from mmspec.errors import UserError
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -81,6 +82,50 @@ TREES = (
         help="Saved: maximum tree nodes.",
     ),
 )
+PASSES = (
+    click.option(
+        "--passes",
+        type=click.IntRange(1),
+        default=3,
+        show_default=True,
+        help="Forward passes over a batch, each fed with the predictions before.",
+    ),
+    click.option("--decay", type=POSITIVE, default=0.8, show_default=True, help="Weight of a pass to the one before."),
+    click.option(
+        "--loss",
+        type=click.Choice(["kl", "lk"]),
+        default="kl",
+        show_default=True,
+        help="Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881).",
+    ),
+)
+START = (
+    click.option(
+        "--start",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
+    ),
+)
+SHAPE = (
+    click.option("--heads", type=click.IntRange(1), help="Attention heads; by default the target's."),
+    click.option("--kv-heads", type=click.IntRange(1), help="By default the target's."),
+    click.option("--head-dim", type=click.IntRange(2), help="By default the target's."),
+    click.option("--mlp", type=click.IntRange(1), help="Intermediate size of the MLP; by default the target's."),
+)
+
+
+def read_layers(text: str | None) -> list[int] | None:
+    """Layers of a list such as ``2,16,29``.
+
+    Raises:
+        UserError: it is none.
+    """
+    if text is None:
+        return None
+    numbers = text.split(",")
+    if not all(one.isdecimal() for one in numbers):
+        raise UserError(f"layers must be numbers as in 2,16,29: got {text}")
+    return [int(one) for one in numbers]
 
 
 def option_groups(*groups: tuple[Callable, ...]) -> Callable:

@@ -1,10 +1,11 @@
-"""Drafter protocol. A drafter owns its caches; the engine reports the verdict on each tree."""
+"""Drafter interface. A drafter owns its caches; the engine reports the verdict on each tree."""
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,15 +13,19 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Step, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
+from mmspec.errors import UserError
 
 
-class Drafter(Protocol):
-    """Interface between engine and drafter. Output never depends on what is proposed.
+class Drafter(ABC):
+    """Base class of drafters. Output never depends on what is proposed.
 
-    Rows are the decoding sequences, in the target's order. A drafter that does not learn from earlier outputs sets
-    ``learns`` to False; one that uses the target's hidden states lists them in ``features``, e.g. ``("last",)`` or
-    ``(2, 16, 29)``; see ``Feature``. One that looks up tokens may have a method ``continuations``; see there.
+    Rows are the decoding sequences, in the target's order. A class has to define ``begin``, ``select``, ``propose`` and
+    ``observe``; all other members have defaults. An object of another class with these four methods and ``attach`` is a
+    drafter too (see ``as_drafter``).
     """
+
+    network: Any = None  # its network, if it has one
+    _target: Target | None = None
 
     def attach(self, target: Target) -> None:
         """Prepare for a target; a repeated call with the same target has no effect.
@@ -28,7 +33,9 @@ class Drafter(Protocol):
         Raises:
             UserError: the drafter was trained for another target.
         """
+        self._target = target
 
+    @abstractmethod
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         """Append rows for new sequences.
 
@@ -39,9 +46,11 @@ class Drafter(Protocol):
                 these lists; drafters only read them.
         """
 
+    @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and drop the others. Called between ``observe`` and ``propose``."""
 
+    @abstractmethod
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         """Draft a tree per row.
 
@@ -50,6 +59,7 @@ class Drafter(Protocol):
             budget: limits depth and width; the engine then prunes the tree by ``TokenTree.log_probs``.
         """
 
+    @abstractmethod
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """Update the drafter after verification.
 
@@ -59,48 +69,160 @@ class Drafter(Protocol):
             step: output of the verify pass; the next pass may overwrite its tensors.
         """
 
+    # ------------------------------------------------------------------ optional members
+
+    @property
+    def learns(self) -> bool:
+        """Whether proposals depend on earlier requests. Such a drafter is copied for every client of a server."""
+        return True
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        """Hidden states of the target that ``step.features`` must contain, e.g. ``("last",)`` or ``(2, 16, 29)``."""
+        return ()
+
+    @property
+    def tree_size(self) -> int | None:
+        """Maximum number of drafted nodes; None follows the budget."""
+        return None
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        """Next tokens after drafts that another part of a tree has proposed, such as tokens that a grammar forces.
+
+        Args:
+            row: of the sequence.
+            path: the drafts after its tokens.
+
+        Returns:
+            Distinct tokens and their probabilities; none by default, and by drafters that do not look up tokens.
+        """
+        return ()
+
+    def draft_chains(self, length: int) -> None:
+        """Draft chains from now on, one child per node, of at most ``length`` tokens if the drafter has a tree size.
+
+        Raises:
+            UserError: it cannot, which is the default.
+        """
+        raise UserError(f"chains need a drafter that can draft them: {type(self).__name__} cannot")
+
+    @property
+    def members(self) -> list[Drafter]:
+        """The drafters of which this one consists: itself by default."""
+        return [self]
+
+    @property
+    def key(self) -> object:
+        """The object that no two engines may use at the same time."""
+        return self
+
+    @property
+    def shared(self) -> list[Any]:
+        """Objects that all copies share: the target and networks."""
+        return [self._target, *_modules(self)]
+
+
+class PlainDrafter(Drafter):
+    """A user's object with a drafter's methods that is not derived from ``Drafter``.
+
+    Args:
+        plain: the object. Its ``learns``, ``features``, ``continuations`` and ``draft_chains`` are used if it has them.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def attach(self, target: Target) -> None:
+        self.plain.attach(target)
+        self._target = target
+
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        self.plain.begin(prompt, step, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.plain.select(rows)
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        tree: TokenTree = self.plain.propose(token, budget)
+        return tree
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        self.plain.observe(tree, verdict, step)
+
+    @property
+    def learns(self) -> bool:
+        return bool(self._optional("learns", super().learns))
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        return tuple(self._optional("features", super().features))
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        found: Sequence[tuple[int, float]] = self._optional("continuations", super().continuations)(row, path)
+        return found
+
+    def draft_chains(self, length: int) -> None:
+        self._optional("draft_chains", super().draft_chains)(length)
+
+    @property
+    def key(self) -> object:
+        return self.plain
+
+    @property
+    def shared(self) -> list[Any]:
+        return [self._target, *_modules(self.plain)]
+
+    def _optional(self, name: str, default: Any) -> Any:
+        return getattr(self.plain, name, default)
+
+
+def as_drafter(drafter: Any) -> Any:
+    """A ``Drafter`` of an object with a drafter's methods; itself if it is one, or None.
+
+    Raises:
+        UserError: a method is missing.
+    """
+    if drafter is None or isinstance(drafter, Drafter):
+        return drafter
+    if all(hasattr(drafter, method) for method in ("attach", "begin", "propose", "observe")):
+        return PlainDrafter(drafter)
+    raise UserError(f"drafter must be a name, a folder, a Drafter or None: got {type(drafter).__name__}")
+
 
 def features(drafter: Drafter | None) -> tuple[Feature, ...]:
     """Hidden states of the target that a drafter uses."""
-    return tuple(getattr(drafter, "features", ()))
+    return () if drafter is None else tuple(drafter.features)
 
 
 def continuations(drafter: Drafter | None, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-    """Next tokens that a look-up drafter expects after the drafts ``path``, which another part of a tree has proposed.
+    """See ``Drafter.continuations``."""
+    return () if drafter is None else drafter.continuations(row, path)
 
-    Returns:
-        Distinct tokens and their probabilities; none by drafters without a method ``continuations(row, path)``.
-    """
-    look_up = getattr(drafter, "continuations", None)
-    return () if look_up is None else look_up(row, path)
+
+def members(drafter: Drafter | None) -> list[Drafter]:
+    """The drafters of a union, nested ones included, or the drafter itself."""
+    return [] if drafter is None else drafter.members
+
+
+def learns(drafter: Drafter | None) -> bool:
+    """Whether a drafter learns from earlier outputs."""
+    return drafter is not None and drafter.learns
 
 
 def fork(drafter: Drafter | None, target: Target) -> Any:
     """Copy a drafter with its learned state and without rows; weights and target are shared."""
-    shared: list[Any] = [target]
-    for member in members(drafter):
-        shared.append(getattr(member, "_target", target))
-        for value in vars(member).values():
-            shared += value.modules() if isinstance(value, nn.Module) else []
+    shared = [target, *(value for member in members(drafter) for value in member.shared)]
     copied = copy.deepcopy(drafter, {id(value): value for value in shared})
     if copied is not None:
         copied.select([])
     return copied
 
 
-def members(drafter: Drafter | None) -> list[Drafter]:
-    """The drafters of a union, nested ones included, or the drafter itself."""
-    if drafter is None:
-        return []
-    parts = getattr(drafter, "drafters", None)
-    return [drafter] if parts is None else [one for part in parts for one in members(part)]
-
-
-def learns(drafter: Drafter | None) -> bool:
-    """Whether a drafter learns from earlier outputs."""
-    return drafter is not None and getattr(drafter, "learns", True)
-
-
 def lend(drafter: Drafter | None, target: Target) -> Any:
     """A drafter for one request that leaves no learned state: a copy if it learns, else itself with its CUDA graphs."""
     return fork(drafter, target) if learns(drafter) else drafter
+
+
+def _modules(drafter: Any) -> list[nn.Module]:
+    values = vars(drafter).values()
+    return [module for value in values if isinstance(value, nn.Module) for module in value.modules()]

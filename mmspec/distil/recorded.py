@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Feature, Prompt, Step
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.distil import data
@@ -22,7 +23,7 @@ from mmspec.errors import UserError
 from mmspec.files import atomic
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter that drafts nothing and keeps the target's last hidden states of whole sequences of text.
 
     Attributes:
@@ -36,9 +37,6 @@ class Recorder:
     def __init__(self) -> None:
         self.finished: dict[tuple[int, ...], Tensor] = {}
         self._rows: list[tuple[list[int], list[Tensor]]] = []
-
-    def attach(self, target: Target) -> None:
-        """See ``Drafter``."""
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:

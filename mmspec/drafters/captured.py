@@ -6,7 +6,7 @@ to a power of two. Otherwise pending steps are merged into one pass, and the bud
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.ops.graphs import Graphed
@@ -35,7 +36,7 @@ class RowState(Protocol):
         """Keep these rows, in this order."""
 
 
-class CapturedDrafter(ABC):
+class CapturedDrafter(Drafter):
     """See the module. A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted
     tokens, (batch,) int64, 0 for idle rows.
 
@@ -73,10 +74,10 @@ class CapturedDrafter(ABC):
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         """Grow a tree per row after ``token``, (batch,) int64. Captured."""
 
-    def reserve(self, width: int) -> None:  # noqa: B027
+    def reserve(self, width: int) -> None:
         """Reserve buffers for a pass with ``width`` accepted tokens per row and a new tree."""
 
-    def advance(self, accepted: list[int]) -> None:  # noqa: B027
+    def advance(self, accepted: list[int]) -> None:
         """Advance the host's row lengths after a captured ``absorb``."""
 
     # ------------------------------------------------------------------ rows

@@ -12,17 +12,19 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import Nodes, best_first
+from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 
 _OCCURRENCES = 12  # latest occurrences used per suffix
 _TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # prior acceptance rate after a matching suffix of 1, 2, ... tokens
 
 
-class Ngram:
+class Ngram(Drafter):
     """Prompt-lookup drafter.
 
     Args:
@@ -39,7 +41,6 @@ class Ngram:
             raise UserError(f"suffix lengths must satisfy 1 <= shortest <= longest: got {shortest} and {longest}")
         self.lengths = range(longest, shortest - 1, -1)
         self.memory, self.width = memory, width
-        self._target: Target | None = None
         self._past: list[int] = []
         self._texts: list[_Text] = []
 
@@ -67,8 +68,10 @@ class Ngram:
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.core.drafter.continuations``."""
         return self._texts[row].after(path)
+
+    def draft_chains(self, length: int) -> None:
+        self.width = 1
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         """No-op: the engine extends the history, which ``propose`` indexes."""
@@ -146,3 +149,8 @@ def _children(text: list[int], occurrences: Occurrences) -> Iterator[tuple[int, 
     doubt = 1.0 - max(trust for _, trust in occurrences)
     for token, group in groups.items():
         yield token, sum(trust for _, trust in group) / (total + doubt), group
+
+
+SPEC = DrafterSpec(
+    "ngram", "n-gram", "looks up what followed the last tokens earlier in the sequence", Ngram, chains=False
+)

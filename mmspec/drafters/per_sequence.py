@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, continuations, features, fork, learns
+from mmspec.core.drafter import Drafter, fork, learns
 from mmspec.core.target import Feature, Prompt, Step, Target
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
@@ -18,7 +18,7 @@ def per_sequence(drafter: Drafter | None) -> Drafter | None:
     return PerSequence(drafter) if drafter is not None and learns(drafter) else drafter
 
 
-class PerSequence:
+class PerSequence(Drafter):
     """Drafts each sequence with a copy of ``drafter`` that is dropped with the sequence.
 
     Args:
@@ -28,16 +28,19 @@ class PerSequence:
     learns = False
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafters = [drafter]
+        self._drafter = drafter
         self._copies: list[Drafter] = []
-        self._target: Target | None = None
 
     @property
-    def features(self) -> tuple[Feature, ...]:
-        return features(self.drafters[0])
+    def members(self) -> list[Drafter]:
+        return self._drafter.members
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        return self._drafter.features
 
     def attach(self, target: Target) -> None:
-        self.drafters[0].attach(target)
+        self._drafter.attach(target)
         self._target = target
 
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
@@ -45,7 +48,7 @@ class PerSequence:
         for row, tokens in enumerate(history):
             mask = prompt.attention_mask
             alone = Prompt(prompt.input_ids[row : row + 1], None if mask is None else mask[row : row + 1])
-            self._copies.append(fork(self.drafters[0], self._target))
+            self._copies.append(fork(self._drafter, self._target))
             self._copies[-1].begin(alone, _row(step, row), [tokens])
 
     def select(self, rows: Sequence[int]) -> None:
@@ -64,8 +67,7 @@ class PerSequence:
         return build_tree(token, rows, probs)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.core.drafter.continuations``."""
-        return continuations(self._copies[row], 0, path)
+        return self._copies[row].continuations(0, path)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
         for row, copy in enumerate(self._copies):

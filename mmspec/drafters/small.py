@@ -21,6 +21,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
@@ -46,13 +47,7 @@ class Small(CapturedDrafter):
 
     learns: ClassVar[bool] = False
 
-    def __init__(
-        self, model: PreTrainedModel | str | None = None, top_k: int = 8, trust_remote_code: bool = False
-    ) -> None:
-        if model is None:
-            raise UserError(
-                "the small drafter needs a model: expected small:NAME or mmspec.drafters.small.Small(model)"
-            )
+    def __init__(self, model: PreTrainedModel | str, top_k: int = 8, trust_remote_code: bool = False) -> None:
         if isinstance(model, str):
             model = _read(model, trust_remote_code)
         self.model: PreTrainedModel = model.eval()
@@ -63,7 +58,6 @@ class Small(CapturedDrafter):
             raise UserError(
                 f"the small drafter must have attention layers only: {type(self.model).__name__} has others"
             )
-        self._target: Target | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "model"}
@@ -93,6 +87,9 @@ class Small(CapturedDrafter):
     @property
     def parts(self) -> tuple[RowState, ...]:
         return self.lm, self._output
+
+    def draft_chains(self, length: int) -> None:
+        self.top_k = 1
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -168,3 +165,13 @@ def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
     with cache_if_offline("drafter", location) as found:
         folder = completed.resolved(gguf.resolved(location))
         return read_whole(AutoModelForCausalLM, folder, trust_remote_code=trust_remote_code, **found)
+
+
+SPEC = DrafterSpec(
+    "small",
+    "Small model",
+    "a small causal language model of the target's vocabulary, as in assisted generation",
+    Small,
+    argument="MODEL",
+    trusts=True,
+)

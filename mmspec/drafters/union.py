@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, continuations, features, learns
+from mmspec.core.drafter import Drafter, as_drafter
 from mmspec.core.target import Feature, Prompt, Step, Target
 from mmspec.core.tree import TokenTree, merge
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 
 
-class Union:
+class Union(Drafter):
     """Merges the trees of several drafters; the budget prunes the union to its most probable nodes.
 
     Args:
@@ -27,17 +27,19 @@ class Union:
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
-        self.drafters = list(drafters)
+        self.drafters: list[Drafter] = [as_drafter(drafter) for drafter in drafters]
+
+    @property
+    def members(self) -> list[Drafter]:
+        return [member for drafter in self.drafters for member in drafter.members]
 
     @property
     def learns(self) -> bool:
-        """Whether any drafter learns from earlier outputs."""
-        return any(map(learns, self.drafters))
+        return any(drafter.learns for drafter in self.drafters)
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Hidden states that any drafter uses."""
-        return tuple(dict.fromkeys(feature for drafter in self.drafters for feature in features(drafter)))
+        return tuple(dict.fromkeys(feature for drafter in self.drafters for feature in drafter.features))
 
     def attach(self, target: Target) -> None:
         for drafter in self.drafters:
@@ -55,10 +57,10 @@ class Union:
         return merge([drafter.propose(token, budget) for drafter in self.drafters])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """See ``mmspec.core.drafter.continuations``; the maximum of the drafters' probabilities."""
+        """See ``Drafter``; the maximum of the drafters' probabilities."""
         found: dict[int, float] = {}
         for drafter in self.drafters:
-            for token, p in continuations(drafter, row, path):
+            for token, p in drafter.continuations(row, path):
                 found[token] = max(p, found.get(token, 0.0))
         total = max(1.0, sum(found.values()))
         return [(token, p / total) for token, p in found.items()]

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from mmspec.core.budget import Budget, CostTable
-from mmspec.core.drafter import Drafter
+from mmspec.core.drafter import Drafter, as_drafter, members
 from mmspec.core.target import Target
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
@@ -36,10 +36,11 @@ class Speculation:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
-        self.target, self.drafter = target, drafter
+        self.target = target
+        self.drafter: Drafter | None = as_drafter(drafter)
         self.budget: MeasuredBudget | None = None
         self._fixed: dict[int, Budget] = {}
-        self._parts = _parts(drafter)
+        self._parts = [member.key for member in members(self.drafter)]
         self._searched = False  # for the target's stored cost
         self._refused = False  # the target cannot be calibrated
         if drafter is not None:
@@ -129,14 +130,3 @@ class Speculation:
             self.budget.drift = None
         self.budget.resize(batch)
         return self.budget
-
-
-def _parts(drafter: Any) -> list[Any]:
-    """A drafter, and those that it contains."""
-    parts, pending = [], [drafter] if drafter is not None else []
-    while pending:
-        part = pending.pop()
-        parts.append(part)
-        wrapped = getattr(part, "drafter", None)
-        pending += [*getattr(part, "drafters", ()), *([wrapped] if wrapped is not None else [])]
-    return parts

@@ -101,12 +101,12 @@ def serve(
 
 
 def _here(settings: Settings, host: str, port: int) -> None:
-    from mmspec.cli.session import drafter_name
+    from mmspec.drafters.registry import registered_name
     from mmspec.serving.server import listen, run
 
     with listen(host, port) as listening:  # before the model is loaded, which takes longer
         pipe = settings.pipeline()
-        drafter = drafter_name(pipe.drafter) or "none"
+        drafter = registered_name(pipe.drafter) or "none"
         what = [f"model {pipe.name}, drafter {drafter}"]
         if defaults := pipe.defaults.describe():
             what.append(f"the model's defaults: {defaults}")

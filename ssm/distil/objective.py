@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
-from mmspec.ssm.drafters.network import MambaNetwork
+from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.training.loss import LossOutput
 
 

@@ -15,7 +15,7 @@ from mmspec.demos import turns
 from mmspec.demos.models import LoadedModel, ModelCache, label
 from mmspec.demos.racing import race
 from mmspec.demos.streaming import StreamedAnswer, stream_answer
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -85,7 +85,7 @@ def test_requests_do_not_share_learned_drafts():
     first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
     assert first.trees == again.trees
     assert first.stats.num_draft_tokens > 0
-    (table,) = pipe.drafter.drafters
+    (table,) = pipe.drafter.members
     assert isinstance(table, Recycle)
     assert table.entries == 0
     assert loaded.pipeline("none").drafter is None

@@ -192,8 +192,8 @@ def test_user_errors_found_without_a_model(run: Run, args: list[str], expected: 
         (["--device", "toaster"], ["device", "'toaster'"]),
         (["--device", "meta"], ["device", "'meta'"]),
         (["--drafter", "psychic"], ["unknown drafter", "ngram", "'psychic'"]),
-        (["--drafter", "small"], ["small:NAME"]),
-        (["--drafter", "small:./nowhere"], ["small:./nowhere"]),
+        (["--drafter", "small"], ["small:MODEL"]),
+        (["--drafter", "small:./nowhere"], ["./nowhere"]),
         (["--drafter", "ngram:x"], ["ngram", "'x'"]),
     ],
 )

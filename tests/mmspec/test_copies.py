@@ -14,16 +14,11 @@ import torch
 
 import mmspec
 from mmspec import plugins
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.union import Union
-from mmspec.eval.decoding.tiny_models import mamba_network
+from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
 from mmspec.pipeline import Pipeline
-from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.embedded import samples
-from tests.mmspec.ops.test_graphs import DRAFTERS
 from tests.tiny import byte_model, byte_tokenizer
 
 WAYS: dict[str, Callable[[Any], Any]] = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
@@ -82,19 +77,11 @@ def test_every_embedded_model_is_copied() -> None:
     assert set(EMBEDDED) == set(plugins.names("models"))
 
 
-MADE = {**DRAFTERS, "mamba": lambda model: Mamba(mamba_network(259), torch.arange(60), top_k=3, depth=4)}
-MADE["union"] = lambda model: Union([Ngram(), Recycle()])
-
-
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", [*tiny_drafters(), "recycle+ngram"])
 def test_every_drafter(kind: str) -> None:
     model = byte_model()
-    check_copies(Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), MADE[kind](model)))
-
-
-def test_every_registered_drafter_is_copied() -> None:
-    known = {*MADE, *(name for drafters in EMBEDDED.values() for name in drafters)}
-    assert set(plugins.names("drafters")) - known == {"eagle"}  # an MSD without images
+    drafter = tiny_drafter(kind, model, 40, **({"vocab": 259} if kind == "mamba" else {}))
+    check_copies(Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), drafter))
 
 
 def test_a_model_that_has_returned_hidden_states() -> None:

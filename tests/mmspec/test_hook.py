@@ -19,11 +19,11 @@ from transformers import (
 
 import mmspec
 from mmspec import UserError
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.losslessness import Case, compare_case, select_cases
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.tiny_configs import TEXT_CONFIGS
 from mmspec.eval.decoding.tiny_models import text_inputs, text_model
-from mmspec.loading import make_drafter
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, OPT
 import mmspec
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget

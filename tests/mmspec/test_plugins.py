@@ -3,14 +3,14 @@
 import pytest
 
 from mmspec import UserError, plugins
-from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.ngram import SPEC
 
 
 def test_entry_points_are_read_once(monkeypatch):
     names = plugins.names("drafters")
     monkeypatch.setattr(plugins, "entry_points", lambda **_: pytest.fail("read again"))
     assert plugins.names("drafters") == names
-    assert plugins.find("drafters", "ngram") is Ngram
+    assert plugins.find("drafters", "ngram") is SPEC
     assert [entry.name for entry in plugins.registered("drafters")] == names
 
 

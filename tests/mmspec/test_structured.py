@@ -21,8 +21,8 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.compare import first_difference
 from mmspec.core.budget import Budget
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.loading import make_drafter
 from mmspec.vision.embedded import samples
 from tests.constrained import decode_plainly
 from tests.tiny import byte_model, byte_tokenizer

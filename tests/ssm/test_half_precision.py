@@ -13,7 +13,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.eval.decoding.tiny_configs import MIXER_CONFIGS, VOCAB
 from mmspec.eval.decoding.tiny_models import mamba_network
 from mmspec.ssm.cache import StateCache
-from mmspec.ssm.drafters import network as networks
+from mmspec.ssm.drafters.mamba import network as networks
 from tests.half import check_decoding, half_model, long_inputs
 from tests.targets import prompt_of
 from tests.tiny import random_tree

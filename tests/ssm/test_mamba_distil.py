@@ -17,12 +17,12 @@ import mmspec
 from mmspec.distil.data import as_text, read
 from mmspec.distil.features import Extractor, Features
 from mmspec.distil.tasks import DrafterSetup, DrafterTask
+from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 from mmspec.ssm.cli.drafters import mamba
 from mmspec.ssm.distil.objective import forward_kl
-from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
+from mmspec.ssm.drafters.mamba.drafter import Mamba
+from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.sampler import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG

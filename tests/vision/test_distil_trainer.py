@@ -21,16 +21,17 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
+from mmspec.cli.drafters import eagle3
 from mmspec.distil.features import Features
+from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.loading import make_drafter
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
-from mmspec.vision.cli.drafters import eagle3, flash, msd
+from mmspec.vision.cli.drafters import flash, msd
 from mmspec.vision.distil.msd import fit_projection
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
-from mmspec.vision.drafters.msd import Flash
-from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.drafter import Flash
+from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
 from tests.eagle3 import QWEN3_VL, cut, head_tensors, write_head
 from tests.standin import save_llava
 from tests.training import terminated_at

@@ -9,8 +9,8 @@ import torch
 
 from mmspec import plugins, verify_greedy
 from mmspec.core.budget import Budget
-from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
-from mmspec.vision.drafters.msd import MSD, Flash
+from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from tests.drafting import network_for, plain_gain
 from tests.half import check_decoding, half_model, in_dtype, long_inputs
 from tests.targets import prompt_of

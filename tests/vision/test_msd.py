@@ -7,13 +7,13 @@ import torch
 
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
+from mmspec.drafters.eagle.drafter import Eagle
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
-from mmspec.loading import make_drafter
-from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.vision.drafters.msd import MSD, Eagle
-from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
-from tests.drafting import assert_same_drafter, check, network_for, plain_layer, states_of
+from mmspec.eval.decoding.tiny_models import eagle_network, text_inputs, vision_inputs
+from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 
@@ -26,12 +26,12 @@ def test_trees_follow_the_network_on_every_family(name):
     check(model, vision_inputs(name, 3), MSD(network_for(model), top_k=3, depth=3), new=8)
 
 
-@pytest.mark.parametrize("cls", [MSD, Eagle])
-def test_several_images_skipped_steps_and_sampling(cls):
+@pytest.mark.parametrize(("cls", "network"), [(MSD, network_for), (Eagle, eagle_network)])
+def test_several_images_skipped_steps_and_sampling(cls, network):
     model = shared_model("llava")
     inputs = vision_inputs("llava", 2, images=2)
-    check(model, inputs, cls(network_for(model), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
-    check(model, inputs, cls(network_for(model), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
+    check(model, inputs, cls(network(model), top_k=4, depth=4), skip=(1, 3, 4, 7), nodes=12)
+    check(model, inputs, cls(network(model), top_k=2, depth=3), params=SamplingParams(temperature=1.0), new=8)
 
 
 def test_visual_positions_may_have_a_projection_of_their_own():
@@ -66,7 +66,7 @@ def overfit(model, inputs):
     ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
     said = ids[0, inputs["input_ids"].shape[1] :].tolist()
     hidden, embeds = (t.detach() for t in states_of(model, row_of(inputs, 0), said))
-    network = network_for(model)
+    network = eagle_network(model)
     optimiser = torch.optim.Adam(network.parameters(), 3e-3)
     answer = len(said) - 2
     for _ in range(150):
@@ -92,12 +92,12 @@ def test_a_narrow_head_drafts_its_tokens_only():
 
 def test_decoupling_changes_what_visual_positions_say():
     network = network_for(shared_model("llava"))
+    fused = network_for(shared_model("llava"), decoupled=False)
     embeds, hidden = torch.randn(2, 1, 5, 48).unbind(0)
     visual = torch.tensor([[False, True, True, False, False]])
     apart = network.combine(embeds, hidden, visual)
     assert torch.equal(apart[visual], embeds[visual])
-    Eagle(network)
-    together = network.combine(embeds, hidden, visual)
+    together = fused.combine(embeds, hidden, visual)
     assert torch.equal(together, network.combine(embeds, hidden, None))
     assert torch.equal(together[~visual], apart[~visual])
 
@@ -115,19 +115,6 @@ def test_a_tree_is_bounded_by_the_drafters_own_limits():
 
 
 # ---------------------------------------------------------------------- checkpoints
-
-
-def test_a_checkpoint_comes_back_and_knows_its_target(tmp_path):
-    model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    drafter = MSD(network_for(model), torch.tensor([3, 4, 5]), top_k=7, depth=4, total_tokens=30)
-    drafter.save(tmp_path, target)
-    again = make_drafter(str(tmp_path))
-    assert_same_drafter(again, drafter)
-    again.attach(target)
-    assert make_drafter(f"eagle:{tmp_path}").network.config.decoupled is False
-    with pytest.raises(UserError, match=r"trained for .*LlavaForConditionalGeneration.*: got .*Qwen3ForCausalLM"):
-        again.attach(TransformersTarget(shared_model("qwen3")))
 
 
 def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):

@@ -17,12 +17,16 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
+from mmspec.drafters import published
+from mmspec.drafters.eagle.drafter import network_from
+from mmspec.drafters.eagle.published import EAGLE, convert, read_published
+from mmspec.drafters.eagle3 import published as published_eagle3
+from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_models import vision_inputs
-from mmspec.loading import make_drafter
-from mmspec.vision.drafters import published, published_eagle3
-from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
-from mmspec.vision.drafters.msd import network_from
-from mmspec.vision.drafters.network import MSDNetwork
+from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.published import LAYOUT
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
@@ -58,6 +62,10 @@ FULL_13B = {**FULL_7B, "hidden_size": 5120, "intermediate_size": 13824, "num_att
 FULL_13B |= {"num_key_value_heads": 40}
 FULL_QWEN = {**QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
 FULL_QWEN |= {"num_key_value_heads": 4, "vocab_size": 152064}
+
+
+def read_msd(folder):
+    return read_published(folder, LAYOUT)
 
 
 def layer_of(config):
@@ -159,7 +167,7 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
         rest = {other: value for other, value in tensors.items() if other != name}
         assert published.recognise(write(tmp_path, LLAVA, rest)) == "msd"
         with pytest.raises(UserError, match=rf"tensors of layout msd, received missing {name}$"):
-            published.read_published(tmp_path)
+            read_msd(tmp_path)
 
 
 # ---------------------------------------------------------------------- conversion
@@ -168,8 +176,8 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin", "shards", "bin shards"])
 def test_files_of_every_kind_say_the_same(kind, tmp_path):
     tensors = tensors_of(QWEN, dtype=torch.float16)
-    expected = published.convert(QWEN, tensors, "msd", "here")
-    network, ours, settings = published.read_published(write(tmp_path, QWEN, tensors, kind))
+    expected = convert(QWEN, tensors, LAYOUT, "here")
+    network, ours, settings = read_msd(write(tmp_path, QWEN, tensors, kind))
     assert (network, settings) == (expected[0], expected[2])
     assert ours.keys() == expected[1].keys()
     for name, value in ours.items():
@@ -183,7 +191,11 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     """Text, a visual stretch and text again, on the layer of transformers with the published tensors."""
     config = LAYOUTS[name]
     tensors = tensors_of(config)
-    network = network_from(*published.read_published(write(tmp_path, config, tensors))[:2], tmp_path)
+    network = (
+        network_from(*read_msd(write(tmp_path, config, tensors))[:2], tmp_path, MSDNetwork)
+        if name.startswith("msd")
+        else network_from(*read_published(write(tmp_path, config, tensors), EAGLE)[:2], tmp_path)
+    )
     made, layer = layer_of(config)
     prefix = "layers.0."
     layer.load_state_dict({key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)})
@@ -206,52 +218,54 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    result = network(network.combine(embeds, hidden, visual), rotary(slice(0, length)), attend)
+    combined = network.combine(embeds, hidden, *([visual] if name.startswith("msd") else []))
+    result = network(combined, rotary(slice(0, length)), attend)
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("config", "decoupled"), [(LLAVA, True), (VICUNA, False)])
-def test_the_user_decides_how_visual_positions_are_fed(config, decoupled, tmp_path):
+@pytest.mark.parametrize("config", [LLAVA, VICUNA])
+def test_the_user_decides_how_visual_positions_are_fed(config, tmp_path):
     folder = write(tmp_path, config)
-    assert published.read_published(folder)[0].decoupled is decoupled
-    for wish in (True, False):
-        assert published.read_published(folder, decoupled=wish)[0].decoupled is wish
+    assert read_msd(folder)[0].decoupled
+    network, tensors, _ = read_published(folder, EAGLE)
+    assert not isinstance(network, MSDConfig)
+    assert tensors.keys() == read_msd(folder)[1].keys()
 
 
 def test_an_msd_drafter_for_qwen_is_a_whole_layer_and_an_eagle_head_is_not():
     tensors = tensors_of({**QWEN, "model_type": "qwen2"})
     with pytest.raises(UserError, match=r"missing layers\.0\.input_layernorm\.weight$"):
-        published.convert(QWEN, tensors, "msd", "here")
-    network, _, settings = published.convert(QWEN, tensors, "eagle", "here")
-    assert (network.input_norm, network.qkv_bias, settings["layout"]) == (False, True, "eagle")
+        convert(QWEN, tensors, LAYOUT, "here")
+    network = convert(QWEN, tensors, EAGLE, "here")[0]
+    assert (network.input_norm, network.qkv_bias) == (False, True)
 
 
 def test_rotary_and_norm_settings_come_from_the_configuration():
     tensors = tensors_of(LLAVA)
 
     def read(**changes):
-        network = published.convert({**LLAVA, **changes}, tensors, "msd", "here")[0]
+        network = convert({**LLAVA, **changes}, tensors, LAYOUT, "here")[0]
         return network.rope_theta, network.norm_eps
 
     assert read() == (10000.0, 1e-5)
     assert read(rope_theta=5e5, rms_norm_eps=None) == (5e5, 1e-6)
     assert read(rope_parameters={"rope_type": "default", "rope_theta": 7}) == (7.0, 1e-5)
     qwen = {name: value for name, value in QWEN.items() if name != "rope_theta"}
-    assert published.convert(qwen, tensors_of(QWEN), "msd", "here")[0].rope_theta == 1e6
+    assert convert(qwen, tensors_of(QWEN), LAYOUT, "here")[0].rope_theta == 1e6
 
 
 def test_saved_rotary_frequencies_do_no_harm():
     tensors = tensors_of(LLAVA) | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    assert "inv_freq" not in str(published.convert(LLAVA, tensors, "msd", "here")[1].keys())
+    assert "inv_freq" not in str(convert(LLAVA, tensors, LAYOUT, "here")[1].keys())
 
 
 def test_an_eagle_head_may_leave_out_what_the_target_has():
     tensors = tensors_of(VICUNA)
     del tensors["embed_tokens.weight"]
-    assert published.convert(VICUNA, tensors, "eagle", "here")[2]["vocab_size"] == 96
+    assert convert(VICUNA, tensors, EAGLE, "here")[2]["vocab_size"] == 96
     with pytest.raises(UserError, match=r"vocab_size must be a positive integer: got None"):
-        published.convert({**VICUNA, "vocab_size": None}, tensors, "eagle", "here")
-    rows = published.convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), "eagle", "here")[2]
+        convert({**VICUNA, "vocab_size": None}, tensors, EAGLE, "here")
+    rows = convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), EAGLE, "here")[2]
     assert rows["vocab_size"] == 96
 
 
@@ -260,7 +274,7 @@ def test_an_eagle_head_may_leave_out_what_the_target_has():
 )
 def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
     tensors = tensors_of(config, device="meta")
-    network, ours, settings = published.convert(config, tensors, "msd", "here")
+    network, ours, settings = convert(config, tensors, LAYOUT, "here")
     with torch.device("meta"):
         expected = {name: value.shape for name, value in MSDNetwork(network).state_dict().items()}
     assert {name: value.shape for name, value in ours.items()} == expected
@@ -280,7 +294,7 @@ def test_wrong_shapes_are_named_with_both(name):
     wrong = (*right[:-1], right[-1] + 1)
     message = f"here: {name} must be {right} by config.json: got {wrong}"
     with pytest.raises(UserError) as caught:
-        published.convert(LLAVA, tensors, "msd", "here")
+        convert(LLAVA, tensors, LAYOUT, "here")
     assert str(caught.value) == message
 
 
@@ -296,7 +310,7 @@ def test_wrong_shapes_are_named_with_both(name):
 def test_missing_and_unknown_tensors_are_named(changes, message):
     tensors = {name: value for name, value in (tensors_of(LLAVA) | changes).items() if value is not None}
     with pytest.raises(UserError) as caught:
-        published.convert(LLAVA, tensors, "msd", "here")
+        convert(LLAVA, tensors, LAYOUT, "here")
     assert message in str(caught.value)
 
 
@@ -323,7 +337,7 @@ def test_missing_and_unknown_tensors_are_named(changes, message):
 )
 def test_configurations_that_cannot_be_are_refused(changes, message):
     with pytest.raises(UserError) as caught:
-        published.convert({**LLAVA, **changes}, tensors_of(LLAVA), "msd", "here")
+        convert({**LLAVA, **changes}, tensors_of(LLAVA), LAYOUT, "here")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -339,7 +353,7 @@ def test_configurations_that_cannot_be_are_refused(changes, message):
 )
 def test_drafters_of_other_methods_are_refused_by_name(config, tensors, name, tmp_path):
     folder = write(tmp_path, config, tensors(), "bin")
-    for read in (published.read_published, published_eagle3.read_published):
+    for read in (read_msd, published_eagle3.read_published):
         with pytest.raises(UserError, match=rf"received {name}.*: use an MSD or EAGLE checkpoint"):
             read(folder)
     with pytest.raises(UserError, match=name):
@@ -353,25 +367,25 @@ def test_damaged_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"model\.safetensors: expected a safetensors file: "):
         published.recognise(folder)
     with pytest.raises(UserError, match=r"model\.safetensors: expected a safetensors file: "):
-        published.read_published(folder)
+        read_msd(folder)
 
     file = write(tmp_path / "b", LLAVA, kind="bin") / "pytorch_model.bin"
     whole = file.read_bytes()
     for content in (whole[:5000], b"", b"no pickle"):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"pytorch_model\.bin: expected tensors and nothing else, received \w+$"):
-            published.read_published(tmp_path / "b")
+            read_msd(tmp_path / "b")
     for content, received in (([torch.zeros(1)], "list"), ({"fc.weight": 1}, "'fc.weight' of type int")):
         torch.save(content, file)
         with pytest.raises(UserError, match=f"expected named tensors, received {received}"):
-            published.read_published(tmp_path / "b")
+            read_msd(tmp_path / "b")
 
     (tmp_path / "b" / "pytorch_model.bin").unlink()
     with pytest.raises(UserError, match="tensors of an MSD or EAGLE drafter, received no weights"):
-        published.read_published(tmp_path / "b")
+        read_msd(tmp_path / "b")
     (tmp_path / "b" / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: expected a JSON object"):
-        published.read_published(tmp_path / "b")
+        read_msd(tmp_path / "b")
 
 
 class Code:
@@ -389,7 +403,7 @@ def test_pickled_code_is_never_run(tmp_path):
     for content in (None, plain):
         if content:
             (folder / "pytorch_model.bin").write_bytes(content)
-        for read in (published.recognise, published.read_published):
+        for read in (published.recognise, read_msd):
             with pytest.raises(UserError, match=r"pytorch_model\.bin: expected tensors and nothing else"):
                 read(folder)
     assert not Code.ran
@@ -404,10 +418,10 @@ def test_an_index_leads_nowhere_else(shard, tmp_path):
     (tmp_path / "model-1.safetensors").write_bytes((folder / "model-00001-of-00002.safetensors").read_bytes())
     index.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
     with pytest.raises(UserError, match=rf"index\.json: expected files in the same folder, received '{shard}'"):
-        published.read_published(folder)
+        read_msd(folder)
     index.write_text("{}")
     with pytest.raises(UserError, match="expected a weight_map"):
-        published.read_published(folder)
+        read_msd(folder)
 
 
 # ---------------------------------------------------------------------- on targets
@@ -421,7 +435,7 @@ def test_published_drafters_leave_the_output_as_it_is(name, config, prefix, tmp_
     options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
     drafter = make_drafter(f"{prefix}{folder}")
     decoupled = {"": config is not VICUNA, "msd:": True, "eagle:": False}[prefix]
-    assert drafter.network.config.decoupled is decoupled
+    assert isinstance(drafter, MSD) is decoupled
     out = mmspec.generate(model, drafter=drafter, nodes=8, return_dict_in_generate=True, **inputs, **options)
     assert torch.equal(out.sequences, model.generate(**inputs, **options))
     assert out.stats[0].num_draft_tokens > 0

@@ -7,13 +7,13 @@ import torch
 
 from mmspec import plugins
 from mmspec.core.budget import Budget
+from mmspec.drafters.eagle.drafter import Eagle
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import vision_inputs
+from mmspec.eval.decoding.tiny_models import eagle_network, vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
-from mmspec.vision.drafters.msd import Eagle
 from tests.decoding import decode
-from tests.drafting import network_for, plain_layer, states_of
+from tests.drafting import plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 
@@ -31,7 +31,7 @@ def doubtful():
     wanted[place, said[2:]] = 1.0
     wanted[place, (said[2:] + 40) % 90] += 1.5 * (place % 3 > 0)
     wanted /= wanted.sum(1, keepdim=True)
-    network, target = network_for(model), plugins.target_class(model.config)(model)
+    network, target = eagle_network(model), plugins.target_class(model.config)(model)
     optimiser = torch.optim.Adam(network.requires_grad_(True).parameters(), 6e-3)
     for _ in range(70):
         guess = plain_layer(network, network.fc(torch.cat([embeds[1:], hidden[:-1]], dim=-1)))[-NEW + 1 : -1]

@@ -9,7 +9,7 @@ import pytest
 
 import mmspec
 from mmspec import plugins
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.pipeline import Pipeline
 from mmspec.targets.packing import weights_kind
 from mmspec.vision.embedded import samples, smol_llava

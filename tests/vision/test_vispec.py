@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-import mmspec
 from mmspec import SamplingParams, UserError
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
-from mmspec.loading import make_drafter
-from mmspec.vision.drafters.vispec import ViSpec
+from mmspec.vision.drafters.vispec.drafter import ViSpec
 from tests.drafting import check_drafts, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
@@ -126,34 +125,6 @@ def test_trees_while_sampling(tmp_path):
     check(shared_model("llava_next"), vision_inputs("llava_next", 2), drafter, tensors, params=params, new=8)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl"])
-def test_answers_are_those_of_generate_and_of_plain_sampling(name, batch, tmp_path):
-    model, inputs = shared_model(name), vision_inputs(name, batch)
-    drafter, _ = published(tmp_path, name)
-    options = dict(max_new_tokens=16, eos_token_id=None, pad_token_id=0)
-    ours = mmspec.generate(model, drafter=drafter, nodes=8, do_sample=False, **inputs, **options)
-    with torch.no_grad():
-        assert torch.equal(ours, model.generate(**inputs, do_sample=False, **options))
-    sampled = []
-    for one in (None, drafter):
-        torch.manual_seed(5)
-        sampled.append(mmspec.generate(model, drafter=one, nodes=8, do_sample=True, **inputs, **options))
-    assert torch.equal(*sampled)
-
-
-def test_a_saved_drafter_comes_back(tmp_path):
-    model = shared_model("llava_next")
-    drafter, tensors = published(tmp_path / "a", "llava_next")
-    target = mmspec.plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    drafter.save(tmp_path / "b", target)
-    again = make_drafter(str(tmp_path / "b"))
-    assert isinstance(again, ViSpec)
-    assert again.network.config == drafter.network.config
-    check(model, vision_inputs("llava_next"), again, tensors, new=6)
-
-
 def test_every_missing_and_every_further_tensor_is_named(tmp_path):
     config = CONFIGS["qwen2_5_vl"]
     tensors = vispec_tensors(config)
@@ -171,7 +142,7 @@ def test_every_missing_and_every_further_tensor_is_named(tmp_path):
 
 def test_other_kinds_are_refused(tmp_path):
     config = CONFIGS["llava_next"]
-    with pytest.raises(UserError, match="expected the tensors of a vispec drafter, received msd"):
+    with pytest.raises(UserError, match="expected exactly the tensors of layout vispec, received missing imadpt"):
         make_drafter(f"vispec:{write(tmp_path / 'msd', LLAVA)}")
     with pytest.raises(UserError, match=r"expected exactly the tensors of layout eagle, received unknown imadpt"):
         make_drafter(f"eagle:{write(tmp_path / 'vispec', config, vispec_tensors(config))}")

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.core.target import Target
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
 from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
+from mmspec.distil.start import head_weight, load_shared_weights, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.vision.distil.objective import HiddenStateObjective
-from mmspec.vision.drafters.hidden_state import HiddenStateDrafter
-from mmspec.vision.drafters.msd import MSD
-from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
 
 _DEFAULT_SPAN = 256
 """Visual tokens that share latents, if the target's configuration does not state the number per image."""
@@ -49,7 +47,7 @@ def _setup(
     draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
     if draft_ids is None and start is not None:
         draft_ids = start.draft_ids
-    tokens = rows(target) if draft_ids is None else len(draft_ids)
+    tokens = output_rows(target) if draft_ids is None else len(draft_ids)
     network = MSDNetwork(_network_config(options, target, start, tokens)).to(target.device, torch.float32)
     config = network.config
     if config.rank and options["passes"] > 1:
@@ -84,20 +82,6 @@ def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | Non
     network.cell.head.weight[:, : len(kept)] = left[:, : len(kept)] * kept
     network.cell.narrow.weight[: len(kept)] = kept[:, None] * right[: len(kept)]
     network.cell.head.bias.copy_(torch.zeros(len(head)) if guess is None else head @ guess.bias.to(head))
-
-
-@torch.no_grad()
-def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
-    """Weight of the target's output layer for a draft vocabulary, (draft tokens, hidden) float32."""
-    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-    width = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
-    unit = torch.eye(width, device=target.device, dtype=target.dtype)
-    return (head(unit) - head(torch.zeros_like(unit[:1]))).t().float()
-
-
-def rows(target: Target) -> int:
-    """Tokens that the target's output layer has."""
-    return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
 
 
 @torch.no_grad()
@@ -136,16 +120,6 @@ def _network_config(options: Mapping[str, Any], target: Any, start: MSD | None, 
     rank = given.get("rank", start.network.config.rank if start else 0)
     given |= {"rank": rank, "head": tokens if rank else 0}
     return replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
-
-
-def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path) -> None:
-    """Loads the weights of another drafter that the network has too; all others keep their random initialisation."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    shared = {name: tensor for name, tensor in start.network.state_dict().items() if name in wanted}
-    for name, tensor in shared.items():
-        if tuple(tensor.shape) != wanted[name]:
-            raise UserError(f"{folder}: expected {name} {wanted[name]} to start from, received {tuple(tensor.shape)}")
-    network.load_state_dict(shared, strict=False)
 
 
 def _latents(options: Mapping[str, Any], target: Any) -> dict[str, int]:

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.pass_cache import PassCache
+from mmspec.distil.token_loss import TokenLoss, token_loss
+from mmspec.drafters.hidden_state.entries import packing, take
+from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.training.loss import LossOutput
-from mmspec.vision.distil.pass_cache import PassCache
-from mmspec.vision.distil.token_loss import TokenLoss, token_loss
-from mmspec.vision.drafters.latents import packing, take
-from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
-from mmspec.vision.drafters.network import MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 
 
 @dataclass(frozen=True)

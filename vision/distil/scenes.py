@@ -1,4 +1,4 @@
-"""Conversations about drawn training scenes and clips, to be answered by a target."""
+"""Conversations and requests about drawn training scenes and clips, to be answered by a target."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from PIL import Image
 
 from mmspec.distil.answering import PendingConversation
 from mmspec.files import atomic
+from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.conversations import (
     SceneConversation,
     one_image,
@@ -20,7 +21,8 @@ from mmspec.vision.scenes.conversations import (
     words_only,
 )
 from mmspec.vision.scenes.drawing import draw
-from mmspec.vision.scenes.scene import seeded
+from mmspec.vision.scenes.scene import sample_scene, seeded
+from mmspec.vision.video import Video
 
 KINDS: dict[str, tuple[Callable[[random.Random], SceneConversation], float]] = {
     "image": (one_image, 0.45),
@@ -59,3 +61,15 @@ def _saved(scene: Any, path: Path) -> Path:
         with atomic(path) as part:
             Image.fromarray(draw(scene)).save(part, format="png")
     return path
+
+
+def caption_requests(count: int) -> Iterator[dict[str, Any]]:
+    """Requests to caption training scenes, every fifth one a clip of 8 frames."""
+    for index in range(count):
+        if index % 5:
+            picture = Image.fromarray(draw(sample_scene(seeded("train", index))))
+            yield {"prompt": "Describe the image.", "images": [picture]}
+        else:
+            frames = [Image.fromarray(draw(scene)) for scene in sample_clip(seeded("train", index)).frames(8)]
+            clip = Video(frames, [float(k) for k in range(8)], 8.0, "clip")
+            yield {"prompt": "Describe the video.", "videos": [clip]}

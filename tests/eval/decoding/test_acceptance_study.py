@@ -9,9 +9,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
+from mmspec.core.drafter import Drafter
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.engine.engine import Engine
 from mmspec.eval import acceptance
 from mmspec.eval.decoding.acceptance_study import AcceptanceStudy, Condition, paired_differences, with_totals
@@ -19,7 +20,7 @@ from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.harness.acceptance import AcceptanceStats
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.sampling.params import SamplingParams
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import save_llava
 
 PICTURES = [Image.new("RGB", (9, 9), (90 * k, 9, 9)) for k in range(3)]
@@ -39,14 +40,11 @@ def conversations(questions=("What is it?",), counted=0):
     return [Conversation(tuple(questions), (picture,), counted=counted) for picture in PICTURES]
 
 
-class ChainOracle:
+class ChainOracle(Drafter):
     """Drafts the next ``length`` tokens of the known answers, given in the order of the requests, as a chain."""
 
     def __init__(self, answers, length):
         self.answers, self.length, self.number = answers, length, -1
-
-    def attach(self, target):
-        pass
 
     def begin(self, prompt, step, history):
         self.history, self.start = history[0], len(prompt.histories()[0])

@@ -8,15 +8,16 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
+from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown
 from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import save_llava
 
 
@@ -87,10 +88,8 @@ def test_no_prompt_is_drafted_from_its_own_answer(folder):
     assert often.drafter._table == once.drafter._table
 
 
-class RootDrafter:
+class RootDrafter(Drafter):
     """Drafts no tokens, so every step emits one token whatever the budget."""
-
-    def attach(self, target): ...
 
     def begin(self, prompt, step, history): ...
 

@@ -12,20 +12,19 @@ import mmspec
 from mmspec import TokenTree, UserError
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
-from mmspec.drafters.chain import as_chain
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval import hybrid
 from mmspec.eval.decoding.tiny_models import mamba_network, msd_network
-from mmspec.eval.decoding.trees_and_chains import compare_trees_with_chains, fastest, methods_by_kind
+from mmspec.eval.decoding.trees_and_chains import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.drafters import ProfiledDrafter
 from mmspec.eval.harness.prompts import held_out_texts
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.pipeline import Pipeline
-from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.training.architecture import Architecture, new_model
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import tokenizer
 
 SIZE = Architecture(
@@ -98,7 +97,7 @@ def test_a_recycle_chain_drafts_the_likeliest_successor_and_learns_all(folder):
 def test_drafters_without_a_width_cannot_draft_chains(folder):
     target = mmspec.load(folder, drafter=None).target
     assert as_chain(Ngram(), 3, target).width == 1
-    with pytest.raises(UserError, match="chains need a drafter with a width or top_k: ProfiledDrafter has neither"):
+    with pytest.raises(UserError, match="chains need a drafter that can draft them: ProfiledDrafter cannot"):
         as_chain(ProfiledDrafter(Ngram()), 3, target)
 
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import mmspec
 from mmspec.core.target import Prompt
+from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.eval import scaled
 from mmspec.eval.decoding.tiny_models import msd_network, text_model
@@ -17,9 +18,8 @@ from mmspec.eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, gr
 from mmspec.eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
 from mmspec.eval.scale_up.models import scale_up, shape_of
 from mmspec.eval.scale_up.pipeline import prompt_tokens
-from mmspec.loading import make_drafter
 from mmspec.pipeline import Pipeline
-from mmspec.vision.drafters.msd import Flash
+from mmspec.vision.drafters.msd.drafter import Flash
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each
 GROUPED = Shape(320, 400, 9, 16, 4, 64, 896)  # larger query groups, same vocabulary

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import mmspec
+from mmspec.drafters.registry import drafter_specs
 from mmspec.errors import UserError
 from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.suite import evaluator, methods
@@ -23,7 +24,7 @@ from mmspec.eval.suite.run import run_suite
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
-from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.msd.drafter import MSD
 from tests.standin import save_llava, save_text_model
 
 METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"
@@ -230,16 +231,18 @@ def test_method_specs(folder):
     assert (found["c"].drafter.top_k, found["c"].drafter.depth) == (1, 4)
     assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
     small = save_text_model(Path(folder).parent / "small")
+    alone = [spec.name for spec in drafter_specs() if spec.alone]
+    chains = [spec.name for spec in drafter_specs() if spec.alone and spec.chains]
     named = parse_methods(f"small:{small}@chain,assisted:{small}/,{folder}/drafter-msd@3,x=small:{small}", target)
     assert [method.name for method in named][2:] == ["small:small@chain", "assisted:small", "drafter-msd@3", "x"]
 
-    assert auto_methods(Path(folder))[-4:] == ["recycle", "recycle@chain", "msd", "msd@chain"]
+    assert auto_methods(Path(folder))[3:] == ["msd", *alone, "msd@chain", *(f"{name}@chain" for name in chains)]
 
 
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ("msd@bush", "shape must be tree, chain, chainN or a number of nodes: got 'bush'"),
+        ("msd@bush", "shape must be tree, chain or chainN: got 'bush'"),
         ("msd@0", "shape must be"),
         ("nope", "unknown drafter"),
         ("a=none,a=lookup", r"its own label \(LABEL=METHOD\): 'a' is given twice"),

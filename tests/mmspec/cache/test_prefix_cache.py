@@ -15,14 +15,14 @@ from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.tiny_configs import VIDEO, VOCAB
 from mmspec.eval.decoding.tiny_models import msd_network, text_inputs, video_inputs, vision_inputs
-from mmspec.vision.drafters.msd import Flash
+from mmspec.vision.drafters.msd.drafter import Flash
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model

@@ -17,11 +17,11 @@ from mmspec.core.tree import build_tree
 from mmspec.core.verify import verify_greedy
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.eval.decoding.tiny_configs import TINY_SIZES
 from mmspec.eval.decoding.tiny_models import text_inputs
-from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import root_path, shared_model, valid_nodes
 
@@ -447,8 +447,7 @@ def test_registered_names():
         (lambda: Ngram(longest=2, shortest=3), "1 <= shortest <= longest: got 3 and 2"),
         (lambda: Ngram(shortest=0), "1 <= shortest <= longest: got 0 and 4"),
         (lambda: Recycle(top_k=0), "top_k must be an integer from 1 to 64: got 0"),
-        (lambda: Small(), "the small drafter needs a model"),
-        (lambda: make_drafter("small"), "the small drafter needs a model"),
+        (lambda: make_drafter("small"), "the small drafter needs an argument: expected small:MODEL"),
         (lambda: Small(shared_model("bamba")), "must have attention layers only: BambaForCausalLM has others"),
         (lambda: make_drafter("small:tiny-hybrid"), "must have attention layers only: BambaForCausalLM has others"),
         (lambda: make_drafter("small:/nowhere/at/all"), "cannot load drafter 'small:/nowhere/at/all'"),

@@ -8,9 +8,9 @@ import torch
 from mmspec import TokenTree, verify_greedy
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt, Step
-from mmspec.drafters import recycled
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.recycled import Rankings
+from mmspec.drafters.recycle import device as recycled
+from mmspec.drafters.recycle.device import Rankings
+from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.ops import kernels
 from tests.tiny import root_path
 

@@ -7,28 +7,15 @@ from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.rows import batch_bucket
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
+from mmspec.drafters.captured import CapturedDrafter
+from mmspec.drafters.registry import drafter_spec
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import (
-    eagle3_network,
-    mamba_network,
-    mtp_network,
-    text_inputs,
-    vision_inputs,
-    vispec_network,
-)
+from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
-from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget, node_bucket
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
 from tests.decoding import decode
-from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
 
@@ -112,27 +99,15 @@ def test_further_prompts_find_everything_where_it_was():
 
 # ---------------------------------------------------------------------- drafters
 
-DRAFTERS = {
-    "msd": lambda model: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
-    "flash": lambda model: Flash(network_for(model, latents=3, span=16, slots=2), top_k=3, depth=4, total_tokens=12),
-    "flash-small": lambda model: Flash(network_for(model, slots=3), torch.arange(40), top_k=4, depth=4, total_tokens=9),
-    "eagle3": lambda model: Eagle3(
-        eagle3_network(model, layers=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
-    ),
-    "vispec": lambda model: ViSpec(vispec_network(model), top_k=3, depth=4, total_tokens=12),
-    "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=4, total_tokens=12),
-    "small": lambda model: Small(shared_model("llama"), top_k=3),
-    "mamba": lambda model: Mamba(mamba_network(seed=1), top_k=3, depth=4, total_tokens=12),
-    "ngram": lambda model: Ngram(),
-    "recycle": lambda model: Recycle(),
-}
+DRAFTERS = tiny_drafters()
+CAPTURED = [name for name in DRAFTERS if issubclass(drafter_spec(name).load(), CapturedDrafter)]
 
 
 @pytest.mark.parametrize("kind", ["msd", "small", "mamba", "recycle"])
 def test_drafts_of_a_batch_are_grown_in_powers_of_two(kind):
     """Whoever joins and leaves; buffers move only where they must grow, as what was captured is lost then."""
     model = shared_model("llava")
-    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    target, drafter = plugins.target_class(model.config)(model), tiny_drafter(kind, model)
     drafter.attach(target)
     sizes, versions, rows, expected = [], [], [], []
     for joining, kept in ((1, [0]), (2, [2, 1]), (3, [4, 0, 1]), (2, [0, 1, 2, 3, 4]), (0, []), (2, [1, 0])):
@@ -170,7 +145,7 @@ def test_tokens_are_those_of_generate(kind, batch):
     """Two answers in a row, the second from the same buffers."""
     model = shared_model("llava")
     target = plugins.target_class(model.config)(model)
-    drafter = None if kind == "plain" else DRAFTERS[kind](model)
+    drafter = tiny_drafter(kind, model)
     if drafter is not None:
         drafter.attach(target)
     for seed in (0, 1):
@@ -181,7 +156,7 @@ def test_tokens_are_those_of_generate(kind, batch):
         assert got == ids[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["msd", "flash", "vispec", "eagle3", "mtp", "small", "mamba"])
+@pytest.mark.parametrize("kind", CAPTURED)
 def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     """The same trees, rows of different length, some steps without a draft; so the same number of steps, too."""
     model = shared_model("llava")
@@ -198,7 +173,7 @@ def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
     for fixed in (True, False):
         monkeypatch.setattr(kernels, "fixed_shapes", lambda device, fixed=fixed: fixed)
         target = plugins.target_class(model.config)(model)
-        drafter = DRAFTERS[kind](model)
+        drafter = tiny_drafter(kind, model)
         drafter.attach(target)
         trees = []
         propose = drafter.propose

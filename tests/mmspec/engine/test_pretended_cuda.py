@@ -14,7 +14,7 @@ from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
-from tests.mmspec.ops.test_graphs import DRAFTERS
+from tests.mmspec.ops.test_graphs import DRAFTERS, drafter_for
 from tests.tiny import shared_model
 
 pytest.importorskip("triton")
@@ -45,7 +45,7 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_an_answer(name, kind, batch, params, monkeypatch):
     model = copy.deepcopy(shared_model(name))
-    drafter = DRAFTERS[kind](model)
+    drafter = drafter_for(kind, model)
     inputs = vision_inputs(name, batch) if name in VISION_CONFIGS else text_inputs(batch)
     sampler = Sampler(params.processors(), do_sample=params.do_sample)
     with pretended_cuda(monkeypatch) as device:

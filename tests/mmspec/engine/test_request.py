@@ -7,8 +7,8 @@ import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.checks import shown
 from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import parse
-from mmspec.loading import make_drafter
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

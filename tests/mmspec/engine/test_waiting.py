@@ -17,7 +17,7 @@ from mmspec.sampling.sampler import BatchSampler, Sampler
 from tests.decoding import decode
 from tests.device import as_launches, on_a_gpu, waiting
 from tests.mmspec.ops.test_graphs import CASES as CAPTURED
-from tests.mmspec.ops.test_graphs import DRAFTERS
+from tests.mmspec.ops.test_graphs import drafter_for
 from tests.mmspec.sampling.test_sampler import PROCESSORS, VOCAB, histories_and_tree, rows_of
 from tests.targets import prompt_of
 from tests.tiny import shared_model
@@ -41,7 +41,7 @@ SAMPLING = {
 def steps(name, kind, batch, sampling, budget, device="cpu"):
     """An answer step by step; the first of the rows ends early."""
     model = shared_model(name) if device == "cpu" else copy.deepcopy(shared_model(name)).to(device)
-    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    target, drafter = plugins.target_class(model.config)(model), drafter_for(kind, model)
     if drafter is not None:
         drafter.attach(target)
     inputs = on_a_gpu(vision_inputs(name, batch) if "llava" in name else text_inputs(batch), device)

@@ -8,32 +8,19 @@ import torch
 from mmspec import TokenTree, plugins, verify_greedy
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.small import Small
+from mmspec.drafters.captured import CapturedDrafter
+from mmspec.drafters.registry import drafter_spec
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import (
-    eagle3_network,
-    mamba_network,
-    mtp_network,
-    text_inputs,
-    vision_inputs,
-    vispec_network,
-)
+from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
+from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import graphs, kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.sampler import Sampler
-from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.vision.drafters.eagle3 import Eagle3
-from mmspec.vision.drafters.msd import MSD, Flash
-from mmspec.vision.drafters.mtp import MTP
-from mmspec.vision.drafters.vispec import ViSpec
 from tests.decoding import decode
 from tests.device import Replayed, as_launches, on_a_gpu
-from tests.drafting import network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
@@ -148,22 +135,16 @@ def test_readers_of_what_passes_are_found_out():
 
 # ---------------------------------------------------------------------- whole answers
 
-DRAFTERS = {
-    "plain": lambda model: None,
-    "ngram": lambda model: Ngram(),
-    "msd": lambda model: MSD(network_for(model), top_k=3, depth=4, total_tokens=12),
-    "flash": lambda model: Flash(
-        network_for(model, latents=3, span=16, slots=2), torch.arange(40), top_k=3, depth=4, total_tokens=12
-    ),
-    "eagle3": lambda model: Eagle3(
-        eagle3_network(model, layers=2, norm_output=True), torch.arange(40), top_k=3, depth=4, total_tokens=12
-    ),
-    "vispec": lambda model: ViSpec(vispec_network(model), torch.arange(40), top_k=3, depth=4, total_tokens=12),
-    "mtp": lambda model: MTP(mtp_network(model), top_k=3, depth=4, total_tokens=12),
-    "small": lambda model: Small(copy.deepcopy(shared_model("llama")), top_k=3),
-    "mamba": lambda model: Mamba(mamba_network(), torch.arange(60), top_k=3, depth=4, total_tokens=12),
-    "recycle": lambda model: Recycle(),
-}
+DRAFTERS = ["plain", *tiny_drafters()]
+CAPTURED = ["recycle", *(name for name in DRAFTERS[1:] if issubclass(drafter_spec(name).load(), CapturedDrafter))]
+
+
+def drafter_for(kind, model):
+    """With a draft vocabulary if it may have one, and weights of its own."""
+    changes = {"layers": 2, "norm_output": True} if kind == "eagle3" else {}
+    return copy.deepcopy(tiny_drafter(kind, model, 40, **changes))
+
+
 CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd"), ("qwen3_vl", "eagle3"), ("bamba", "eagle3")]
 CASES += [
     ("qwen3_5_text", "ngram"),
@@ -196,7 +177,7 @@ def check_answers(name, kind, batch, device="cpu"):
     model = shared_model(name)
     if device != "cpu":
         model = copy.deepcopy(model).to(device)
-    target, drafter = plugins.target_class(model.config)(model), DRAFTERS[kind](model)
+    target, drafter = plugins.target_class(model.config)(model), drafter_for(kind, model)
     if drafter is not None:
         drafter.attach(target)
     for seed in range(3):
@@ -209,7 +190,7 @@ def check_answers(name, kind, batch, device="cpu"):
         assert [row.token_ids for row in rows] == ids[:, inputs["input_ids"].shape[1] :].tolist()
     assert target._check.captured > 0
     assert target._keep.captured > 0
-    if kind not in ("plain", "ngram"):
+    if kind in CAPTURED:
         steps = drafter._recycled if kind == "recycle" else drafter
         grown, absorbed = steps.captured
         assert grown > 0
@@ -248,13 +229,13 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
 @pytest.mark.long
 @pytest.mark.usefixtures("_recorded")
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] not in ("plain", "ngram")])
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] in CAPTURED])
 def test_replayed_drafts_are_those_of_calls(name, kind, batch, monkeypatch):
     """Whatever was drafted, an answer is the same; so trees are compared."""
     model, drafted = shared_model(name), []
     for captures in (True, False):
         monkeypatch.setattr(graphs, "captures", lambda device, captures=captures: captures)
-        target, drafter, trees = plugins.target_class(model.config)(model), DRAFTERS[kind](model), []
+        target, drafter, trees = plugins.target_class(model.config)(model), drafter_for(kind, model), []
         drafter.attach(target)
         propose = drafter.propose
 

@@ -23,11 +23,11 @@ import mmspec
 from mmspec import TokenTree, UserError, plugins
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt, output_of
+from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS
 from mmspec.eval.decoding.tiny_models import text_inputs, text_model
-from mmspec.loading import make_drafter
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget

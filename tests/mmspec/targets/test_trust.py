@@ -11,7 +11,7 @@ from transformers import AutoConfig
 import mmspec
 from mmspec import UserError
 from mmspec.cli import main
-from mmspec.loading import make_drafter
+from mmspec.drafters.registry import make_drafter
 from mmspec.targets.support import from_pretrained
 from tests.standin import save_llava, save_text_model
 

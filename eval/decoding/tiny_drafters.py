@@ -1,0 +1,65 @@
+"""Every registered drafter for a tiny model, trained ones with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from mmspec import plugins
+from mmspec.core.drafter import Drafter
+from mmspec.drafters.registry import drafter_spec
+from mmspec.drafters.union import Union
+from mmspec.eval.decoding.tiny_models import (
+    eagle3_network,
+    eagle_network,
+    mamba_network,
+    msd_network,
+    mtp_network,
+    text_model,
+    vispec_network,
+)
+
+NETWORKS: dict[str, Callable[..., Any]] = {
+    "eagle": eagle_network,
+    "eagle3": eagle3_network,
+    "flash": partial(msd_network, latents=3, span=16, slots=2),
+    "mamba": lambda model, **changes: mamba_network(**changes),
+    "msd": msd_network,
+    "mtp": mtp_network,
+    "vispec": vispec_network,
+}
+"""A random network of each trained drafter, for a model."""
+
+TREE = {"top_k": 3, "depth": 4, "total_tokens": 12}
+
+
+def tiny_drafters() -> list[str]:
+    """Names of all registered drafters."""
+    return plugins.names("drafters")
+
+
+def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **settings: Any) -> Drafter | None:
+    """A drafter for a tiny model.
+
+    Args:
+        name: registered, or several joined by +; ``"plain"`` is None.
+        draft_tokens: size of the draft vocabulary of drafters that may have one; None is the whole one.
+        **settings: tree shape of trained drafters, ``TREE`` by default, and fields of their network's configuration.
+    """
+    if name == "plain":
+        return None
+    if "+" in name:
+        return Union([made for part in name.split("+") if (made := tiny_drafter(part, model)) is not None])
+    spec = drafter_spec(name)
+    if name == "small":
+        return spec.load()(text_model("llama"), top_k=TREE["top_k"])
+    if spec.alone:
+        return spec.make()
+    tree = TREE | {key: settings.pop(key) for key in TREE if key in settings}
+    network = NETWORKS[name](model, **settings)
+    rows = 40 if name == "eagle3" else draft_tokens  # rows of its own output layer
+    ids = {} if rows is None or name == "mtp" else {"draft_ids": torch.arange(rows)}
+    return spec.load()(network, **ids, **tree)

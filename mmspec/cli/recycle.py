@@ -1,0 +1,83 @@
+"""`mmspec train recycle`: fills the successor table of the recycle drafter from a model's answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.progress import track
+
+import mmspec
+from mmspec import plugins
+from mmspec.cli.options import OUT_FOLDER
+from mmspec.cli.training import FOLDER
+from mmspec.distil.recorded import RecordedFeatures
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.errors import UserError, explained
+
+_BATCH = 16
+
+
+@click.command()
+@click.option("--model", default="tiny-llava", show_default=True, help="Target model.")
+@click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON lines: prompt, images, videos.",
+)
+@click.option("--recorded", type=FOLDER, multiple=True, help="Or features of `make-data --record`; repeatable.")
+@click.option(
+    "--contexts",
+    type=click.IntRange(1),
+    help="With --recorded: number of contexts to keep, those that occur most often.",
+)
+@click.option("--scenes", default=800, show_default=True, help="Number of drawn scenes and clips without --prompts.")
+@click.option("--max-new-tokens", default=200, show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="Of the target, as in `mmspec generate`.")
+def recycle(
+    model: str,
+    out: Path,
+    prompts: Path | None,
+    recorded: tuple[Path, ...],
+    contexts: int | None,
+    scenes: int,
+    max_new_tokens: int,
+    dtype: str,
+) -> None:
+    """Fill a recycle drafter's table with the top tokens of a model while it answers prompts, or has answered.
+
+    Without --prompts and --recorded, the model captions drawn scenes and clips of tiny-llava's training data.
+    """
+    if contexts and not recorded:
+        raise UserError("--contexts counts occurrences in --recorded: expected both, received no --recorded")
+    drafter = Recycle()
+    pipe = mmspec.load(model, drafter=drafter, dtype=dtype)
+    if recorded:
+        with torch.inference_mode():
+            sequences = RecordedFeatures(recorded, pipe.target).sequences()
+            drafter.fit(((tokens, pipe.target.head(hidden)) for tokens, hidden in sequences), contexts)
+        drafter.save(out, pipe.target)
+        click.echo(f"{drafter.entries} contexts: {out}", err=True)
+        return
+    requests = list(_read(prompts) if prompts else plugins.find("prompts", "scenes")(scenes))
+    for start in track(range(0, len(requests), _BATCH), description="answering"):
+        # Without drafts, every entry of the table comes from a context of the output.
+        part = requests[start : start + _BATCH]
+        pipe.generate_batch(part, max_new_tokens=max_new_tokens, temperature=0.0, nodes=0)
+    drafter.save(out, pipe.target)
+    click.echo(f"{len(requests)} prompts, {drafter.entries} contexts: {out}", err=True)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    with explained(f"{path}: expected JSON lines", OSError, ValueError):
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines, start=1):
+            request = json.loads(line)
+            if not isinstance(request, dict) or "prompt" not in request:
+                raise UserError(f"{path}:{number}: expected an object with a prompt, received {line[:60]}")
+            yield request

@@ -1,0 +1,124 @@
+"""Training objective of EAGLE-3: the target's next tokens, over several steps that are fed the drafter's own states.
+
+Entry j of a drafter's sequence takes token j + 1 and the target's states at token j, and predicts token j + 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.core.target import Target
+from mmspec.distil.features import Features
+from mmspec.distil.pass_cache import PassCache
+from mmspec.distil.token_loss import TokenLoss, token_loss
+from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.hidden_state.entries import packing, take
+from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.training.loss import LossOutput
+
+
+@dataclass(frozen=True)
+class Eagle3Objective:
+    """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
+    section 3.2).
+
+    The first pass takes the target's states at all entries. In pass s, an entry takes the state that the pass before
+    predicted for it, and attends to the s - 1 entries before it of earlier passes, and before these to the first pass:
+    as a node at depth s of a tree does.
+
+    The metrics ``token_d`` and ``right_d`` are loss and accuracy d steps after a true state.
+
+    Attributes:
+        passes: passes over a batch.
+        decay: weight of a pass relative to the one before.
+        loss: as for ``token_loss``.
+    """
+
+    passes: int = 5
+    decay: float = 0.8
+    loss: TokenLoss = "kl"
+
+    def __call__(
+        self,
+        network: Eagle3Network,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """Returns the losses on the answers of ``batch``.
+
+        Args:
+            network: to train.
+            target: for its frozen embedding and head.
+            batch: features of conversations, with the layers that the network reads.
+            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
+            generator, progress: unused; part of the interface of objectives.
+        """
+        answer = batch.answer[:, 1:]
+        wanted = answer & F.pad(answer[:, 1:], (0, 1))
+        count, total = int(wanted.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, float] = {}
+        if count == 0:
+            return LossOutput(total, metrics)
+        assert batch.layers is not None, "the extractor reads the network's layers"
+        goal = _goal(target, batch.hidden[:, 1:][wanted], draft_ids)
+        index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of an entry in ``goal``
+        embeds = _embeddings(network, target, batch)[:, 1:]
+        rotary, _ = rotary_of(network.config)
+        rotary.reserve(embeds.shape[1], embeds)
+        caches = [PassCache() for _ in network.layers]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            return caches[layer].attend(q, k, v)
+
+        outputs = network(
+            network.combine(embeds, network.project(batch.layers[:, :-1])), rotary(slice(0, embeds.shape[1])), attend
+        )
+        entry, valid = packing(wanted, left=False)  # of the first pass, one chain from each
+        state, _ = network.begin(take(outputs, entry))
+        for cache in caches:
+            cache.start_chains(entry)
+        for number in range(self.passes):
+            if number:
+                entry = (entry + 1).clamp(max=wanted.shape[1] - 1)
+                valid = valid & wanted.gather(1, entry)
+                if not bool(valid.any()):
+                    break
+                state, _ = network.begin(network(network.combine(take(embeds, entry), state), rotary(entry), attend))
+            scores = _scores(network, target, state[valid], draft_ids)
+            truth = goal[index.gather(1, entry)[valid]]
+            loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
+            # Normalised by the entries of the first pass, so that the losses of several processes add up.
+            total = total + self.decay**number * len(truth) / count * loss
+            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
+            metrics |= {f"token_{number + 1}": float(loss.detach()), f"right_{number + 1}": float(right)}
+        return LossOutput(total, metrics)
+
+
+@torch.no_grad()
+def _goal(target: Target, hidden: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """The target's next-token distributions over the draft vocabulary, (entries, draft tokens) float32."""
+    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+    return head(hidden).float().softmax(-1)
+
+
+def _scores(network: Eagle3Network, target: Target, state: Tensor, draft_ids: Tensor | None) -> Tensor:
+    if network.config.head:
+        return network.scores(network.lm_head, state)
+    return network.scores(target.head if draft_ids is None else target.narrow_head(draft_ids), state)
+
+
+def _embeddings(network: Eagle3Network, target: Target, batch: Features) -> Tensor:
+    """Embeddings of all tokens, those of placeholders included, (batch, length, hidden)."""
+    rows = network.config.embedding or target.config.vocab_size  # type: ignore[attr-defined]
+    tokens = batch.tokens.masked_fill(batch.tokens >= rows, 0)
+    if network.config.embedding:
+        return network.embed_tokens(tokens)
+    with torch.no_grad():
+        return target.embed(tokens).clone()

@@ -1,0 +1,175 @@
+"""EAGLE drafter (arXiv 2401.15077): an entry per token, which fuses its embedding with the target's hidden state.
+
+Image positions are fused as text is, from their input embeddings. The network may have several slots per pass (see
+``EagleConfig``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.drafters import checkpoint
+from mmspec.drafters.checkpoint import TREE, TreeShape
+from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
+from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
+from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
+from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.hidden_state.levels import NativeCell, TokenLinear
+from mmspec.errors import UserError
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+
+
+@dataclass(frozen=True)
+class EagleSettings(TreeShape):
+    """Contents of ``config.json``."""
+
+    network: EagleConfig
+
+
+@dataclass
+class Entries:
+    """Entries of prompts.
+
+    Attributes:
+        embeds: (batch, entries, hidden), input embeddings, one position ahead of ``hidden``.
+        hidden: (batch, entries, hidden), what the network takes of the target's hidden states.
+        mask: (batch, entries) bool, False at padding on the left; None without any.
+        at: positions of the entries, (batch, entries) int64 or a slice.
+        visual: (batch, entries) bool, which embeddings are visual features; None without images.
+    """
+
+    embeds: Tensor
+    hidden: Tensor
+    mask: Tensor | None
+    at: Tensor | slice
+    visual: Tensor | None
+
+
+class Eagle(HiddenStateDrafter):
+    """EAGLE drafter, for any target that provides hidden states.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype.
+        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full one.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+    """
+
+    name: ClassVar[str] = "eagle"
+    layout: ClassVar[Layout | None] = EAGLE  # of published checkpoints
+    settings: ClassVar[type[TreeShape]] = EagleSettings
+    network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
+
+    def __init__(
+        self,
+        network: EagleNetwork,
+        draft_ids: Tensor | None = None,
+        *,
+        top_k: int = 10,
+        depth: int = 6,
+        total_tokens: int = 59,
+        verifier: dict[str, Any] | None = None,
+    ) -> None:
+        config = network.config
+        if config.rank and depth > config.slots:
+            raise UserError(f"depth must be at most the {config.slots} slots of a pass, with rank: got {depth}")
+        if config.head and draft_ids is not None and len(draft_ids) != config.head:
+            raise UserError(f"head must have a row per draft token, {len(draft_ids)}: got {config.head}")
+        rotary = Rotary(rotary_frequencies(config.head_dim, config.rope_theta))
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, rotary, 1, draft_ids, **tree, verifier=verifier)
+        self.features = ("last", *config.reads)
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Self:
+        """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
+        if cls.layout is not None and checkpoint.drafter_name(folder) is None:
+            shape, tensors, found = read_published(folder, cls.layout)
+            drafter = cls(network_from(shape, tensors, folder, cls.network_class))
+            drafter.published = found
+            return drafter
+        settings: Any
+        settings, verifier, tensors = checkpoint.read(folder, cls.settings)
+        draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
+        tree = {name: getattr(settings, name) for name in TREE}
+        network = network_from(settings.network, tensors, folder, cls.network_class)
+        return cls(network, draft_ids, **tree, verifier=verifier)
+
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)
+        if max(self.network.config.reads, default=0) >= layers > 0:
+            raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")
+        if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
+            self.draft_ids = torch.arange(self.published["vocab_size"], device=probe.device)
+        self.fuse = TokenLinear(self.network.fc, target.embed, self.draft_ids)
+        if self.slots > 1:
+            self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
+        head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        self.native = NativeCell.of(self.network, self.into, head) if self.slots > 1 else None
+        return head
+
+    @property
+    def slots(self) -> int:
+        slots: int = self.network.config.slots
+        return slots
+
+    def states(self, step: Step) -> Tensor:
+        read = [step.features[name] for name in self.features]
+        return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        inputs: Tensor = self.network.combine(self.target.embed(tokens), self.network.states(states))
+        return inputs
+
+    def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.network.config.confidence:
+            return tokens, log_probs
+        together = self.network.coverage(predicted, carried.to(predicted.dtype))
+        return tokens, log_probs.log_softmax(-1) + F.logsigmoid(together.float())
+
+    def prompt_inputs(self, entries: Entries) -> Tensor:
+        """Network inputs of a prompt, (batch, kept entries, hidden); subclasses may drop some of its entries."""
+        inputs: Tensor = self.network.combine(entries.embeds, entries.hidden)
+        return inputs
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        target, network = self.target, self.network
+        hidden = network.states(self.states(step))
+        batch, length = prompt.input_ids.shape
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        position = torch.full((batch,), length, device=hidden.device) if mask is None else mask.sum(1)
+        first = on_device([[row[-1]] for row in history], hidden.device)
+        fed = target.embed(prompt.input_ids) if step.embeds is None else step.embeds  # None for text
+        embeds = torch.cat([fed[:, 1:], target.embed(first)], dim=1)
+        visual = None if step.visual is None else F.pad(step.visual[:, 1:], (0, 1))
+        at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+        if visual is not None and mask is not None:
+            visual = visual & mask  # an image at the start of a row has no entry for its first token
+        self.join(batch, kernels.fixed_shapes(hidden.device))
+        entries = Entries(embeds, hidden, mask, at, visual)
+        x = self.prompt_inputs(entries)
+        self._rotary.reserve(length + AHEAD, x)
+        self.start(x, self._rotary(entries.at), entries.mask, position, history)
+
+
+def network_from(
+    shape: EagleConfig, tensors: dict[str, Tensor], folder: Path, kind: type[EagleNetwork] = EagleNetwork
+) -> EagleNetwork:
+    """Build a network of class ``kind`` from its tensors.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of the wrong shape.
+    """
+    with torch.device("meta"):
+        network = kind(shape)
+    checkpoint.load_exactly(network, tensors, folder)
+    return network

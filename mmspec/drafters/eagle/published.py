@@ -1,0 +1,172 @@
+"""Published EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858), and layouts that extend theirs.
+
+They project ``[embedding of the next token ; hidden state]``, use Llama's rotary positions 0, 1, 2, ... (Qwen2-VL's
+three position axes are equal there) and contain a copy of the target's embedding, of which only the number of rows, the
+drafter's vocabulary size, is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.checkpoint import read_json
+from mmspec.drafters.eagle.network import EagleConfig
+from mmspec.drafters.published import (
+    EAGLE_PARTS,
+    EMBEDDING,
+    HARMLESS,
+    INPUT_NORM,
+    QKV,
+    layer_shape,
+    layout_of,
+    read_tensors,
+    refuse,
+    rope_parameters,
+    whole_number,
+)
+from mmspec.errors import UserError
+
+C = TypeVar("C", bound=EagleConfig)
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Layout(Generic[C]):
+    """What a published layout adds to that of EAGLE heads.
+
+    Attributes:
+        name: in error messages.
+        config: class of the network's configuration.
+        settings: further fields of it, given the contents of ``config.json``.
+        parts: further parameters, and the published ones that each of them stacks.
+        shapes: shapes of the latter.
+        embedding: whether the copy of the target's embedding is required.
+    """
+
+    name: str
+    config: type[C]
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    parts: Mapping[str, list[str]] = field(default_factory=dict)
+    shapes: Callable[[C], Shapes] = lambda network: {}
+    embedding: bool = False
+
+
+EAGLE = Layout("eagle", EagleConfig)
+
+
+def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor], dict[str, Any]]:
+    """Read a published drafter; see ``convert``.
+
+    Raises:
+        UserError: a damaged or unsupported checkpoint, too.
+    """
+    config = read_json(folder / "config.json")
+    tensors = read_tensors(folder, shapes_only={EMBEDDING})
+    found = layout_of(config, set(tensors))
+    refuse(found, folder)
+    if found == "eagle3":
+        raise UserError(
+            f"{folder}: expected an MSD or EAGLE-1/2 drafter, received an EAGLE-3 head: use eagle3:{folder}"
+        )
+    if found is None:
+        received = ", ".join(sorted(tensors)[:4]) or "no weights"
+        raise UserError(f"{folder}: expected the tensors of an MSD or EAGLE drafter, received {received}")
+    return convert(config, tensors, layout, str(folder))
+
+
+def convert(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: Layout[C], source: str
+) -> tuple[C, dict[str, Tensor], dict[str, Any]]:
+    """Validate published tensors and convert them to those of an ``EagleNetwork``.
+
+    Args:
+        config: contents of ``config.json``.
+        layout: of the checkpoint.
+        source: name of the checkpoint in error messages.
+
+    Returns:
+        The network's configuration, its tensors in their original dtype, and its target, for
+        ``published.check_target``.
+
+    Raises:
+        UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
+    """
+    network = _network(config, tensors.keys(), layout, source)
+    shapes = _shapes(network) | layout.shapes(network)
+    for name in ("fc", "img_fc"):  # EAGLE heads of Llama-3 have no bias
+        if config.get("bias") is False and f"{name}.bias" not in tensors and f"{name}.weight" in tensors:
+            tensors = {**tensors, f"{name}.bias": tensors[f"{name}.weight"].new_zeros(network.hidden_size)}
+    # A mismatch of configuration and embedding is found by the shape check.
+    rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].dim() else None
+    vocab = whole_number(config, "vocab_size", rows, source)
+    shapes[EMBEDDING] = (vocab, network.hidden_size)
+    _check(tensors, shapes, set() if layout.embedding else {EMBEDDING}, layout.name, source)
+    ours = {
+        name: torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
+        for name, parts in {**EAGLE_PARTS, **layout.parts}.items()
+        if parts[0] in shapes
+    }
+    return network, ours, {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
+
+
+def _network(config: Mapping[str, Any], names: Any, layout: Layout[C], source: str) -> C:
+    """Network configuration from ``config.json``; norm and biases also from tensor names, as files may lack them."""
+    shape = layer_shape(config, source)
+    layers = whole_number(config, "num_hidden_layers", 1, source)
+    rope = rope_parameters(config, source)
+    if layers != 1 or rope["rope_type"] != "default":
+        raise UserError(
+            f"{source}/config.json: expected one layer with plain rotary positions, received {layers} with rope "
+            f"scaling {rope['rope_type']!r}"
+        )
+    ours = {
+        **shape,
+        "rope_theta": rope["rope_theta"],
+        "input_norm": INPUT_NORM in names,
+        "qkv_bias": bool(config.get("qkv_bias")) or any(f"{name}.bias" in names for name in QKV),
+        **layout.settings(config),
+    }
+    return layout.config.read(ours, f"{source}/config.json")
+
+
+def _shapes(network: EagleConfig) -> Shapes:
+    """Expected shapes of the published tensors, without the embedding."""
+    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
+    layer = "layers.0."
+    shapes: Shapes = {
+        "fc.weight": (width, 2 * width),
+        "fc.bias": (width,),
+        **{f"{name}.weight": (rows, width) for name, rows in zip(QKV, (inner, keys, keys), strict=True)},
+        f"{layer}self_attn.o_proj.weight": (width, inner),
+        f"{layer}mlp.gate_proj.weight": (network.mlp, width),
+        f"{layer}mlp.up_proj.weight": (network.mlp, width),
+        f"{layer}mlp.down_proj.weight": (width, network.mlp),
+        f"{layer}post_attention_layernorm.weight": (width,),
+    }
+    if network.input_norm:
+        shapes[INPUT_NORM] = (width,)
+    if network.qkv_bias:
+        shapes |= {f"{name}.bias": (rows,) for name, rows in zip(QKV, (inner, keys, keys), strict=True)}
+    return shapes
+
+
+def _check(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], optional: set[str], layout: str, source: str
+) -> None:
+    missing = sorted(shapes.keys() - tensors.keys() - optional)
+    unknown = sorted(tensors.keys() - shapes.keys() - HARMLESS)
+    if missing or unknown:
+        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{source}: expected exactly the tensors of layout {layout}, received {'; '.join(found)}")
+    for name in sorted(shapes.keys() & tensors.keys()):
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shapes[name]:
+            raise UserError(f"{source}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")

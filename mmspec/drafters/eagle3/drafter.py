@@ -1,0 +1,164 @@
+"""EAGLE-3 and EAGLE-3.1 drafter (arXiv 2503.01840) for any target: text, vision-language and hybrid models.
+
+At image positions it is fed the placeholder token's embedding, as in training by all published projects: the target's
+hidden states carry the image. A sliding window of the drafter's configuration is not applied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters import checkpoint
+from mmspec.drafters.checkpoint import TREE, TreeShape
+from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from mmspec.drafters.eagle3.published import read_published
+from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.errors import UserError
+
+_WATCHED = 128
+"""Verify passes after which the acceptance length of a published checkpoint is checked."""
+
+_LEAST = 1.1
+"""Mean acceptance length below which a head reads the wrong states, or is for another target."""
+
+
+@dataclass(frozen=True)
+class _Settings(TreeShape):
+    """Contents of ``config.json``."""
+
+    network: Eagle3Config
+
+
+class Eagle3(PositionedDrafter):
+    """EAGLE-3 drafter.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype.
+        draft_ids: (n,) int64, the target's token of each row of the network's output layer; None is the identity.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+    """
+
+    name: ClassVar[str] = "eagle3"
+
+    def __init__(
+        self,
+        network: Eagle3Network,
+        draft_ids: Tensor | None = None,
+        *,
+        top_k: int = 10,
+        depth: int = 8,
+        total_tokens: int = 59,
+        verifier: dict[str, Any] | None = None,
+    ) -> None:
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
+        self.features = ()  # known when attached
+        self._passes, self._emitted = 0, 0.0  # with drafts, while watched
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path, reads: list[int] | None = None, outputs: bool = False) -> Self:
+        """Load a checkpoint of ``save`` or a published one.
+
+        Args:
+            folder: of the checkpoint.
+            reads, outputs: replace those of its configuration, see ``Eagle3Config``.
+
+        Raises:
+            UserError: it is invalid.
+        """
+        tree: dict[str, int] = {}
+        verifier = found = None
+        if checkpoint.drafter_name(folder) is None:
+            config, tensors, draft_ids, found = read_published(folder)
+        else:
+            settings, verifier, tensors = checkpoint.read(folder, _Settings)
+            draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
+            config, tree = settings.network, {name: getattr(settings, name) for name in TREE}
+            if draft_ids is not None and config.head not in (0, len(draft_ids)):
+                raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
+        if reads is not None:
+            config = replace(config, reads=reads, outputs=outputs)
+        drafter = cls(network_from(config, tensors, folder), draft_ids, **tree, verifier=verifier)
+        drafter.published = found
+        return drafter
+
+    # ------------------------------------------------------------------ the target
+
+    def check_width(self, width: int) -> None:
+        config = self.network.config
+        if config.source != width or (not config.embedding and config.hidden_size != width):
+            raise UserError(
+                f"{self.name} must have the target's hidden size {width}: the drafter reads states of {config.source} "
+                f"and embeddings of {config.hidden_size}"
+            )
+
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        network: Any = self.network
+        decoder: Any = target.config  # type: ignore[attr-defined]
+        self.features = network.config.features(decoder.num_hidden_layers)
+        rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
+        if self.draft_ids is None and rows < decoder.vocab_size:  # the target has more tokens than it was trained for
+            self.draft_ids = torch.arange(rows, device=probe.device)
+        self._embed = network.embed_tokens if network.config.embedding else target.embed
+        self._embedded = network.config.embedding or decoder.vocab_size
+        self.fuse = self._fuse
+        head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        return partial(network.scores, network.lm_head if network.config.head else head)
+
+    def states(self, step: Step) -> Tensor:
+        return torch.cat([step.features[name] for name in self.features], dim=-1)
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        # The id of a placeholder may lie outside of the table.
+        embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
+        return self.network.combine(embeds, self.network.project(states))
+
+    def _fuse(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+        ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
+        return self.network.combine(self._embed(ids), predicted)
+
+    # ------------------------------------------------------------------ rows
+
+    def prompt_inputs(self, prompt: Prompt, step: Step, first: Tensor) -> Tensor:
+        return self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(step))
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        super().observe(tree, verdict, step)
+        if self.published is not None and tree.nodes > 1 and self._passes < _WATCHED:
+            self._watch(verdict)
+
+    def _watch(self, verdict: Verdict) -> None:
+        """Warn once of an acceptance length near 1: shapes do not tell which layers a head was trained on."""
+        self._passes += 1
+        self._emitted += sum(len(path) for path, _ in verdict.host) / len(verdict.host)
+        if self._passes == _WATCHED and self._emitted < _LEAST * _WATCHED:
+            reads = ", ".join(map(str, self.features))
+            warnings.warn(
+                f"the EAGLE-3 drafter is of little use: {self._emitted / _WATCHED:.2f} tokens per step. It may be for "
+                f"another target, or read other layers of it than {reads}: try eagle3:FOLDER@LAYERS",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def network_from(config: Eagle3Config, tensors: dict[str, Tensor], folder: Path) -> Eagle3Network:
+    """Build a network from its tensors.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of the wrong shape.
+    """
+    with torch.device("meta"):
+        network = Eagle3Network(config)
+    checkpoint.load_exactly(network, tensors, folder)
+    return network

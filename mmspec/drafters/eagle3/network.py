@@ -1,0 +1,181 @@
+"""Network of EAGLE-3 (arXiv 2503.01840) and 3.1: hidden states of several target layers are projected to one state,
+which decoder layers combine with the next token's embedding.
+
+The first layer reads the normed embedding beside the normed state, later ones the residual stream. The last layer's
+output, normed, gives the next token's logits over a draft vocabulary; as it is, or normed, it is the state of the next
+level, in place of the target's. Switches differ between projects that train these networks, under the names used here:
+SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-Optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.core.target import Feature, output_of
+from mmspec.drafters.fields import Within
+from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Norm, Rotation
+from mmspec.drafters.hidden_state.rope import RopeShape, rotary_of
+from mmspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Eagle3Config(RopeShape):
+    """Configuration of an ``Eagle3Network``: a ``RopeShape``, and
+
+    Attributes:
+        target_size: the target's hidden size; 0 is ``hidden_size``.
+        states: number of the target's hidden states that a position reads.
+        reads: layers of the target whose inputs these are, 0 to the target's number of layers; empty are EAGLE's 2, L/2
+            and L - 3 of L layers.
+        outputs: read the outputs of these layers, as the layers return them, in place of their inputs.
+        layers: decoder layers.
+        head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
+        embedding: rows of an embedding of its own; 0 is the target's.
+        norm_before_residual: the residual of the first layer is the normed state.
+        norm_before_fc: RMSNorm over all states together before their projection.
+        fc_norm: RMSNorm of each of them (3.1).
+        norm_output: the state of the next level is normed (3.1).
+    """
+
+    target_size: Annotated[int, Within(0, 2**16)] = 0
+    states: Annotated[int, Within(1, 64)] = 3
+    reads: list[int] = field(default_factory=list)
+    outputs: bool = False
+    layers: Annotated[int, Within(1, 64)] = 1
+    head: Annotated[int, Within(0, 2**24)] = 0
+    embedding: Annotated[int, Within(0, 2**24)] = 0
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reads and (len(self.reads) != self.states or min(self.reads) < 0):
+            raise UserError(f"reads must name {self.states} layers, from 0 on: got {self.reads}")
+        if not self.reads and self.states != 3:
+            raise UserError(f"reads must name the {self.states} layers that the drafter was trained on: got none")
+        if self.norm_before_fc and self.fc_norm:
+            raise UserError("one of norm_before_fc and fc_norm must be false: got both true")
+        if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise UserError(
+                f"rotary positions must turn whole heads: got a partial_rotary_factor of "
+                f"{self.rope['partial_rotary_factor']}"
+            )
+        rotary_of(self)  # raises
+
+    @property
+    def source(self) -> int:
+        """The target's hidden size."""
+        return self.target_size or self.hidden_size
+
+    def features(self, layers: int) -> tuple[Feature, ...]:
+        """The hidden states that the network reads of a target with ``layers`` layers.
+
+        Raises:
+            UserError: the target has too few layers.
+        """
+        reads = self.reads or default_reads(layers)
+        if max(reads) > layers - self.outputs:
+            raise UserError(
+                f"the drafter reads {'outputs' if self.outputs else 'inputs'} of layers {', '.join(map(str, reads))}: "
+                f"the target has {layers} layers"
+            )
+        if self.outputs:
+            return tuple(output_of(layer) for layer in reads)
+        return tuple(layer if layer < layers else output_of(layer - 1) for layer in reads)
+
+
+def default_reads(layers: int) -> list[int]:
+    """Layers whose inputs EAGLE-3 reads of a target with ``layers`` layers."""
+    return sorted(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - 3))
+
+
+class FirstLayer(DecoderLayer):
+    """Decoder layer whose attention reads a token's embedding beside a state."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.normed_residual = config.norm_before_residual
+        self.embed_norm = Norm(config.hidden_size, config.norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """(batch, nodes, 2 * hidden), embedding and state, -> (batch, nodes, hidden)."""
+        embeds, hidden = x.chunk(2, dim=-1)
+        normed = self.hidden_norm(hidden)
+        read = torch.cat([self.embed_norm(embeds), normed], dim=-1)
+        x = (normed if self.normed_residual else hidden) + self.attention(read, rotation, attend)
+        return x + self.mlp(x)
+
+
+class LaterLayer(DecoderLayer):
+    """Decoder layer of Llama."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, config.hidden_size, input_norm=True)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """(batch, nodes, hidden) -> (batch, nodes, hidden)."""
+        x = x + self.attention(self.input_norm(x), rotation, attend)
+        return x + self.mlp(x)
+
+
+class Eagle3Network(nn.Module):
+    """See the module."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        width, source, eps = config.hidden_size, config.source, config.norm_eps
+        self.fc = nn.Linear(config.states * source, width, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = Norm(config.states * source, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(source, eps) for _ in range(config.states))
+        later = [LaterLayer(config) for _ in range(1, config.layers)]
+        self.layers = nn.ModuleList([FirstLayer(config), *later])
+        self.norm = Norm(width, eps)
+        if config.head:
+            self.lm_head = nn.Linear(width, config.head, bias=False)
+        if config.embedding:
+            self.embed_tokens = nn.Embedding(config.embedding, width)
+
+    def project(self, states: Tensor) -> Tensor:
+        """One state per position from the target's: (..., states * source) -> (..., hidden)."""
+        if self.config.fc_norm:
+            parts = states.split(self.config.source, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        return self.fc(states)
+
+    def combine(self, embeds: Tensor, states: Tensor) -> Tensor:
+        """Layer inputs, (..., 2 * hidden), from embeddings and the states one position before, (..., hidden) each."""
+        return torch.cat([embeds.to(states.dtype), states], dim=-1)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Output of the last layer, (batch, nodes, hidden).
+
+        Args:
+            x: (batch, nodes, 2 * hidden) from ``combine``.
+            rotation: see ``DecoderLayer.attention``.
+            attend: the same, with the number of the layer as ``layer``.
+        """
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rotation, partial(attend, layer=number))
+        return x
+
+    def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The state of the next level, from the last layer's output, and nothing else, (..., 0)."""
+        return self.norm(output) if self.config.norm_output else output, output[..., self.config.hidden_size :]
+
+    def scores(self, head: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
+        """Logits of a level's state, (..., hidden), by an output layer."""
+        return head(state if self.config.norm_output else self.norm(state))

@@ -1,0 +1,219 @@
+"""Published EAGLE-3 checkpoints (arXiv 2503.01840, and 3.1): strict reading, without running their code.
+
+Three layouts of one network:
+
+- ``midlayer.*`` (SafeAILab/EAGLE, sgl-project/SpecForge, Tencent/AngelSlim);
+- ``layers.0.*`` and further layers, with a nested ``transformer_layer_config`` (vllm-project/speculators);
+- ``layers.0.*`` without embedding and ``t2d`` (NVIDIA/Model-Optimizer).
+
+``d2t`` holds offsets: row i of the output layer is the target's token i + d2t[i].
+
+Layers to read are given in two conventions: ``eagle_aux_hidden_state_layer_ids`` of speculators are layers whose inputs
+are read; those in ``eagle_config``, and AngelSlim's ``aux_hidden_states_layer_ids``, are layers whose outputs are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.drafters.checkpoint import read_json
+from mmspec.drafters.eagle3.network import Eagle3Config
+from mmspec.drafters.published import layer_shape, layout_of, read_tensors, refuse, rope_parameters, whole_number
+from mmspec.errors import UserError
+
+_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_UNSUPPORTED = ("attention_bias", "mlp_bias", "qkv_bias")
+_VOCABULARIES = {"d2t", "t2d"}
+
+Published = tuple[Eagle3Config, dict[str, Tensor], Tensor | None, dict[str, Any]]
+
+
+def read_published(folder: Path) -> Published:
+    """Read a published EAGLE-3 head; see ``convert``."""
+    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
+    layout = layout_of(config, set(tensors))
+    refuse(layout, folder)
+    if layout != "eagle3":
+        raise UserError(f"{folder}: expected the tensors of an EAGLE-3 head, received {', '.join(sorted(tensors)[:4])}")
+    return convert(config, tensors, str(folder))
+
+
+def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> Published:
+    """Validate published tensors and convert them to those of an ``Eagle3Network``.
+
+    Args:
+        config: contents of ``config.json``.
+        tensors: the published ones; may be on the meta device.
+        source: name of the checkpoint in error messages.
+
+    Returns:
+        The network's configuration, its tensors in their original dtype, the target's token of each row of its output
+        layer, (n,) int64 (None is the identity), and its target, for ``published.check_target``.
+
+    Raises:
+        UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
+    """
+    layer = {**config, **(config.get("transformer_layer_config") or {})}
+    vocab = whole_number(layer, "vocab_size", None, source)
+    draft = whole_number(config, "draft_vocab_size", _rows(tensors, "lm_head.weight") or vocab, source)
+    network = _network(config, layer, tensors, draft, source)
+    prefix = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
+    parts, shapes = published_parts(network, prefix), _shapes(network, prefix)
+    if draft != vocab:
+        shapes["d2t"] = (draft,)
+    optional = {"d2t": (draft,), "t2d": (vocab,)}
+    _check(tensors, shapes, optional, source)
+    ours = {
+        name: torch.cat([tensors[one] for one in found]) if len(found) > 1 else tensors[found[0]]
+        for name, found in parts.items()
+    }
+    verifier = {**_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
+    return network, ours, _draft_ids(tensors, draft, vocab, source), verifier
+
+
+def _network(
+    config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, Tensor], draft: int, source: str
+) -> Eagle3Config:
+    eagle = config.get("eagle_config") or {}
+    for name in _UNSUPPORTED:
+        if layer.get(name):
+            raise UserError(f"{source}/config.json: expected linear layers without bias, received {name}")
+    reads, shape = _reads(config, eagle, source), layer_shape(layer, source)
+    width = whole_number(config, "target_hidden_size", shape["hidden_size"], source)
+    own = _rows(tensors, "lm_head.weight")
+    ours = {
+        **shape,
+        "target_size": width,
+        "states": len(reads) or 3,
+        "reads": reads,
+        "layers": whole_number(layer, "num_hidden_layers", 1, source),
+        "head": draft if own is not None else 0,
+        "embedding": whole_number(layer, "vocab_size", None, source) if "embed_tokens.weight" in tensors else 0,
+        "rope": rope_parameters(layer, source),
+        **{name: bool(config.get(name, eagle.get(name))) for name in SWITCHES},
+    }
+    return Eagle3Config.read(ours, f"{source}/config.json")
+
+
+def _reads(config: Mapping[str, Any], eagle: Mapping[str, Any], source: str) -> list[int]:
+    """Layers whose inputs the head reads; empty if the configuration does not tell."""
+    inputs = next((config[name] for name in _IDS if config.get(name)), None)
+    outputs = next((eagle[name] for name in _IDS if eagle.get(name)), config.get("aux_hidden_states_layer_ids"))
+    layers = inputs if inputs is not None else outputs if outputs is not None else []
+    if not isinstance(layers, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in layers):
+        raise UserError(f"{source}/config.json: {_IDS[0]} must be a list of layers: got {layers!r}")
+    return layers if inputs is not None else [layer + 1 for layer in layers]
+
+
+def _verifier(config: Mapping[str, Any]) -> dict[str, Any]:
+    named = (config.get("speculators_config") or {}).get("verifier") or {}
+    return {
+        "name_or_path": named.get("name_or_path") or "",
+        "architectures": named.get("architectures") or [],
+        "model_type": config.get("target_model_type"),
+    }
+
+
+def _rows(tensors: Mapping[str, Tensor], name: str) -> int | None:
+    return tensors[name].shape[0] if name in tensors and tensors[name].dim() == 2 else None
+
+
+def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
+    """Our parameters, and the published ones that each of them stacks."""
+    parts = {"fc.weight": ["fc.weight"], "norm.weight": ["norm.weight"]}
+    if network.norm_before_fc:
+        parts["input_norm.weight"] = ["input_norm.weight"]
+    if network.fc_norm:
+        parts |= {f"fc_norm.{i}.weight": [f"fc_norm.{i}.weight"] for i in range(network.states)}
+    if network.head:
+        parts["lm_head.weight"] = ["lm_head.weight"]
+    if network.embedding:
+        parts["embed_tokens.weight"] = ["embed_tokens.weight"]
+    for number in range(network.layers):
+        ours, theirs = f"layers.{number}", f"layers.{number}" if number else prefix
+        parts |= {
+            f"{ours}.qkv.weight": [f"{theirs}.self_attn.{one}_proj.weight" for one in "qkv"],
+            f"{ours}.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
+            f"{ours}.gate_up.weight": [f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"],
+            f"{ours}.down.weight": [f"{theirs}.mlp.down_proj.weight"],
+            f"{ours}.post_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
+            f"{ours}.{'input' if number else 'embed'}_norm.weight": [f"{theirs}.input_layernorm.weight"],
+        }
+        if number == 0:
+            parts[f"{ours}.hidden_norm.weight"] = [f"{theirs}.hidden_norm.weight"]
+    return parts
+
+
+def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Expected shapes of the published tensors, but for those of the vocabularies."""
+    width, read = network.hidden_size, network.states * network.source
+    inner, keys = network.heads * network.head_dim, network.kv_heads * network.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, read), "norm.weight": (width,)}
+    if network.norm_before_fc:
+        shapes["input_norm.weight"] = (read,)
+    if network.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (network.source,) for i in range(network.states)}
+    if network.head:
+        shapes["lm_head.weight"] = (network.head, width)
+    if network.embedding:
+        shapes["embed_tokens.weight"] = (network.embedding, width)
+    for number in range(network.layers):
+        at, reads = f"layers.{number}" if number else prefix, width if number else 2 * width
+        shapes |= {
+            **{
+                f"{at}.self_attn.{one}_proj.weight": (n, reads)
+                for one, n in zip("qkv", (inner, keys, keys), strict=True)
+            },
+            f"{at}.self_attn.o_proj.weight": (width, inner),
+            f"{at}.mlp.gate_proj.weight": (network.mlp, width),
+            f"{at}.mlp.up_proj.weight": (network.mlp, width),
+            f"{at}.mlp.down_proj.weight": (width, network.mlp),
+            f"{at}.post_attention_layernorm.weight": (width,),
+            f"{at}.input_layernorm.weight": (width,),
+        }
+        if number == 0:
+            shapes[f"{at}.hidden_norm.weight"] = (width,)
+    return shapes
+
+
+def _check(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    source: str,
+) -> None:
+    harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
+    missing = sorted(shapes.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - shapes.keys() - optional.keys() - harmless)
+    if missing or unknown:
+        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{source}: expected exactly the tensors of an EAGLE-3 head, received {'; '.join(found)}")
+    for name, shape in sorted({**optional, **shapes}.items()):
+        if name not in tensors:
+            continue
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise UserError(f"{source}: {name} must be {shape} by config.json: got {tuple(tensor.shape)}")
+        if tensor.is_floating_point() == (name in _VOCABULARIES):
+            kind = "an integer or boolean" if name in _VOCABULARIES else "a floating point"
+            raise UserError(f"{source}: {name} must be {kind} tensor: got {tensor.dtype}")
+
+
+def _draft_ids(tensors: Mapping[str, Tensor], draft: int, vocab: int, source: str) -> Tensor | None:
+    """The target's token of each draft token; None if it is its own number."""
+    if "d2t" not in tensors or tensors["d2t"].device.type == "meta":
+        return None
+    ids = torch.arange(draft) + tensors["d2t"].long()
+    if bool(((ids < 0) | (ids >= vocab)).any()) or len(ids.unique()) < draft:
+        raise UserError(f"{source}: i + d2t[i] must be distinct tokens below {vocab}")
+    if "t2d" in tensors:
+        marked = tensors["t2d"].bool()
+        if int(marked.sum()) != draft or not bool(marked[ids].all()):
+            raise UserError(f"{source}: t2d must mark exactly the tokens i + d2t[i]: it marks {int(marked.sum())}")
+    return None if draft == vocab and bool((tensors["d2t"] == 0).all()) else ids

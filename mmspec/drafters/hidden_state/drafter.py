@@ -1,0 +1,223 @@
+"""Base class of drafters that predict hidden states from the target's (MSD, FLASH, EAGLE).
+
+A step appends the accepted tokens with the target's hidden states to the drafter's KV cache, then grows a dynamic tree
+(EAGLE-2, arXiv 2406.16858) on predicted states. Entry j of a row takes token j + 1 and the target's states at token j.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec import ops
+from mmspec.cache.rows import RowTensor
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters import checkpoint
+from mmspec.drafters.captured import RowState, path_of, write_last
+from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.layer import Rotary, Rotation
+from mmspec.drafters.hidden_state.levels import Levels, NativeCell, TokenLinear
+from mmspec.drafters.hidden_state.passes import allowed_slots, run
+from mmspec.drafters.published import check_target
+from mmspec.drafters.trained import TrainedDrafter
+from mmspec.errors import UserError
+from mmspec.targets.packing import pack_drafter
+
+AHEAD = 1024
+"""KV slots reserved after a prompt."""
+
+
+class HiddenStateDrafter(TrainedDrafter):
+    """See the module.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype.
+        rotary: rotary positions of its layers.
+        layers: number of its layers.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's whole one.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+
+    Attributes:
+        fuse: network inputs of drafted tokens, (batch, nodes, any), from draft-vocabulary indices, (batch, nodes)
+            int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
+        into: the same of a cell between slots.
+    """
+
+    fuse: Callable[[Tensor, Tensor], Tensor]
+    into: TokenLinear
+    native: NativeCell | None = None
+    features: Sequence[Feature] = ("last",)
+    beyond = 0  # by how much the next position of a row may exceed its tokens
+    published: dict[str, Any] | None = None  # target of a published checkpoint, see ``published.check_target``
+
+    def __init__(self, network: Any, rotary: Rotary, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
+        self._rotary, self._layers = rotary, layers
+        self._scores: Callable[[Tensor], Tensor] | None = None
+        super().__init__(network.eval().requires_grad_(False), draft_ids, **settings)
+
+    def reset(self, static: bool = False) -> None:
+        super().reset(static)
+        self.cache = TreeCache(self._layers, in_place=static)
+        self._output = RowTensor(static)  # (rows, hidden or 2 * hidden), at each row's last entry
+        self._position = RowTensor(static)  # (rows,) int64, of the next entry
+        self._history: list[list[int]] = []
+
+    def attach(self, target: Target) -> None:
+        if target is self._target:
+            return  # captured graphs refer to the current weights
+        if self.verifier is not None:
+            checkpoint.check_verifier(self.verifier, target)
+        if self.published is not None:
+            check_target(self.published, target)
+        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        self.check_width(probe.shape[-1])
+        pack_drafter(self.network, probe)
+        if self.draft_ids is not None:
+            self.draft_ids = self.draft_ids.to(probe.device)
+        self._target = target
+        self.reset()
+        with torch.inference_mode():
+            self._scores = self.scoring(target, probe)
+
+    # ------------------------------------------------------------------ defined by subclasses
+
+    @property
+    def slots(self) -> int:
+        """Tokens drafted per pass of the layers."""
+        return 1
+
+    @abstractmethod
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        """Prepare for a target, and set ``fuse``; returns the draft vocabulary's logits of predicted states.
+
+        Args:
+            probe: (1, hidden), an embedding of the target, for device and dtype.
+        """
+
+    @abstractmethod
+    def states(self, step: Step) -> Tensor:
+        """The target's hidden states that an entry takes, (batch, nodes, any)."""
+
+    @abstractmethod
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Network inputs of accepted tokens, (batch, width, any).
+
+        Args:
+            tokens: (batch, width) int64.
+            states: (batch, width, any), see ``states``, at the tokens before.
+        """
+
+    def check_width(self, width: int) -> None:
+        """Raise ``UserError`` if the target's hidden size, ``width``, is not the network's."""
+        if self.network.config.hidden_size != width:
+            raise UserError(
+                f"{self.name} must have the target's hidden size {width}: the drafter has "
+                f"{self.network.config.hidden_size}"
+            )
+
+    # ------------------------------------------------------------------ rows
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return self.cache, self._output, self._position
+
+    def start(
+        self, x: Tensor, rotation: Rotation, mask: Tensor | None, position: Tensor, history: list[list[int]]
+    ) -> None:
+        """Run the network on the entries of new rows, which ``join`` has registered.
+
+        Args:
+            x: (batch, entries, any), their inputs.
+            rotation: of their positions.
+            mask: (batch, entries) bool, False at padding on the left; None without any.
+            position: (batch,) int64, of each row's next entry.
+            history: see ``Drafter.begin``.
+        """
+        entries, allowed = x.shape[1], None
+        if mask is not None:
+            allowed = mask[:, None, None] & torch.ones(entries, entries, device=x.device).tril().bool()
+            # Padding attends to itself, so that no row of the mask is empty.
+            allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
+        alone = not (self.static or self.cache.rows)
+        cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
+        outputs = run(self.network, x, rotation, allowed, cache)
+        cache.commit_prompt(entries, mask, len(x))
+        if alone:
+            self.cache = cache
+        else:
+            self.cache.append(cache, entries + AHEAD)
+        self._output.append(outputs[:, -1])
+        self._position.append(position)
+        self._history += history
+
+    @torch.inference_mode()
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self._history = [self._history[row] for row in rows]
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def _version(self) -> tuple[Hashable, ...]:
+        return *super()._version, self._rotary.version
+
+    def reserve(self, width: int) -> None:
+        self.cache.reserve_nodes(width + self.top_k * self.slots * (self.depth + 1))
+        longest = max(map(len, self._history)) + self.beyond
+        self._rotary.reserve(longest + self.depth, self.network.fc.weight)
+
+    def advance(self, accepted: list[int]) -> None:
+        self.cache.advance(accepted)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """Queue the accepted tokens and the target's hidden states at their parents."""
+        self.queue((verdict.tokens, take(self.states(step), verdict.path.clamp(min=0))), verdict)
+
+    def absorb(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        """Append accepted tokens, (batch, width), with the target's states before them, (batch, width, any)."""
+        self.cache.offset = 0  # reset after a failed capture
+        batch, width = tokens.shape
+        x = self.inputs(tokens, states)
+        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+        outputs = run(self.network, x, self.rotation(batch, width), allowed_slots(self.cache, chain), self.cache)
+        if self.static:
+            self.cache.commit_on_device(path_of(length, width))
+        else:
+            self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
+        self._position.data[:batch] += length
+        write_last(self._output, outputs, length)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        self.cache.offset = 0
+        predicted, carried = self.network.begin(self._output.data[: len(token)])
+        first = self.children(predicted, carried)
+        levels = Levels(self, predicted, carried)
+        tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        self.cache.offset = 0
+        if self.draft_ids is not None:
+            tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]
+        return tree
+
+    def rotation(self, batch: int, count: int) -> Rotation:
+        """Rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
+        step = torch.arange(count, device=self._position.data.device)
+        return self._rotary(self._position.data[:batch, None] + step)
+
+    def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from what the network's ``begin``
+        returned."""
+        assert self._scores is not None, "attach comes first"
+        return self.adjusted(*ops.top_log_probs(self._scores(predicted), self.top_k), predicted, carried)
+
+    def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """``children`` by their tokens and the network's log probabilities; for subclasses."""
+        return tokens, log_probs

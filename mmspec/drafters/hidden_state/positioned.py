@@ -1,0 +1,69 @@
+"""Base class of drafters that are at the target's own positions (EAGLE-3, MTP)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.core.target import Prompt, Step
+from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
+from mmspec.drafters.hidden_state.layer import Rotation
+from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+
+
+class PositionedDrafter(HiddenStateDrafter):
+    """A ``HiddenStateDrafter`` with an entry per token of the prompt, whose rotary positions are the target's: with
+    several axes at images, if the network's configuration has ``mrope_section``.
+
+    Args:
+        network: its configuration is a ``RopeShape``.
+        layers, draft_ids: see ``HiddenStateDrafter``.
+        **settings: top_k, depth, total_tokens, verifier, too.
+    """
+
+    def __init__(self, network: Any, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
+        rotary, self._axis = rotary_of(network.config)
+        super().__init__(network, rotary, layers, draft_ids, **settings)
+
+    @abstractmethod
+    def prompt_inputs(self, prompt: Prompt, step: Step, first: Tensor) -> Tensor:
+        """Network inputs of a prompt's entries, (batch, length, any).
+
+        Args:
+            prompt: the prompt.
+            step: its prefill.
+            first: (batch, 1) int64, the tokens after the prompt.
+        """
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        x = self.prompt_inputs(prompt, step, on_device([[row[-1]] for row in history], prompt.input_ids.device))
+        self.join(len(history), kernels.fixed_shapes(x.device))
+        rotation, position = self._places(step, prompt, mask, x)
+        self.start(x, rotation, mask, position, history)
+
+    def _places(self, step: Step, prompt: Prompt, mask: Tensor | None, x: Tensor) -> tuple[Rotation, Tensor]:
+        """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
+        batch, length = prompt.input_ids.shape
+        tokens = torch.full((batch,), length, device=x.device) if mask is None else mask.sum(1)
+        if self._axis is None or step.positions is None or step.positions.ndim < 3:
+            self._rotary.reserve(length + AHEAD, x)
+            at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+            return self._rotary(at), tokens
+        axes = step.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
+        position = axes.amax((0, 2)) + 1
+        # Positions of a video's frames follow their times, and may exceed the number of tokens.
+        self.beyond = max(self.beyond, int((position - tokens).max()))
+        self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
+        return self._rotary.by_axis(axes, self._axis), position
+
+    def join(self, rows: int, static: bool) -> None:
+        if not self.rows:
+            self.beyond = 0
+        super().join(rows, static)

@@ -1,0 +1,23 @@
+"""Native MTP drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmspec.drafters.spec import DrafterSpec
+
+
+def _recognises(folder: Path) -> bool:
+    from mmspec.drafters.mtp.published import has_mtp
+
+    return has_mtp(folder)
+
+
+SPEC = DrafterSpec(
+    "mtp",
+    "MTP",
+    "the multi-token prediction layer that Qwen3.5 checkpoints carry, recursive over a tree's levels",
+    "mmspec.drafters.mtp.drafter:MTP",
+    weights="target",
+    recognises=_recognises,
+)

@@ -1,0 +1,185 @@
+"""Published drafter checkpoints: which layout a folder has, and what their configurations have in common.
+
+Checkpoints are read strictly, without running their code. Layouts are recognised by ``config.json`` and tensor names:
+
+- ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
+- ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
+- ``vispec``: ViSpec drafters (arXiv 2509.15235), EAGLE with an image adaptor;
+- ``eagle3``: EAGLE-3 heads (arXiv 2503.01840);
+- those in ``REFUSED``, which are not supported.
+
+MSD and EAGLE checkpoints have the same tensors and do not record how visual positions were fed in training. Folders
+whose ``config.json`` is of a text model are read as EAGLE, others as MSD; ``eagle:FOLDER`` and ``msd:FOLDER`` override
+this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from mmspec.drafters.checkpoint import read_json
+from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
+from mmspec.errors import UserError
+
+EMBEDDING = "embed_tokens.weight"
+INPUT_NORM = "layers.0.input_layernorm.weight"
+QKV = [f"layers.0.self_attn.{part}_proj" for part in "qkv"]
+EAGLE_PARTS = {
+    "fc.weight": ["fc.weight"],
+    "fc.bias": ["fc.bias"],
+    "qkv.weight": [f"{name}.weight" for name in QKV],
+    "qkv.bias": [f"{name}.bias" for name in QKV],
+    "out.weight": ["layers.0.self_attn.o_proj.weight"],
+    "gate_up.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"],
+    "down.weight": ["layers.0.mlp.down_proj.weight"],
+    "input_norm.weight": [INPUT_NORM],
+    "post_norm.weight": ["layers.0.post_attention_layernorm.weight"],
+}
+"""Parameters of an EAGLE network, and the published ones that each of them stacks; MSD checkpoints have the same."""
+
+# Rotary frequencies saved by old releases of transformers; redundant with the configuration.
+HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
+_EAGLE_TENSORS = {EMBEDDING, *HARMLESS, *(name for parts in EAGLE_PARTS.values() for name in parts)}
+_USE_INSTEAD = "use an MSD or EAGLE checkpoint of this target, or train a drafter with mmspec train"
+REFUSED = {
+    "dflash": "a DFlash drafter, which denoises a block of tokens at once",
+    "dspark": "a DSpark drafter, which drafts a block of tokens at once",
+    "peagle": "a P-EAGLE drafter, which drafts several tokens in parallel from mask tokens",
+}
+_TEXT_MODELS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+
+
+def recognise(folder: Path) -> str | None:
+    """Recognise a published layout by ``config.json`` and tensor names.
+
+    Returns:
+        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, a key of ``REFUSED`` or None.
+
+    Raises:
+        UserError: the weights cannot be read.
+    """
+    try:
+        config = read_json(folder / "config.json")
+    except UserError:
+        return None
+    if "mmspec_drafter" in config:
+        return None
+    return layout_of(config, {name for file in weight_files(folder) for name in tensor_names(file)})
+
+
+def read_tensors(folder: Path, shapes_only: Collection[str] = ()) -> dict[str, Tensor]:
+    """All tensors of a folder's weight files; see ``load_weights``."""
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        tensors |= load_weights(file, shapes_only)
+    return tensors
+
+
+def refuse(layout: str | None, folder: Path) -> None:
+    """Raise ``UserError`` for a layout that is known and not supported."""
+    if layout in REFUSED:
+        raise UserError(f"{folder}: expected an MSD or EAGLE drafter, received {REFUSED[layout]}: {_USE_INSTEAD}")
+
+
+def check_target(verifier: Mapping[str, Any], target: Any) -> None:
+    """Check that a target is that of a published drafter, as far as this is known; raises ``UserError`` if not.
+
+    A target may have more tokens than the drafter, as transformers' LLaVA-1.5 (32064, drafter 32000), but not twice as
+    many: that is another tokenizer.
+
+    Args:
+        verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
+        target: the target.
+    """
+    width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
+    model, made = type(target.model).__name__, [f"hidden size {width} and {vocab} tokens"]
+    types = {here.model_type, target.model.config.model_type}
+    found = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
+    fits = width == here.hidden_size and here.vocab_size / 2 < vocab <= here.vocab_size
+    if (kind := verifier.get("model_type")) and kind not in types:
+        fits, made, found = False, [*made, f"of type {kind}"], [*found, f"of type {target.model.config.model_type}"]
+    if (classes := verifier.get("architectures")) and model not in classes:
+        fits, made = False, [*made, f"of class {', '.join(classes)}"]
+    if not fits:
+        name = verifier.get("name_or_path") or "a target"
+        raise UserError(f"the drafter was trained for {name} of {', '.join(made)}: got {model} with {', '.join(found)}")
+
+
+def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
+    """Layout of a published drafter, see ``recognise``, by its configuration and tensor names."""
+    classes = [*(config.get("architectures") or []), config.get("speculators_model_type") or ""]
+    for other in REFUSED:
+        if any(str(name).lower().startswith(other) for name in classes):
+            return other
+    if any(name.startswith("midlayer.") or "hidden_norm" in name for name in names) or names & {"d2t", "t2d"}:
+        return "eagle3"
+    if any(name.startswith(("imadpt.", "img_fc.")) for name in names):
+        return "vispec"
+    own = names - {EMBEDDING, *HARMLESS}
+    if "fc.weight" not in names and not (own and names <= _EAGLE_TENSORS):
+        return None
+    return "eagle" if config.get("model_type") in _TEXT_MODELS else "msd"
+
+
+def layer_shape(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Fields of ``LayerShape`` in a published configuration, but for the rotary positions.
+
+    Raises:
+        UserError: a value is missing or out of range, or not one of Llama's layers.
+    """
+    width, heads = (whole_number(config, key, None, source) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads = whole_number(config, "num_key_value_heads", heads, source)
+    head_dim = whole_number(config, "head_dim", width // heads, source)
+    activation = config.get("hidden_act") or "silu"
+    if activation != "silu" or heads % kv_heads or head_dim % 2:
+        raise UserError(
+            f"{source}/config.json: expected silu, kv_heads that divide heads and an even head_dim, received "
+            f"{activation}, {kv_heads} for {heads} and {head_dim}"
+        )
+    return {
+        "hidden_size": width,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp": whole_number(config, "intermediate_size", None, source),
+        "norm_eps": number(config, "rms_norm_eps", 1e-6, float, source),
+    }
+
+
+def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Rotary positions of a published configuration, in the form of transformers' ``rope_parameters``."""
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope |= config[key] if isinstance(config.get(key), dict) else {}
+    kind = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or kind or "default"
+    usual = rope.get("rope_theta", 1e6 if config.get("model_type") == "qwen2_vl" else 10000.0)
+    theta = number(config, "rope_theta", usual, float, source)
+    if kind not in ("default", "mrope") and config.get("max_position_embeddings"):
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
+
+
+def whole_number(config: Mapping[str, Any], key: str, default: int | None, source: str) -> int:
+    """A positive integer of a configuration; null selects the default."""
+    value: int = number(config, key, default, int, source)
+    return value
+
+
+def number(
+    config: Mapping[str, Any], key: str, default: float | None, kind: type[int] | type[float], source: str
+) -> Any:
+    """A positive number; null selects the default."""
+    value: Any = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
+        expected = "integer" if kind is int else "number"
+        raise UserError(f"{source}/config.json: {key} must be a positive {expected}: got {value!r}")
+    return kind(value)

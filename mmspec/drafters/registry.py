@@ -1,0 +1,211 @@
+"""Registered drafters, and drafters by their specification.
+
+    SPEC[@SHAPE]    SPEC is ``none`` or drafters joined by ``+``, which draft one tree together; SHAPE is ``tree`` (the
+                    default), ``chain`` or ``chainN`` (one child per node, at most N draft tokens)
+
+A drafter is ``auto`` (the target's default), ``NAME``, ``NAME:ARGUMENT``, or the folder or hub id of a checkpoint. NAME
+stands for the checkpoint of that name in the target's folder, if there is one; ``new:NAME`` ignores it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from mmspec import plugins
+from mmspec.core.drafter import Drafter, as_drafter, members
+from mmspec.drafters import checkpoint
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.union import Union
+from mmspec.errors import UserError, explained
+from mmspec.targets.hub import cache_if_offline, is_path
+
+PLAIN, AUTO, DEFAULT = "none", "auto", "recycle"
+LONGEST_CHAIN = 8
+"""Draft tokens of ``@chain``, of drafters with a tree size of their own; others follow the budget."""
+
+_SHAPE = re.compile(r"(tree)|(chain)(\d*)")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A parsed specification; see the module.
+
+    Attributes:
+        drafters: specifications of single drafters; none for plain decoding.
+        chain: draft tokens of a chain, at most; None drafts trees.
+    """
+
+    drafters: tuple[str, ...]
+    chain: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Selection:
+        """Parse a specification.
+
+        Raises:
+            UserError: an unknown shape, a drafter is missing between two ``+``, or plain decoding is part of a union or
+                drafts chains.
+        """
+        if os.path.exists(text):
+            return cls((text,))
+        drafters, _, shape = text.rpartition("@")
+        found = _SHAPE.fullmatch(shape) if drafters else None
+        if found is None:
+            if drafters and ":" not in text:  # else it belongs to an argument
+                raise UserError(f"a drafter's shape must be tree, chain or chainN: got {shape!r}")
+            drafters = text
+        names = tuple(drafters.split("+"))
+        chain = None if found is None or found[1] else int(found[3] or LONGEST_CHAIN)
+        if chain == 0:
+            raise UserError(f"a chain must have one draft token or more: got {text!r}")
+        if names == (PLAIN,):
+            if chain is not None:
+                raise UserError(f"plain decoding drafts no chains: expected {PLAIN!r} or a drafter, got {text!r}")
+            return cls(())
+        if {"", PLAIN} & set(names):
+            raise UserError(f"names joined by + must each be a drafter's: got {text!r}")
+        return cls(names, chain)
+
+    def label(self) -> str:
+        """The selection's name for people, such as "FLASH, chain"."""
+        named = " + ".join(map(_label, self.drafters)) or "Plain"
+        return named if self.chain is None else f"{named}, chain"
+
+
+def drafter_spec(name: str) -> DrafterSpec:
+    """The declaration of a registered drafter.
+
+    Raises:
+        UserError: nothing of that name is registered; the message lists what is.
+    """
+    return DrafterSpec.of(name, plugins.find("drafters", name))
+
+
+def drafter_specs() -> list[DrafterSpec]:
+    """The declarations of all registered drafters: those that need no checkpoint first, the default of all, then by
+    name."""
+    specs = [DrafterSpec.of(entry.name, entry.load()) for entry in plugins.registered("drafters")]
+    return sorted(specs, key=lambda spec: (spec.name != DEFAULT, not spec.alone, spec.name))
+
+
+def registered_name(drafter: Drafter | None) -> str | None:
+    """The registered name of a drafter's class; those of several drafters are joined by +."""
+    known = {spec.location: spec.name for spec in drafter_specs()}
+    kinds = [type(member) for member in members(drafter)]
+    return "+".join(known.get(f"{kind.__module__}:{kind.__qualname__}", kind.__name__) for kind in kinds) or None
+
+
+def drafters_for(home: Path) -> list[str]:
+    """Specifications of the drafters that the model in a folder can use, the default first: those that come with it,
+    and those without a checkpoint. Of a model that is not in a local folder, ``auto`` stands for the former."""
+    alone = [spec.name for spec in drafter_specs() if spec.alone]
+    if not home.exists():
+        return [AUTO, *alone]
+    homes = plugins.drafter_homes(home)
+    folders = [folder for at in homes for folder in (at / "drafter", *sorted(at.glob("drafter-*")))]
+    own = [name for name in map(checkpoint.drafter_name, folders) if name]
+    first = plugins.default_drafter(home)
+    return list(dict.fromkeys([*([] if first == AUTO else [first]), *own, *alone]))
+
+
+def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) -> Drafter | None:
+    """A drafter from the ``drafter`` argument of ``mmspec.load``.
+
+    Args:
+        drafter: a specification, see the module; a folder; an object with a drafter's methods; or None.
+        home: the target's folder or name.
+        trust_remote_code: allow Python code in the folder of a draft model.
+
+    Raises:
+        UserError: an unknown name, a damaged checkpoint, or an object without a drafter's methods.
+    """
+    if not isinstance(drafter, str | Path):
+        return as_drafter(drafter)
+    selection = Selection.parse(str(drafter))
+    made = [_make(part, home, trust_remote_code) for part in selection.drafters]
+    if not made:
+        return None
+    joined = made[0] if len(made) == 1 else Union(made)
+    if selection.chain is not None:
+        joined.draft_chains(selection.chain)
+    return joined
+
+
+def _make(part: str, home: str, trust_remote_code: bool) -> Drafter:
+    """One drafter of a union."""
+    if part.startswith("new:"):
+        part, home = part.removeprefix("new:"), ""
+    if home:
+        part = _at_home(part, Path(home))
+    if part == AUTO:
+        default = plugins.default_drafter(Path(home)) if home else AUTO
+        made = make_drafter(DEFAULT if default == AUTO else default, home, trust_remote_code)
+        assert made is not None
+        return made
+    folder = _checkpoint_folder(part) if "/" in part and ":" not in part else Path(part)
+    if name := checkpoint.drafter_name(folder):
+        return drafter_spec(name).from_checkpoint(folder)
+    if folder.is_dir():
+        for spec in drafter_specs():
+            if spec.recognises is not None and spec.recognises(folder):
+                return spec.from_checkpoint(folder)
+        raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
+    return _by_name(part, home, trust_remote_code)
+
+
+def _by_name(part: str, home: str, trust_remote_code: bool) -> Drafter:
+    name, _, argument = part.partition(":")
+    spec = drafter_spec(name)
+    if spec.weights == "target":
+        argument = argument or home
+    if argument and spec.weights != "none":
+        where, settings = (argument, {}) if spec.parse_argument is None else spec.parse_argument(argument)
+        return spec.from_checkpoint(_checkpoint_folder(where), **settings)
+    with explained(f"cannot make drafter {part!r}", OSError, ValueError):
+        return as_drafter(spec.make(argument, trust_remote_code))
+
+
+def _label(part: str) -> str:
+    """A drafter's name for people."""
+    if part == AUTO:
+        return "Default drafter"
+    known = part in plugins.names("drafters")
+    return drafter_spec(part).label if known else Path(part).name or part
+
+
+def _at_home(drafter: str, home: Path) -> str:
+    """The drafter's folder in the target's folder, or in that of a packaged model; the name itself if there is none.
+
+    ``auto`` is the default of a packaged model before any folder.
+    """
+    if drafter == AUTO and plugins.default_drafter(home) != AUTO:
+        return drafter
+    for folder in [at / name for at in plugins.drafter_homes(home) for name in ("drafter", f"drafter-{drafter}")]:
+        name = checkpoint.drafter_name(folder)
+        if name and drafter in (AUTO, name):
+            return str(folder)
+    return drafter
+
+
+def _checkpoint_folder(name: str) -> Path:
+    """A local folder, or the local copy of one on the hub."""
+    if os.path.exists(name):
+        return Path(name)
+    if is_path(name) or "/" not in name:
+        raise UserError(f"{name}: expected the folder of a drafter checkpoint, there is none")
+    return _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    """The local copy of a drafter checkpoint on the hub."""
+    known = ", ".join(plugins.names("drafters"))
+    message = f"unknown drafter: expected one of {known}, a local folder or a reachable hub id, got {name!r}"
+    patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
+    with explained(message, OSError, ValueError), cache_if_offline("drafter", name) as found:
+        return Path(snapshot_download(name, allow_patterns=patterns, **found))

@@ -1,0 +1,103 @@
+"""Declaration of a drafter: what commands, documentation and the loader know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mmspec.errors import UserError
+
+if TYPE_CHECKING:
+    from mmspec.core.drafter import Drafter
+
+Weights = Literal["none", "optional", "required", "target"]
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A drafter, registered under its name by an entry point of ``mmspec.drafters``.
+
+    Attributes:
+        name: as registered, and in the ``config.json`` of its checkpoints.
+        label: its name for people.
+        summary: what it does, in one line.
+        implementation: its class, or the class's location ``"module:Class"``, imported when a drafter is made.
+        weights: ``"none"``: the constructor takes the text of ``NAME:TEXT``, if any. Otherwise the class has a
+            ``from_checkpoint(folder, **settings)``, and TEXT is a folder or hub id. ``"optional"`` ones are also
+            constructed without; the checkpoint of ``"target"`` is in the target's own folder.
+        argument: what TEXT is, in capitals, if ``weights`` is ``"none"`` and it is required.
+        recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter.
+        parse_argument: splits TEXT into the checkpoint and the keyword arguments of ``from_checkpoint``.
+        trusts: whether the constructor takes ``trust_remote_code``.
+        chains: whether it is offered as a chain (``NAME@chain``), too, where methods are listed.
+        train: its command of ``mmspec train``, if any.
+    """
+
+    name: str
+    label: str
+    summary: str
+    implementation: str | Callable[..., Drafter]
+    weights: Weights = "none"
+    argument: str = ""
+    recognises: Callable[[Path], bool] | None = None
+    parse_argument: Callable[[str], tuple[str, dict[str, Any]]] | None = None
+    trusts: bool = False
+    chains: bool = True
+    train: str = ""
+
+    @staticmethod
+    def of(name: str, registered: Any) -> DrafterSpec:
+        """The declaration that an entry point refers to, or one for a class without."""
+        if isinstance(registered, DrafterSpec):
+            return registered
+        summary = next(iter((registered.__doc__ or "").strip().splitlines()), "")
+        weights: Weights = "optional" if hasattr(registered, "from_checkpoint") else "none"
+        return DrafterSpec(name, name, summary, registered, weights)
+
+    def load(self) -> Any:
+        """The drafter's class."""
+        if not isinstance(self.implementation, str):
+            return self.implementation
+        module, _, name = self.implementation.partition(":")
+        return getattr(import_module(module), name)
+
+    @property
+    def location(self) -> str:
+        """Where its class is, as ``"module:Class"``."""
+        found = self.implementation
+        return found if isinstance(found, str) else f"{found.__module__}:{found.__qualname__}"
+
+    @property
+    def alone(self) -> bool:
+        """Whether the name alone makes a drafter for any target."""
+        return self.weights in ("none", "optional") and not self.argument
+
+    def make(self, argument: str = "", trust_remote_code: bool = False) -> Drafter:
+        """Construct the drafter without a checkpoint.
+
+        Raises:
+            UserError: it needs a checkpoint, or does not take the argument.
+        """
+        if self.weights in ("required", "target"):
+            raise UserError(f"{self.name} needs a checkpoint: expected {self.name}:FOLDER, or the folder itself")
+        if self.argument and not argument:
+            raise UserError(f"the {self.name} drafter needs an argument: expected {self.name}:{self.argument}")
+        kind, trust = self.load(), {"trust_remote_code": True} if self.trusts and trust_remote_code else {}
+        try:
+            return kind(argument, **trust) if argument else kind(**trust)
+        except TypeError as error:
+            raise UserError(f"drafter {self.name!r} does not take the argument {argument!r}") from error
+
+    def from_checkpoint(self, folder: Path, **settings: Any) -> Drafter:
+        """Load a checkpoint of the drafter.
+
+        Raises:
+            UserError: it is invalid, or this drafter has none.
+        """
+        if self.weights == "none":
+            raise UserError(f"{folder}: mmspec_drafter must name a drafter with a checkpoint: got {self.name!r}")
+        loaded: Drafter = self.load().from_checkpoint(folder, **settings)
+        return loaded

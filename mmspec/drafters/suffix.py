@@ -1,0 +1,155 @@
+"""Suffix drafter: continuations of the longest earlier match of the sequence's end.
+
+SuffixDecoding (arXiv 2411.04975) looks the longest match up in a suffix tree. Here the structure is a suffix automaton,
+which takes constant time per token, and continuations are weighted as by prediction by partial matching: a context's
+counts, mixed with those of its shorter suffixes. Matches have any length, where ``ngram`` distinguishes at most four
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Prompt, Step
+from mmspec.core.tree import TokenTree, build_tree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.growth import best_first
+from mmspec.drafters.spec import DrafterSpec
+
+_ESCAPE = 0.5  # weight of all shorter contexts against one occurrence of a context
+_CONTEXTS = 2  # contexts that are mixed, longest first; more did not raise acceptance
+_COUNTED = 64  # contexts counted per token: of more, the text repeats itself and the longest ones decide
+
+
+class Suffix(Drafter):
+    """Suffix drafter. Proposals depend on the sequence alone."""
+
+    learns = False
+
+    def __init__(self) -> None:
+        self.width: int | None = None  # maximum children per node
+        self._rows: list[_Row] = []
+
+    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+        self._rows += map(_Row, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
+        found = [best_first(row.current(), row.text.children, *limits) for row in self._rows]
+        return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+        """No-op: the engine extends the history, which ``propose`` indexes."""
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        text, state = self._rows[row].text, self._rows[row].current()
+        for token in path:
+            state = text.follow(state, token)
+        return [(token, p) for token, p, _ in text.children(state)]
+
+    def draft_chains(self, length: int) -> None:
+        self.width = 1
+
+
+class _Row:
+    """The automaton of one sequence, extended as the sequence grows."""
+
+    def __init__(self, history: list[int]) -> None:
+        self.history, self.text, self.indexed = history, Automaton(), 0
+
+    def current(self) -> int:
+        """State of the longest suffix of the sequence that occurred earlier in it."""
+        for token in self.history[self.indexed :]:
+            self.text.append(token)
+        self.indexed = len(self.history)
+        return self.text.link[self.text.last]
+
+
+class Automaton:
+    """Suffix automaton of a text (Blumer et al., 1985).
+
+    A state stands for the substrings that end at the same places of the text; state 0 for the empty one.
+
+    Attributes:
+        next: of each state, the state after each further token.
+        link: of each state, that of its longest suffix which ends at more places; -1 of state 0.
+        count: of each state, the number of places.
+        last: state of the whole text.
+    """
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.link, self.count = [-1], [0]
+        self._length = [0]  # of the longest substring of each state
+        self.last = 0
+
+    def append(self, token: int) -> None:
+        """Append a token to the text."""
+        new = self._add({}, self._length[self.last] + 1, 0, 0)
+        state, self.last = self.last, new
+        while state >= 0 and token not in self.next[state]:
+            self.next[state][token] = new
+            state = self.link[state]
+        if state >= 0:
+            self.link[new] = self._ending(state, token)
+        state = new
+        for _ in range(_COUNTED):
+            if state <= 0:
+                break
+            self.count[state] += 1
+            state = self.link[state]
+
+    def _ending(self, state: int, token: int) -> int:
+        """The state whose longest substring is that of ``state`` and then ``token``, split off if needed."""
+        found = self.next[state][token]
+        if self._length[found] == self._length[state] + 1:
+            return found
+        copied = self._add(dict(self.next[found]), self._length[state] + 1, self.link[found], self.count[found])
+        self.link[found] = copied
+        while state >= 0 and self.next[state].get(token) == found:
+            self.next[state][token] = copied
+            state = self.link[state]
+        return copied
+
+    def _add(self, following: dict[int, int], length: int, link: int, count: int) -> int:
+        self.next.append(following)
+        self._length.append(length)
+        self.link.append(link)
+        self.count.append(count)
+        return len(self.next) - 1
+
+    def follow(self, state: int, token: int) -> int:
+        """State of the longest suffix of a state's substring and a token that is in the text."""
+        while state >= 0 and token not in self.next[state]:
+            state = self.link[state]
+        return self.next[state][token] if state >= 0 else 0
+
+    def children(self, state: int) -> Iterator[tuple[int, float, int]]:
+        """Next tokens after a state's substring, with their probabilities and states."""
+        probs: dict[int, float] = {}
+        states: dict[int, int] = {}
+        weight = 1.0
+        for _ in range(_CONTEXTS):
+            if state <= 0:  # single tokens' frequencies predict nothing
+                break
+            counts = {token: self.count[at] for token, at in self.next[state].items()}
+            total = sum(counts.values()) + _ESCAPE
+            for token, count in counts.items():
+                probs[token] = probs.get(token, 0.0) + weight * count / total
+                states.setdefault(token, self.next[state][token])
+            weight *= _ESCAPE / total
+            state = self.link[state]
+        for token, p in probs.items():
+            yield token, p, states[token]
+
+
+SPEC = DrafterSpec(
+    "suffix", "Suffix", "looks up the longest earlier match of the sequence's end, of any length", Suffix
+)

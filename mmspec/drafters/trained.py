@@ -1,0 +1,71 @@
+"""Base class of drafters with a trained network, which grow trees of a configured shape."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mmspec.core.target import Target
+from mmspec.drafters import checkpoint
+from mmspec.drafters.captured import CapturedDrafter
+from mmspec.drafters.checkpoint import TREE, TreeShape
+
+
+class TrainedDrafter(CapturedDrafter):
+    """See the module.
+
+    Args:
+        network: the trained network; its ``config`` is a dataclass.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's whole one.
+        top_k: nodes extended per level, and children per node.
+        depth: maximum tree depth.
+        total_tokens: maximum number of drafted nodes.
+        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
+    """
+
+    name: ClassVar[str]  # as registered
+    learns: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        network: Any,
+        draft_ids: Tensor | None,
+        *,
+        top_k: int,
+        depth: int,
+        total_tokens: int,
+        verifier: dict[str, Any] | None,
+    ) -> None:
+        TreeShape(top_k, depth, total_tokens)
+        self.network, self.draft_ids = network, draft_ids
+        self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
+        self.verifier = verifier
+        super().__init__()
+
+    def save(self, folder: Path, target: Any) -> None:
+        """Write a drafter checkpoint for ``target``."""
+        tensors = dict(self.network.state_dict())
+        if self.draft_ids is not None:
+            tensors["draft_ids"] = self.draft_ids
+        settings = {name: getattr(self, name) for name in TREE}
+        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
+
+    @property
+    def target(self) -> Target:
+        """The attached target."""
+        assert self._target is not None, "attach comes first"
+        return self._target
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.depth, self.total_tokens
+
+    @property
+    def tree_size(self) -> int:
+        return self.total_tokens
+
+    def draft_chains(self, length: int) -> None:
+        self.top_k, self.depth, self.total_tokens = 1, length, length

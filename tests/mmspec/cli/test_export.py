@@ -1,0 +1,177 @@
+"""Heads written for other engines: tensors and trees as before, names and fields as published."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmspec import plugins
+from mmspec.cli import main
+from mmspec.core.budget import Budget
+from mmspec.drafters.registry import make_drafter
+from mmspec.eval.decoding.tiny_models import text_inputs
+from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, QWEN3_VL, cut, head_tensors, write_head
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+
+NEW = {"fc_norm": True, "norm_output": True}  # EAGLE-3.1, as `mmspec train eagle3` makes them
+PUBLISHED_METHOD = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+CASES = {
+    "3": (cut(LLAMA3), {}),
+    "3.1": (cut(LLAMA3, [2, 0, 1], **NEW), {}),
+    "normed-residual": (cut(GEMMA4, [0, 1, 2]), {"layout": "B"}),
+    "two-layers": (cut(GEMMA4, [0, 1], norm_before_fc=True, num_hidden_layers=2), {"layout": "B"}),
+    "whole-vocabulary": (cut(LLAMA3, draft_vocab_size=101), {"layout": "C"}),
+    "embedding": (cut(LLAMA3), {"embedding": True}),
+    "axes": (cut(QWEN3_VL, [0, 1, 2], target_model_type="llama"), {}),
+}
+
+
+def saved_head(folder, config, name="llama", **options):
+    """A checkpoint of ours for a tiny target, whose configuration lies beside it."""
+    model = shared_model(name)
+    target = plugins.target_class(model.config)(model)
+    drafter = make_drafter(str(write_head(folder / "given", config, head_tensors(config, **options))))
+    drafter.save(folder / "saved", target)
+    model.config.save_pretrained(folder / "target")
+    written = json.loads((folder / "target" / "config.json").read_text())
+    (folder / "target" / "config.json").write_text(json.dumps({**written, "architectures": [type(model).__name__]}))
+    return [
+        "export",
+        "--model",
+        str(folder / "target"),
+        "--drafter",
+        str(folder / "saved"),
+        "--out",
+        str(folder / "out"),
+    ]
+
+
+def tree_of(folder):
+    """What a head drafts for a prompt."""
+    model = shared_model("llama")
+    target, drafter = plugins.target_class(model.config)(model), make_drafter(str(folder))
+    drafter.top_k = 4
+    drafter.attach(target)
+    prompt = prompt_of(text_inputs())
+    target.features = drafter.features
+    drafter.begin(prompt, target.prefill(prompt, 16), [[*prompt.input_ids[0].tolist(), 7]])
+    return drafter.propose(torch.tensor([7]), Budget(24, 5))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_head_in_speculators_format_is_the_same_head(name, tmp_path):
+    config, options = CASES[name]
+    assert main(saved_head(tmp_path, config, **options)) == 0
+    given, out = load_file(tmp_path / "given" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == {key.replace("midlayer.", "layers.0.") for key in given}
+    for key, tensor in given.items():
+        assert torch.equal(tensor, out[key.replace("midlayer.", "layers.0.")])
+    before, after = tree_of(tmp_path / "saved"), tree_of(tmp_path / "out")
+    assert torch.equal(before.tokens, after.tokens)
+    assert torch.equal(before.parents, after.parents)
+    assert torch.equal(before.log_probs, after.log_probs)
+    assert before.nodes == 25
+
+
+def test_fields_are_those_of_a_published_speculator(tmp_path):
+    args = saved_head(tmp_path, cut(GEMMA4, [0, 1, 2]), layout="B")
+    assert main(args) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    published = {**GEMMA4, "dtype": "bfloat16"}
+    assert written.keys() == published.keys() | NEW.keys()  # the switches of 3.1 are younger than this checkpoint
+    assert not written["fc_norm"]
+    assert not written["norm_output"]
+    assert written["dtype"] == "float32"
+    same = published.keys() - {"dtype", "transformer_layer_config", "speculators_config", "draft_vocab_size"}
+    assert {key: written[key] for key in same} == {
+        **{key: published[key] for key in same},
+        **{"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }
+    layer, theirs = written["transformer_layer_config"], cut(GEMMA4)["transformer_layer_config"]
+    assert layer == {**theirs, "max_position_embeddings": shared_model("llama").config.max_position_embeddings}
+    assert written["draft_vocab_size"] == DRAFT
+    made = written["speculators_config"]
+    assert made.keys() == published["speculators_config"].keys()
+    assert (made["algorithm"], made["default_proposal_method"]) == ("eagle3", "greedy")
+    assert made["proposal_methods"] == [PUBLISHED_METHOD]
+    assert made["verifier"] == {"architectures": ["LlamaForCausalLM"], "name_or_path": str(tmp_path / "target")}
+    assert main([*args, "--tokens", "5"]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+
+
+def test_layers_that_the_head_leaves_to_the_target_are_named(tmp_path):
+    assert main(saved_head(tmp_path, cut(LLAMA3))) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["3", "whole-vocabulary", "embedding", "axes"])
+def test_a_head_in_eagles_format_is_the_same_head(name, tmp_path):
+    config, options = CASES[name]
+    assert main([*saved_head(tmp_path, config, **options), "--format", "eagle"]) == 0
+    given, out = load_file(tmp_path / "given" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == {key.replace("layers.0.", "midlayer.") for key in given}
+    assert torch.equal(tree_of(tmp_path / "saved").log_probs, tree_of(tmp_path / "out").log_probs)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
+    assert written["target_model_type"] == "llama"
+    axes = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]}
+    assert written["rope_scaling"] == (axes if name == "axes" else None)
+    assert written["rope_theta"] == (5e6 if name == "axes" else 1e4)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "more", "message"),
+    [
+        (
+            cut(LLAMA3, **NEW),
+            {},
+            ["--format", "eagle"],
+            "format eagle requires one layer without further norms: the head has fc_norm, norm_output",
+        ),
+        (cut(LLAMA3, num_hidden_layers=2), {"layout": "C"}, ["--format", "eagle"], "the head has 2 layers"),
+        (cut(LLAMA3), {}, ["--model", "tiny-llava"], "trained for .* with hidden_size 48: got .* with 192"),
+        (
+            cut(LLAMA3),
+            {},
+            ["--model", "nowhere/at/all"],
+            "cannot load model 'nowhere/at/all': expected an embedded model",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_one_line(config, options, more, message, tmp_path, capfd):
+    args = saved_head(tmp_path, config, **options)
+    capfd.readouterr()
+    assert main([*args, *more]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_that_no_format_describes_are_one_line(tmp_path, capfd):
+    args = saved_head(tmp_path, cut(LLAMA3))
+    file = tmp_path / "saved" / "config.json"
+    config = json.loads(file.read_text())
+    for changes, message in (
+        ({"reads": [0, 1, 0], "outputs": True}, "names layers whose inputs are read: the head reads outputs [0, 1, 0]"),
+        ({"reads": [0, 1, 7]}, "the drafter reads inputs of layers 0, 1, 7: the target has 2 layers"),
+    ):
+        file.write_text(json.dumps({**config, "network": config["network"] | changes}))
+        capfd.readouterr()
+        assert main(args) == 2
+        assert message in capfd.readouterr().err
+    other = config["verifier"] | {"architectures": ["Qwen3ForCausalLM"]}
+    file.write_text(json.dumps({**config, "verifier": other}))
+    assert main(args) == 2
+    assert "for a target of class Qwen3ForCausalLM: got" in capfd.readouterr().err
+    embedded = str(plugins.find("models", "tiny-llava")()) + "/drafter"
+    assert main([*args, "--drafter", embedded]) == 2
+    assert "is for EAGLE-3 heads, the drafter is of kind flash" in capfd.readouterr().err

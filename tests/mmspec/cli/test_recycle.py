@@ -1,0 +1,104 @@
+"""``mmspec train recycle`` on a stand-in model."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from safetensors.torch import save_file
+
+import mmspec
+from mmspec import UserError
+from mmspec.cli.recycle import recycle
+from mmspec.drafters.registry import make_drafter
+from tests.standin import save_llava, save_text_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_llava(tmp_path_factory.mktemp("standin")))
+
+
+def train(model, out, *options):
+    result = CliRunner().invoke(recycle, ["--model", model, "--out", str(out), "--max-new-tokens", "12", *options])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_fills_a_table_from_drawn_scenes(model, tmp_path):
+    assert train(model, tmp_path / "r", "--scenes", "3").exit_code == 0
+    assert make_drafter(str(tmp_path / "r")).entries > 5
+    assert not list(tmp_path.glob("**/*.part"))
+
+
+def test_fills_a_table_from_prompts(model, tmp_path):
+    Image.new("RGB", (20, 20), "red").save(tmp_path / "a.png")
+    rows = [{"prompt": "Name the colour.", "images": [str(tmp_path / "a.png")]}, {"prompt": "Hello"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train(model, tmp_path / "r", "--prompts", str(tmp_path / "p.jsonl"))
+    assert make_drafter(str(tmp_path / "r")).entries > 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\nnonsense', "expected JSON lines"),
+        ('{"question": "a"}', r":1: expected an object with a prompt, received \{"),
+    ],
+)
+def test_bad_prompts_are_named(model, tmp_path, text, message):
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message):
+        train(model, tmp_path / "r", "--prompts", str(tmp_path / "p.jsonl"))
+    assert not (tmp_path / "r").exists()
+
+
+def save_features(folder, target, text, dtype=torch.float32):
+    """The file of `make-data --record` with one text; returns the hidden states."""
+    with torch.no_grad():
+        hidden = target.model.model(torch.tensor([text])).last_hidden_state[0]
+    tensors = {"a/tokens": torch.tensor(text, dtype=torch.int32), "a/hidden": hidden[:-1].to(dtype)}
+    folder.mkdir()
+    save_file(tensors, folder / "a.safetensors")
+    return hidden
+
+
+def test_fills_a_table_from_recorded_features(tmp_path):
+    folder = str(save_text_model(tmp_path / "text"))
+    target = mmspec.load(folder, None, "cpu").target
+    text = list(range(5, 45))
+    hidden = save_features(tmp_path / "features", target, text)
+    train(folder, tmp_path / "r", "--recorded", str(tmp_path / "features"))
+    drafter = make_drafter(str(tmp_path / "r"))
+    assert drafter.entries == 39 + 38  # of one token and of two
+    likeliest = target.head(hidden)[10].detach().softmax(-1).max(-1)
+    token, p, _ = drafter._successors((text[9], text[10]))[0]
+    assert token == int(likeliest.indices)
+    assert p == pytest.approx(float(likeliest.values), abs=1e-3)
+
+
+def test_entries_are_mean_probabilities_and_the_most_frequent_contexts_are_kept(tmp_path):
+    folder = str(save_text_model(tmp_path / "text"))
+    target = mmspec.load(folder, None, "cpu").target
+    text = [5, 6, 7, 8, 7, 9, 8, 7, 8, 10, 11]  # 7 and 8 three times, the pair (7, 8) twice, others once
+    probs = target.head(save_features(tmp_path / "features", target, text)).detach().softmax(-1)
+    tables = {}
+    for name, options in {"whole": (), "three": ("--contexts", "3")}.items():
+        train(folder, tmp_path / name, "--recorded", str(tmp_path / "features"), *options)
+        tables[name] = make_drafter(str(tmp_path / name))._table
+    assert tables["three"] == {context: tables["whole"][context] for context in [(-1, 7), (-1, 8), (7, 8)]}
+    for context, places in {(7, 8): [3, 8], (-1, 7): [2, 4, 7], (9, 8): [6]}.items():
+        mean = torch.zeros_like(probs[0])
+        for place in places:
+            mean.index_add_(0, *reversed(probs[place].topk(8)))
+        expected = (mean / len(places)).topk(8)
+        found = sorted(tables["whole"][context].items(), key=lambda one: -one[1])
+        assert [p for _, p in found] == pytest.approx([p for p in expected.values.tolist() if p >= 0.01], abs=1e-3)
+        assert found[0][0] == int(expected.indices[0])
+
+
+def test_contexts_without_recorded_features_raises_before_loading(tmp_path):
+    with pytest.raises(UserError, match="expected both, received no --recorded"):
+        train(str(tmp_path / "no model"), tmp_path / "r", "--contexts", "2")

@@ -1,0 +1,32 @@
+"""MSD and FLASH drafters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmspec.drafters.spec import DrafterSpec
+
+
+def _recognises(folder: Path) -> bool:
+    from mmspec.drafters.published import REFUSED, recognise
+
+    return recognise(folder) in ("msd", *REFUSED)  # loading the latter says why they are refused
+
+
+MSD = DrafterSpec(
+    "msd",
+    "MSD",
+    "EAGLE with text and visual positions apart (arXiv 2505.14260)",
+    "mmspec.vision.drafters.msd.drafter:MSD",
+    weights="required",
+    recognises=_recognises,
+    train="msd",
+)
+FLASH = DrafterSpec(
+    "flash",
+    "FLASH",
+    "MSD with compressed images and several tokens per pass (arXiv 2505.12728)",
+    "mmspec.vision.drafters.msd.drafter:Flash",
+    weights="required",
+    train="flash",
+)
