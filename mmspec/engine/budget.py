@@ -30,9 +30,6 @@ _TRY, _EVERY = 4, 32  # consecutive steps out of a cycle; the first one also cat
 _LATELY = 32  # draft steps whose tokens are averaged
 _DRAFT = 0.2  # initial draft cost, in plain steps
 _TRY_AGAIN = 64  # steps between probes of another size; tokens that earn a draft, however much was lost
-_RATE = 0.05  # weight of the latest verify time
-_RIDGE = 0.1  # ridge term of the time fit: variance of sizes, in plain steps squared
-_MIN_SLOPE = 0.2  # minimum share of the verify time that grows with the tree
 _CREDIT = 0.25  # plain steps that drafting may lose initially
 _CREDIT_PER_TOKEN = 0.005  # additional credit per emitted token
 
@@ -60,9 +57,6 @@ class AdaptiveBudget(MeasuredBudget):
         self._table, self.drift = cost, Drift()
         self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
         self._batch = 0  # batch size at the last credit
-        # Linear map from calibrated to measured time: machines slow down, and the prefix adds to passes of every size.
-        self._slope, self._offset = 1.0, 0.0
-        self._moments = [1.0, 1.0, 1.0, 1.0]  # moving averages of x, y, x * x and x * y
         self._draft = _DRAFT  # draft cost per step, after a step that also drafted
         self._drafted = self._timed = False  # whether the last step drafted; whether draft cost was measured
         self._levels, self._level = 1, 0.0  # tree levels of this step, cost per level
@@ -157,7 +151,6 @@ class AdaptiveBudget(MeasuredBudget):
         calibrated = self._cost[min(nodes, len(self._cost)) - 1]
         if self.drift:
             self.drift.add(verify_seconds, calibrated)
-        self._measure(calibrated / self._cost[0], verify_seconds / self._cost[0])
         spent = 1.0 + self._extra(min(nodes, len(self._cost)) - 1)
         if draft_seconds > 0:
             # By the clock of the same step's verify pass: a busy machine slows both.
@@ -194,22 +187,6 @@ class AdaptiveBudget(MeasuredBudget):
                 self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
         self._shown = []
 
-    def _measure(self, calibrated: float, measured: float) -> None:
-        """Fit measured against calibrated time by ridge regression over recent passes.
-
-        If all passes had one size, half of the slow-down is attributed to the slope.
-        """
-        expected = self._slope * calibrated + self._offset
-        # Clip outliers.
-        measured = min(max(measured, 0.5 * expected), 2.0 * expected)
-        latest = (calibrated, measured, calibrated**2, calibrated * measured)
-        self._moments = [m + _RATE * (new - m) for m, new in zip(self._moments, latest, strict=True)]
-        x, y, xx, xy = self._moments
-        usual = 0.5 * (1.0 + y / x)
-        slope = (max(xy - x * y, 0.0) + _RIDGE * usual) / (xx - x * x + _RIDGE)
-        self._slope = min(max(slope, _MIN_SLOPE * y / x), y / x / _MIN_SLOPE)
-        self._offset = y - self._slope * x
-
     @property
     def _least(self) -> float:
         """Cost of the smallest draft step beyond plain decoding."""
@@ -217,7 +194,7 @@ class AdaptiveBudget(MeasuredBudget):
 
     def _extra(self, nodes: int) -> float:
         """Cost of a tree of ``nodes`` drafted nodes beyond plain decoding."""
-        return self._slope * (self._cost[nodes] / self._cost[0] - 1.0) / (self._slope + self._offset)
+        return self._cost[nodes] / self._cost[0] - 1.0
 
     def _correct(self, gain: float) -> float:
         """Calibrated acceptance probability of a node with path probability ``gain``."""

@@ -345,10 +345,6 @@ def test_drawn_trees_and_those_without_probabilities_stay_whole(budget):
 
 
 def test_one_step_moves_prices_by_a_tenth_at_most():
-    for seconds, plain in ((1000.0, 1.05), (1e-6, 0.975), (1.2, 1.01)):
-        budget = adaptive(FREE)
-        budget.observe(1, [[0]], 0.0, seconds)
-        assert budget._slope + budget._offset == pytest.approx(plain)
     steady = SteadyBudget(CostTable((1, 64), (3.0, 3.0)))
     usual = steady._seconds[63]
     steady.observe(64, [[0]], 0.0, 1000.0)
@@ -360,30 +356,6 @@ def test_a_request_begins_with_half_of_what_drafting_saved_before():
     budget = adaptive(FREE)
     budget.begin()
     assert budget._account == pytest.approx(0.25 + 0.5 * 3 + 0.2)
-
-
-def fit(cost, passes):
-    """A budget that has seen passes of (rows, nodes, seconds)."""
-    budget = adaptive(cost, batch=passes[0][0])
-    for rows, nodes, seconds in passes:
-        budget.resize(rows)
-        budget.observe(nodes, [[0]] * rows, 0.0, seconds)
-    return budget
-
-
-@pytest.mark.parametrize("rows", [1, 8])
-def test_a_long_prefix_adds_to_passes_of_every_size(rows):
-    """Verify times are fitted by a line: what every pass takes beside its nodes makes trees relatively cheaper."""
-    cost, step = CostTable((1, 512), (1.0, 512.0)), rows
-    for slope, offset in ((1.0, 3.0), (2.0, 0.0), (0.5, 0.5)):
-        passes = [(rows, nodes, step * (slope * nodes + offset)) for nodes in (1, 4, 2, 8) * 60]
-        budget = fit(cost, passes)
-        assert budget._extra(7) == pytest.approx(7 * slope / (slope + offset), rel=0.05)
-
-
-def test_passes_of_one_size_leave_half_of_their_delay_to_the_size():
-    budget = fit(CostTable((1, 512), (1.0, 512.0)), [(1, 1, 3.0)] * 300)
-    assert (budget._slope, budget._offset) == pytest.approx((2.0, 1.0), rel=0.02)
 
 
 def test_sizes_on_both_sides_are_tried_again():
