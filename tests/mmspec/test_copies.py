@@ -21,6 +21,8 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.embedded import samples
 from tests.tiny import byte_model, byte_tokenizer
 
+pytestmark = pytest.mark.long
+
 WAYS: dict[str, Callable[[Any], Any]] = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
 EMBEDDED = {  # drafters in the models' folders, and those that need none
     "tiny-llava": ("auto", "flash", "msd", "recycle", "ngram", "flash+ngram", "none"),

@@ -28,6 +28,8 @@ from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, prompt_of, row_of
 from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
 
+pytestmark = pytest.mark.long
+
 CLOSE = dict(atol=2e-4, rtol=2e-4)
 UNLIMITED = [name for name in HYBRID_CONFIGS if name != "bamba-limits"]
 

@@ -36,6 +36,8 @@ from tests.eagle3 import QWEN3_VL, cut, head_tensors, write_head
 from tests.standin import save_llava
 from tests.training import terminated_at
 
+pytestmark = pytest.mark.long
+
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]

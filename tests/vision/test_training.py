@@ -41,7 +41,7 @@ from mmspec.vision.training.perception import TASKS, patch_labels, perception_ac
 from mmspec.vision.training.task import TOWER_SHARE, TowerTask, llava_task, stages
 from mmspec.vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 SMALL = Architecture(32, 1, 2, 32, 1, 2, 1, 16, 32, 1024, 512)
 

@@ -20,6 +20,8 @@ from tests.tiny import shared_model
 pytest.importorskip("triton")
 from tests.pretended import pretended, pretended_cuda, to_cuda
 
+pytestmark = pytest.mark.long
+
 HYBRIDS = (
     "mamba2",
     "bamba",

@@ -18,6 +18,8 @@ from tests.decoding import SteppedEngine
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
+pytestmark = pytest.mark.long
+
 SLOTS, CHUNK, REQUESTS = 4, 8, 10
 
 CASES = [

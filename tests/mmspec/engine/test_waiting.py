@@ -22,6 +22,8 @@ from tests.mmspec.sampling.test_sampler import PROCESSORS, VOCAB, histories_and_
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
+pytestmark = pytest.mark.long
+
 CASES = [*CAPTURED, ("qwen2-window", "ngram")]
 SAMPLING = {
     "greedy": lambda: Sampler(),

