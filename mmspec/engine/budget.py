@@ -27,7 +27,7 @@ _DISCOUNT = 0.7  # discount on verify cost: look-up drafters also learn from rej
 _TRIAL = 3.0  # initial estimate of plain steps saved per request
 _PATIENCE = 12  # unprofitable draft steps, after which drafting is only probed:
 _TRY, _EVERY = 4, 32  # consecutive steps out of a cycle; the first one also catches up on those skipped
-_LATELY = 32  # draft steps whose tokens are averaged
+_LATELY = 32  # draft steps whose tokens are averaged before they are compared by the clock
 _DRAFT = 0.2  # initial draft cost, in plain steps
 _TRY_AGAIN = 64  # steps between probes of another size; tokens that earn a draft, however much was lost
 _CREDIT = 0.25  # plain steps that drafting may lose initially
@@ -109,7 +109,7 @@ class AdaptiveBudget(MeasuredBudget):
 
     def _loses(self) -> bool:
         """Whether draft steps took more time per token than plain steps; outliers are clipped."""
-        if len(self._emitted) < _PATIENCE or not self._plain:
+        if len(self._emitted) < _LATELY or not self._plain:  # a drafter that starts untrained has yet to learn
             return False
         limit = 2 * median(self._times)
         return median(self._plain) * fmean(self._emitted) < fmean(min(time, limit) for time in self._times)

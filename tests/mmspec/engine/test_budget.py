@@ -146,6 +146,21 @@ def test_draft_steps_that_are_slower_than_measured_ahead_are_given_up_if_they_do
     assert sum(spent) / 5 < (1.03 * plain if best > 0.97 * plain else 0.95 * plain)
 
 
+def test_the_clock_is_asked_after_a_whole_window_of_draft_steps():
+    """A drafter that starts untrained loses at first, and learns by drafting."""
+    budget, asked = adaptive(FREE), []
+    budget.observe(1, [[0]], 0.0, 1.0)
+    for step in range(40):
+        budget.remaining = 50
+        asked.append(budget.drafts())
+        budget.take([[0.5]])
+        if asked[-1]:
+            budget.observe(2, [[0, 1] if step % 4 == 0 else [0]], 1e-3, 1.5)
+        else:
+            budget.observe(1, [[0]], 0.0, 1.0)
+    assert asked.index(False) == 32
+
+
 def test_trust_follows_what_was_accepted():
     budget = adaptive()
     for _ in range(300):
