@@ -193,7 +193,7 @@ def test_user_errors_found_without_a_model(run: Run, args: list[str], expected: 
         (["--device", "meta"], ["device", "'meta'"]),
         (["--drafter", "psychic"], ["unknown drafter", "ngram", "'psychic'"]),
         (["--drafter", "small"], ["small:MODEL"]),
-        (["--drafter", "small:./nowhere"], ["./nowhere"]),
+        (["--drafter", "small:./nowhere"], ["small:./nowhere"]),
         (["--drafter", "ngram:x"], ["ngram", "'x'"]),
     ],
 )

@@ -286,7 +286,7 @@ def test_a_failed_pass_ends_its_requests_and_no_later_ones(monkeypatch, alone):
 def test_streams_of_pipelines_with_targets_of_their_own_may_be_mixed(alone):
     one, other = pipeline(Ngram()), pipeline()  # of one model
     pairs = list(zip(one.stream(PROMPTS[1], **KEYWORDS), other.stream(PROMPTS[1], **KEYWORDS), strict=False))
-    assert len(pairs) > 2
+    assert pairs  # how many depends on the readers: pieces that wait are joined
     (first, head), (second, _) = begun(one), begun(other, PROMPTS[2])
     list(second)
     assert streamed([head, *first]) == alone[PROMPTS[1]]
@@ -431,7 +431,15 @@ def test_members_of_a_union_are_held_with_it(alone):
     assert [key for key, _ in itertools.groupby(using)] == [first._speculation, second._speculation]
 
 
-def test_ctrl_c_ends_one_request(alone):
+@pytest.fixture
+def interruptible():
+    """SIGINT raises ``KeyboardInterrupt``; in background jobs of a shell it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_one_request(alone, interruptible):
     """The client that is interrupted leaves; the others' requests go on."""
     pipe = pipeline(Recycle())
     stream, piece = begun(pipe)
