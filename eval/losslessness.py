@@ -1,6 +1,6 @@
 """Token-by-token comparison of speculative output with plain decoding: ``python -m mmspec.eval losslessness``.
 
-``mmspec.eval.decoding.losslessness`` describes the grid of cases.
+``tests.tiny.cases`` describes the grid of cases.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from time import perf_counter as clock
 
 import click
 
-from mmspec.eval.decoding.losslessness import compare_cases, select_cases
-from mmspec.eval.decoding.tiny_configs import VOCAB
 from mmspec.eval.harness.output import BenchmarkCommand
+from tests.tiny.cases import compare_cases, select_cases
+from tests.tiny.configs import VOCAB
 
 
 @click.command(cls=BenchmarkCommand)

@@ -28,10 +28,10 @@ from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import mmspec
 from mmspec.errors import UserError
-from mmspec.eval.decoding.losslessness import DRAFTERS, MODELS, TRAINED, Case, build_model, make_drafter
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.vision.embedded import samples
+from tests.tiny.cases import DRAFTERS, MODELS, TRAINED, Case, build_model, make_drafter
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_inputs, vision_inputs
 
 NEW = 16
 PADDING = "attention_mask must have padding before tokens only"

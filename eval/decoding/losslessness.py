@@ -23,9 +23,9 @@ import mmspec
 from mmspec import ops
 from mmspec.core.drafter import Drafter
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
 from mmspec.eval.decoding.tiny_drafters import NETWORKS, tiny_drafter, tiny_drafters
-from mmspec.eval.decoding.tiny_models import text_inputs, text_model, vision_inputs, vision_model
+from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, VISION_CONFIGS
+from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

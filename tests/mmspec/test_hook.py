@@ -20,11 +20,11 @@ from transformers import (
 import mmspec
 from mmspec import UserError
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.losslessness import Case, compare_case, select_cases
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_configs import TEXT_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, text_model
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
+from tests.tiny.cases import Case, compare_case, select_cases
+from tests.tiny.configs import TEXT_CONFIGS
+from tests.tiny.models import text_inputs, text_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 

@@ -5,12 +5,12 @@ import torch
 
 import mmspec
 from mmspec import UserError, plugins
-from mmspec.eval.decoding.losslessness import Case, compare_case
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_configs import IMAGE, VIDEO, VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import video_inputs, vision_inputs, vision_model
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model
+from tests.tiny.cases import Case, compare_case
+from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS
+from tests.tiny.models import video_inputs, vision_inputs, vision_model
 
 
 @pytest.mark.parametrize("name", VISION_CONFIGS)

@@ -19,7 +19,7 @@ from mmspec.eval.decoding.flash_ablation import (
     variant_grid,
 )
 from mmspec.vision.cli.drafters import flash as train_flash
-from tests.standin import save_llava
+from tests.model_folders import save_llava
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mmspec import ops
-from mmspec.eval.decoding.losslessness import (
+from mmspec.sampling.sampler import Sampled
+from tests.tiny import shared_model
+from tests.tiny.cases import (
     MODELS,
     ORACLE,
     SETTINGS,
@@ -17,9 +19,7 @@ from mmspec.eval.decoding.losslessness import (
     sampling_margin,
     select_cases,
 )
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.sampling.sampler import Sampled
-from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
 
 
 def test_vision_models_have_all_settings_with_all_drafters_with_weights():
@@ -81,5 +81,5 @@ def test_sampling_margin_is_the_distance_to_the_nearest_token(monkeypatch):
         for _ in range(max_new_tokens):
             ops.sample(torch.tensor([[[0.25, 0.25, 0.5]]]).log(), torch.tensor([[next(draws)]]))
 
-    monkeypatch.setattr("mmspec.eval.decoding.losslessness.mmspec.generate", generate)
+    monkeypatch.setattr("tests.tiny.cases.mmspec.generate", generate)
     assert sampling_margin(None, Case("llama", 1, 0, 8, 5, "sampled", "msd"), 1) == pytest.approx([0.01], abs=1e-6)

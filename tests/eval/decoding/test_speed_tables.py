@@ -14,11 +14,11 @@ from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown
-from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.vision.drafters.msd.drafter import MSD
-from tests.standin import save_llava
+from tests.model_folders import save_llava
+from tests.tiny.models import msd_network
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.eval import scaled
-from mmspec.eval.decoding.tiny_models import msd_network, text_model
 from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
 from mmspec.eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
@@ -20,6 +19,7 @@ from mmspec.eval.scale_up.models import scale_up, shape_of
 from mmspec.eval.scale_up.pipeline import prompt_tokens
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd.drafter import Flash
+from tests.tiny.models import msd_network, text_model
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each
 GROUPED = Shape(320, 400, 9, 16, 4, 64, 896)  # larger query groups, same vocabulary

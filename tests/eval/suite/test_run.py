@@ -13,7 +13,6 @@ from click.testing import CliRunner
 import mmspec
 from mmspec.drafters.registry import drafter_specs
 from mmspec.errors import UserError
-from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.suite import evaluator, methods
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
@@ -25,7 +24,8 @@ from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.vision.drafters.msd.drafter import MSD
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
+from tests.tiny.models import msd_network
 
 METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"
 

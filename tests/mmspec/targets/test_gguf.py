@@ -18,7 +18,7 @@ from mmspec.quantisation.blocks import Int4Blocks
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_size
 from tests.compiled import needs_kernels
-from tests.standin import save_gguf, save_text_model
+from tests.model_folders import save_gguf, save_text_model
 
 try:
     PACKAGE = Path(plugins.smollm2())

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 from mmspec.core.tree import TokenTree
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_model, vision_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_model, vision_model
 
 
 @cache

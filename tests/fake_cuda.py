@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 _OPERATIONS = {"__invert__": _aten.bitwise_not.default, "copy_": _aten.copy_.default}
 
 
-def pretended(tensor: Tensor) -> Tensor:
+def on_fake_cuda(tensor: Tensor) -> Tensor:
     """The same as if it were there."""
     if not isinstance(tensor, Tensor) or tensor.device == CUDA:
         return tensor
@@ -213,7 +213,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _moved(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    there = pretended(tensor)
+    there = on_fake_cuda(tensor)
     if dtype in (None, there.dtype) or not there.is_floating_point():
         return there
     return _aten._to_copy.default(there, dtype=dtype)
@@ -232,7 +232,7 @@ def _ones(shape: Any) -> Any:
 
 
 @contextmanager
-def pretended_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[PretendedCuda]:
+def fake_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[PretendedCuda]:
     """Run on such a device. ``strict`` refuses tensors that are there; else they are taken for ones that are not."""
     device = PretendedCuda()
 
