@@ -117,7 +117,3 @@ def main(**options: Any) -> dict[str, Any]:
         "paired": differences,
         "unequal": study.unequal,
     }
-
-
-if __name__ == "__main__":
-    main()

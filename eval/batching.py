@@ -83,7 +83,3 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
     ]
     wide_console().print(make_table(columns, rows, sections=["drafter"], title=f"{count} requests, {tokens} tokens"))
     return {**describe(plain.target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}
-
-
-if __name__ == "__main__":
-    main()

@@ -84,7 +84,3 @@ def main(model: str, dtype: str, count: int, max_new_tokens: int) -> dict[str, A
     ]
     wide_console().print(make_table(columns, table, title=f"{count} conversations"))
     return {"model": model, **describe(plain.target), "conversations": count, "turns": table}
-
-
-if __name__ == "__main__":
-    main()

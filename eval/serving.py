@@ -118,7 +118,3 @@ def _row(
         "answers": len(answers),
         "equal": sum(a == b for a, b in zip(answers, [*expected] * len(found), strict=True)),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -15,13 +15,13 @@ from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.engine import Engine
 from mmspec.engine.sequence import Sequence as Decoded
-from mmspec.eval.decoding.tiny_models import eagle3_network, mamba_network, msd_network, mtp_network, vispec_network
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.vision.drafters.eagle3 import Eagle3
 from mmspec.vision.drafters.msd import MSD, Flash
 from mmspec.vision.drafters.mtp import MTP
 from mmspec.vision.drafters.vispec import ViSpec
 from tests.tiny import shared_model
+from tests.tiny.models import eagle3_network, mamba_network, msd_network, mtp_network, vispec_network
 
 DRAFTERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: None,

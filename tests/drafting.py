@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from mmspec.eval.decoding.tiny_models import msd_network
 from tests.targets import prompt_of, row_of
+from tests.tiny.models import msd_network
 from tests.watching import check_drafts
 
 

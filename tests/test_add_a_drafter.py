@@ -11,8 +11,8 @@ import mmspec
 from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.union import Union
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs, vision_inputs
 
 PAGE = Path(__file__).parent.parent / "docs/add-a-drafter.md"
 

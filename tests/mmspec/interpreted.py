@@ -14,7 +14,6 @@ from mmspec import plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.sampling.sampler import Sampler
 from mmspec.vision.drafters.msd import MSD
 from tests.decoding import decode
@@ -22,6 +21,7 @@ from tests.drafting import network_for
 from tests.interpreter import mend_interpreter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs, vision_inputs
 
 KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),

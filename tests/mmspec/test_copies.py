@@ -17,7 +17,6 @@ from mmspec import plugins
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
-from mmspec.eval.decoding.tiny_models import mamba_network
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.processor import Processor
@@ -25,6 +24,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.embedded import samples
 from tests.mmspec.ops.test_graphs import DRAFTERS
 from tests.tiny import byte_model, byte_tokenizer
+from tests.tiny.models import mamba_network
 
 WAYS: dict[str, Callable[[Any], Any]] = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
 EMBEDDED = {  # drafters in the models' folders, and those that need none

@@ -19,12 +19,12 @@ from transformers import (
 
 import mmspec
 from mmspec import UserError
-from mmspec.eval.decoding.losslessness import Case, compare_case, select_cases
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_configs import TEXT_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, text_model
 from mmspec.loading import make_drafter
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
+from tests.tiny.cases import Case, compare_case
+from tests.tiny.configs import TEXT_CONFIGS
+from tests.tiny.models import text_inputs, text_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
@@ -65,18 +65,13 @@ def test_greedy_tokens_equal_generate(name, batch, length, setting, drafter):
     assert len(set(answer)) >= min(4, len(answer))  # one token over and over would hide mistakes
 
 
-def test_the_evaluation_covers_every_model_and_reports_margins():
-    every = select_cases()
-    assert len(every) > 500
-    assert {case.model for case in select_cases(60)} == {case.model for case in every}
+def test_a_comparison_reports_the_first_difference():
     case = Case("llama", 3, 0, 9, 7, "greedy", "oracle")
     reference, none = compare_case(shared_model("llama"), case, 8)
     assert none is None
     wrong = reference.clone()
     wrong[1, 9 + 4] += 1
-    _, difference = compare_case(shared_model("llama"), case, 8, wrong)
-    assert (difference.row, difference.position) == (1, 4)
-    assert difference.margin > 0
+    assert compare_case(shared_model("llama"), case, 8, wrong)[1] == (1, 4)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 from mmspec import SamplingParams, UserError
 from mmspec.core.budget import Budget
-from mmspec.eval.decoding.tiny_configs import VOCAB
-from mmspec.eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec.loading import make_drafter
 from mmspec.ssm.drafters import network as networks
 from mmspec.ssm.drafters.mamba import Mamba
@@ -17,6 +15,8 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.drafting import assert_same_drafter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VOCAB
+from tests.tiny.models import mamba_network, text_inputs, vision_inputs
 from tests.watching import check_drafts
 
 

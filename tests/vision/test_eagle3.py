@@ -12,7 +12,6 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
-from mmspec.eval.decoding.tiny_models import eagle3_network, text_inputs, vision_inputs
 from mmspec.loading import make_drafter
 from mmspec.vision.drafters.eagle3 import Eagle3
 from mmspec.vision.drafters.eagle3_network import Eagle3Config, default_reads
@@ -33,6 +32,7 @@ from tests.eagle3 import (
 )
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.tiny.models import eagle3_network, text_inputs, vision_inputs
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}

@@ -13,8 +13,6 @@ from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.loading import make_drafter
 from mmspec.vision.drafters import levels
 from mmspec.vision.drafters.latents import find_images, packing
@@ -23,6 +21,8 @@ from tests.compiled import needs_kernels
 from tests.drafting import check, network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_inputs, vision_inputs
 
 # ---------------------------------------------------------------------- where latents stand
 

@@ -7,8 +7,6 @@ import torch
 
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSD, Eagle
@@ -16,6 +14,8 @@ from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 from tests.drafting import assert_same_drafter, check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_inputs, vision_inputs
 
 # ---------------------------------------------------------------------- drafting
 

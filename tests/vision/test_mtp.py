@@ -20,8 +20,6 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.cli import main
 from mmspec.core.budget import Budget
-from mmspec.eval.decoding.tiny_configs import GATED_DELTA_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.loading import make_drafter
 from mmspec.vision.drafters.mtp import MTP
 from mmspec.vision.drafters.mtp_network import MTPNetwork
@@ -30,6 +28,8 @@ from tests.mtp import PlainMTP, check_mtp, entries_of, mtp_tensors, write_target
 from tests.standin import tokenizer
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.tiny.configs import GATED_DELTA_CONFIGS
+from tests.tiny.models import text_inputs, vision_inputs
 
 NAMES = ["qwen3_5_text", "qwen3_5"]
 

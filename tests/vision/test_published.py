@@ -17,7 +17,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.eval.decoding.tiny_models import vision_inputs
 from mmspec.loading import make_drafter
 from mmspec.vision.drafters import published, published_eagle3
 from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
@@ -25,6 +24,7 @@ from mmspec.vision.drafters.msd import network_from
 from mmspec.vision.drafters.network import MSDNetwork
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.models import vision_inputs
 
 TINY = dict(
     hidden_size=48,

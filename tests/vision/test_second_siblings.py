@@ -8,7 +8,6 @@ import torch
 from mmspec import plugins
 from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.vision.drafters.msd import Eagle
@@ -16,6 +15,7 @@ from tests.decoding import decode
 from tests.drafting import network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.tiny.models import vision_inputs
 
 NEW = 18
 

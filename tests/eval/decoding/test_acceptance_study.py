@@ -15,12 +15,12 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.engine.engine import Engine
 from mmspec.eval import acceptance
 from mmspec.eval.decoding.acceptance_study import AcceptanceStudy, Condition, paired_differences, with_totals
-from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.harness.acceptance import AcceptanceStats
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.sampling.params import SamplingParams
 from mmspec.vision.drafters.msd import MSD
 from tests.standin import save_llava
+from tests.tiny.models import msd_network
 
 PICTURES = [Image.new("RGB", (9, 9), (90 * k, 9, 9)) for k in range(3)]
 

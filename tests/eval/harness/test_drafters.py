@@ -9,12 +9,12 @@ from mmspec.core.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from mmspec.eval.decoding.tiny_models import msd_network, vision_model
 from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd import MSD, Eagle
 from mmspec.vision.embedded import tiny_llava
 from tests.standin import save_llava, save_text_model
+from tests.tiny.models import msd_network, vision_model
 
 
 @pytest.fixture(scope="module")

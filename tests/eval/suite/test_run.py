@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 import mmspec
 from mmspec.errors import UserError
-from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.suite import evaluator, methods
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
@@ -25,6 +24,7 @@ from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.vision.drafters.msd import MSD
 from tests.standin import save_llava, save_text_model
+from tests.tiny.models import msd_network
 
 METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"
 

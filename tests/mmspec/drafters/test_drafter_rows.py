@@ -21,7 +21,6 @@ from mmspec.drafters.recycled import Recycled
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec.ops import graphs, kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.ssm.drafters.mamba import Mamba
@@ -31,6 +30,7 @@ from tests.device import Replayed, as_launches
 from tests.drafting import network_for
 from tests.targets import prompt_of
 from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny.models import mamba_network, text_inputs, vision_inputs
 
 VOCAB = 101
 

@@ -19,11 +19,11 @@ from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
-from mmspec.eval.decoding.tiny_configs import TINY_SIZES
-from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny.configs import TINY_SIZES
+from tests.tiny.models import text_inputs
 
 
 def begun(drafter, rows, vocab=30):

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from mmspec import UserError
 from mmspec.drafters.recycle import Recycle
-from mmspec.eval.decoding.tiny_models import mamba_network, msd_network, text_inputs
 from mmspec.loading import make_drafter
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSD, Eagle, Flash
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.models import mamba_network, msd_network, text_inputs
 
 _WRONG = ("text", None, [], {}, 1.5, True, -1, 0, 10**9, 10**30, math.nan, math.inf, -math.inf, [1], {"a": 1})
 _ROOM = 200_000_000  # bytes that a refusal may take at most

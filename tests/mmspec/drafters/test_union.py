@@ -11,11 +11,11 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.loading import make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.drafters.test_drafters import begun, paths
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs
 
 
 @pytest.mark.parametrize("batch", [1, 3])

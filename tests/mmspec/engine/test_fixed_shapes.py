@@ -11,14 +11,6 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import (
-    eagle3_network,
-    mamba_network,
-    mtp_network,
-    text_inputs,
-    vision_inputs,
-    vispec_network,
-)
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.ssm.drafters.mamba import Mamba
@@ -31,6 +23,14 @@ from tests.decoding import decode
 from tests.drafting import network_for
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
+from tests.tiny.models import (
+    eagle3_network,
+    mamba_network,
+    mtp_network,
+    text_inputs,
+    vision_inputs,
+    vispec_network,
+)
 
 
 @pytest.fixture(autouse=True)

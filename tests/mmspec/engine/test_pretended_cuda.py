@@ -9,13 +9,13 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.mmspec.ops.test_graphs import DRAFTERS
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_inputs, vision_inputs
 
 pytest.importorskip("triton")
 from tests.pretended import pretended, pretended_cuda, to_cuda

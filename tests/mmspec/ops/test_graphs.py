@@ -12,15 +12,6 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import (
-    eagle3_network,
-    mamba_network,
-    mtp_network,
-    text_inputs,
-    vision_inputs,
-    vispec_network,
-)
 from mmspec.ops import graphs, kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
@@ -36,6 +27,15 @@ from tests.device import Replayed, as_launches, on_a_gpu
 from tests.drafting import network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import (
+    eagle3_network,
+    mamba_network,
+    mtp_network,
+    text_inputs,
+    vision_inputs,
+    vispec_network,
+)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Tiny randomly initialised models of every supported architecture, with inputs and random drafters.
 
-For tests and ``mmspec.eval.losslessness``. Weights have a large variance, so that greedy outputs vary instead of
-repeating one token, and top logits lie far apart.
+Weights have a large variance, so that greedy outputs vary instead of repeating one token, and top logits lie far apart.
 """
 
 from __future__ import annotations
@@ -11,7 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from mmspec.eval.decoding.tiny_configs import (
+from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
+from mmspec.vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
+from mmspec.vision.drafters.layer import LayerShape
+from mmspec.vision.drafters.mtp_network import MTPConfig, MTPNetwork
+from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.vispec import ViSpecNetwork
+from tests.tiny.configs import (
     HYBRID_CONFIGS,
     IMAGE,
     TEXT_CONFIGS,
@@ -21,12 +26,6 @@ from mmspec.eval.decoding.tiny_configs import (
     VISION_START,
     VOCAB,
 )
-from mmspec.ssm.drafters.network import MambaConfig, MambaNetwork
-from mmspec.vision.drafters.eagle3_network import Eagle3Config, Eagle3Network
-from mmspec.vision.drafters.layer import LayerShape
-from mmspec.vision.drafters.mtp_network import MTPConfig, MTPNetwork
-from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
-from mmspec.vision.drafters.vispec import ViSpecNetwork
 
 
 def text_model(name: str) -> PreTrainedModel:
