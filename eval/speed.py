@@ -27,10 +27,11 @@ from mmspec.engine.calibrate import cost_table, describe
 from mmspec.eval.decoding.speed_tables import print_speed_tables
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import benchmark, wide_console
-from mmspec.eval.harness.prompts import held_out_requests, suite_conversations
+from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
 from mmspec.eval.scale_up.axes import SHAPES
 from mmspec.eval.scale_up.pipeline import prompt_tokens, scaled_pipeline
+from mmspec.eval.suite.tasks import TASKS
 from mmspec.loading import pick_device
 
 
@@ -55,7 +56,7 @@ from mmspec.loading import pick_device
 def main(model: str, shape: str | None, dtype: str, drafters: str, nodes: str, **options: Any) -> dict[str, Any]:
     """Measure decoding speed on held-out captions: two tables, then one JSON line."""
     requests = held_out_requests(options["images"], options["videos"], options["frames"])
-    requests += [one.request([]) for one in suite_conversations("several", options["several"])]
+    requests += [sample.conversation.request([]) for sample in TASKS["scenes-images"].samples(None, options["several"])]
     if shape is None:
         pipe = mmspec.load(model, drafter=None, dtype=dtype)
         loaded = parse_drafters(drafters, pipe.model.config.name_or_path)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from time import perf_counter as clock
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, features
@@ -70,20 +69,15 @@ class ProfiledDrafter:
 
     Args:
         drafter: the drafter that all calls go to.
-        count_forwards: also count forward passes of its network, by a hook.
 
     Attributes:
         proposals, seconds: drafted trees and the time they took, ``begin`` left out.
-        forwards: forward passes of ``drafter.network`` inside ``propose``; None if there is no network or no counting.
     """
 
-    def __init__(self, drafter: Drafter, count_forwards: bool = False) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.proposals = 0
         self.seconds = 0.0
-        network = getattr(drafter, "network", None)
-        self._network = network if count_forwards and isinstance(network, nn.Module) else None
-        self.forwards = None if self._network is None else 0
         self.attach, self.begin = drafter.attach, drafter.begin
         self.select, self.observe = drafter.select, drafter.observe
 
@@ -93,15 +87,9 @@ class ProfiledDrafter:
         return features(self.drafter)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        handle = None if self._network is None else self._network.register_forward_hook(self._count)
         start = clock()
         try:
             return self.drafter.propose(token, budget)
         finally:
             self.seconds += clock() - start
             self.proposals += 1
-            if handle is not None:
-                handle.remove()
-
-    def _count(self, *_: Any) -> None:
-        self.forwards = (self.forwards or 0) + 1
