@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import torch
 
+from tests.draft_checks import check_drafts
 from tests.targets import prompt_of, row_of
 from tests.tiny.models import msd_network
-from tests.watching import check_drafts
 
 
 def network_for(model, seed=0, **changes):

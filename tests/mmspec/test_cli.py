@@ -15,7 +15,7 @@ import pytest
 import mmspec
 from mmspec import plugins
 from tests.commandline import Run, assert_user_error, runner
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from mmspec.loading import make_drafter
 from mmspec.ssm.drafters import network as networks
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.draft_checks import check_drafts
 from tests.drafting import assert_same_drafter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import mamba_network, text_inputs, vision_inputs
-from tests.watching import check_drafts
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from mmspec.vision.drafters.layer import Rotary, rotary_frequencies
 from mmspec.vision.drafters.msd import Flash
 from mmspec.vision.drafters.network import MSDConfig, MSDNetwork
 from tests.eagle3 import QWEN3_VL, cut, head_tensors, write_head
-from tests.standin import save_llava
+from tests.model_folders import save_llava
 from tests.training import terminated_at
 
 

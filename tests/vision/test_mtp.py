@@ -24,8 +24,8 @@ from mmspec.loading import make_drafter
 from mmspec.vision.drafters.mtp import MTP
 from mmspec.vision.drafters.mtp_network import MTPNetwork
 from mmspec.vision.drafters.published_mtp import convert, network_config
+from tests.model_folders import tokenizer
 from tests.mtp import PlainMTP, check_mtp, entries_of, mtp_tensors, write_target
-from tests.standin import tokenizer
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import GATED_DELTA_CONFIGS

@@ -17,7 +17,7 @@ import mmspec
 from mmspec.training.trainer import DRAFTER, LOG
 from mmspec.vision.cli.drafters import flash
 from mmspec.vision.processor import VisionProcessor
-from tests.standin import TEMPLATE, tokenizer
+from tests.model_folders import TEMPLATE, tokenizer
 from tests.tiny import shared_model
 from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import VISION_CONFIGS

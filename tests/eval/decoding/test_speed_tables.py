@@ -16,13 +16,13 @@ from mmspec.eval.decoding.speed_tables import time_breakdown
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.vision.drafters.msd import MSD
-from tests.standin import save_llava
+from tests.model_folders import save_llava
 from tests.tiny.models import msd_network
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(save_llava(tmp_path_factory.mktemp("standin")))
+    return str(save_llava(tmp_path_factory.mktemp("tiny")))
 
 
 def requests(count):

@@ -25,7 +25,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.ssm.training.architecture import Architecture, new_model
 from mmspec.vision.drafters.msd import MSD
-from tests.standin import tokenizer
+from tests.model_folders import tokenizer
 from tests.tiny.models import mamba_network, msd_network
 
 SIZE = Architecture(

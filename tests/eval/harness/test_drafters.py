@@ -13,13 +13,13 @@ from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_d
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd import MSD, Eagle
 from mmspec.vision.embedded import tiny_llava
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
 from tests.tiny.models import msd_network, vision_model
 
 
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory):
-    return mmspec.load(str(save_llava(tmp_path_factory.mktemp("standin"))), drafter=None)
+    return mmspec.load(str(save_llava(tmp_path_factory.mktemp("tiny"))), drafter=None)
 
 
 def test_drafters_are_labelled(tmp_path, pipe):

@@ -18,7 +18,7 @@ from mmspec.eval.scale_up.axes import Weights
 from mmspec.pipeline import Pipeline
 
 pytest.importorskip("triton")
-from tests.pretended import pretended, pretended_cuda
+from tests.fake_cuda import fake_cuda, on_fake_cuda
 
 PLAN = replace(gpu_benchmark.FULL, batches=(1, 2), prefixes=(1000,), nodes=(16,), new=4, rounds=1)
 MODELS = {False: "tiny-llava", True: "tiny-hybrid"}  # by whether they are hybrids
@@ -54,7 +54,7 @@ def without_contents(monkeypatch):
 
     def encode(pipe, requests, **options):
         prompt = prompts[requests[0]["prompt"], len(requests)]
-        return Prompt(pretended(prompt.input_ids), None, {k: pretended(v) for k, v in prompt.inputs.items()})
+        return Prompt(on_fake_cuda(prompt.input_ids), None, {k: on_fake_cuda(v) for k, v in prompt.inputs.items()})
 
     patch = monkeypatch.setattr
     patch(pipeline.mmspec, "load", lambda name, **_: small[name])
@@ -82,7 +82,7 @@ def without_contents(monkeypatch):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_in_real_shapes(without_contents, monkeypatch):
-    with torch.inference_mode(), pretended_cuda(monkeypatch, strict=False) as device:
+    with torch.inference_mode(), fake_cuda(monkeypatch, strict=False) as device:
         benchmark = gpu_benchmark.GpuBenchmark(PLAN, torch.device("cuda"), 3600, False)
         parts, content = benchmark.parts(), {"parts": {}}
         run_parts(parts, content, None, benchmark.device)
