@@ -47,7 +47,7 @@ _VISION = "msd,flash"
 FULL = GpuPlan(
     {
         "7b": ("tiny-llava", _VISION),
-        "8b-hybrid": ("tiny-hybrid", "flash,mamba,ngram"),
+        "8b-hybrid": ("tiny-hybrid", "flash,ngram"),
         "13b": ("tiny-llava", _VISION),
     }
 )
@@ -175,10 +175,7 @@ class GpuBenchmark:
             steps += [partial(self._passes, model, shape, batch, prefix, nodes) for prefix in prefixes]
         steps.append(partial(gpu_models.calibrate, model, refresh=first))
         for batch in batches:
-            settings = (batch, sizes, plan.new, rounds, hybrid)
-            steps.append(partial(gpu_models.time_answers, model, *settings, lambda: self.seconds_left < 0))
-        if first:
-            steps.append(partial(gpu_models.transformers_generate, model, plan.new, hybrid))
+            steps.append(partial(gpu_models.time_answers, model, batch, sizes, plan.new, rounds, hybrid))
         return steps
 
     def _passes(

@@ -33,16 +33,17 @@ def quick(tmp_path_factory):
     """A quick run in which one part and one step of another part fail."""
     out = tmp_path_factory.mktemp("gpu") / "gpu.json"
     written = []
-    compaction, write = gpu_kernels.time_compaction, gpu_parts.write_result
+    compaction, write, calibrate = gpu_kernels.time_compaction, gpu_parts.write_result, gpu_models.calibrate
 
     def broken(timer, shape, batch, *rest):
         if batch > 1:
             raise RuntimeError("out of luck")
         return compaction(timer, shape, batch, *rest)
 
-    def failing(*_):
-        raise ValueError("not today")
-        yield
+    def calibrated_once(model, *, refresh):
+        if not refresh:
+            raise ValueError("not today")
+        yield from calibrate(model, refresh=refresh)
 
     def record_rows(content, path):
         written.append(sum(len(part["rows"]) for part in content["parts"].values()))
@@ -51,7 +52,7 @@ def quick(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_kernels, "time_compaction", broken)
         patch.setattr(gpu_parts, "write_result", record_rows)
-        patch.setattr(gpu_models, "transformers_generate", failing)
+        patch.setattr(gpu_models, "calibrate", calibrated_once)
         patch.setattr(gpu_models, "FRAMES", 2)
         result = call("--device", "cpu", "--quick", "--out", str(out))
     return result, json.loads(out.read_text()), written
@@ -73,14 +74,14 @@ def test_a_quick_run_has_all_parts(quick):
         rows = parts[name]["rows"]
         assert rows
         assert all(row["us"] > 0 and row["over_floor"] == pytest.approx(row["us"] / row["floor_us"]) for row in rows)
-    for part, batch, methods in (("model 7b", 1, 7), ("batches 7b", 2, 5)):
-        built, passes, calibrated, *answers = [row for row in parts[part]["rows"] if "error" not in row]
+    assert len(parts["model 7b"]["rows"][2]["pass_ms_by_nodes"]) > 3
+    for part, batch, methods in (("model 7b", 1, 8), ("batches 7b", 2, 5)):
+        built, passes, *answers = [row for row in parts[part]["rows"] if not {"error", "pass_ms_by_nodes"} & row.keys()]
         assert built["parameters"] > 0
         assert passes["batch"] == batch
         assert passes["pass_ms"].keys() == ({"1", "4", "8"} if batch == 1 else {"1", "4"})
         assert passes["draft_ms"].keys() == {"msd", "flash"}
         assert passes["commit_ms"] > 0
-        assert len(calibrated["pass_ms_by_nodes"]) > 3
         assert {row["batch"] for row in answers} == {batch}
         assert {"plain", "msd, 3 nodes", "flash, adaptive"} <= {row["method"] for row in answers}
         assert len(answers) == methods
@@ -99,10 +100,10 @@ def test_a_failing_part_is_recorded(quick):
     part = content["parts"]["compaction"]
     assert part["error"] == "RuntimeError: out of luck"
     assert len(part["rows"]) == 1  # rows before the failure are kept
-    assert content["parts"]["model 7b"]["error"] == "ValueError: not today"
-    assert gpu.failures(content) == ["compaction", "model 7b"]
+    assert content["parts"]["batches 7b"]["error"] == "ValueError: not today"
+    assert gpu.failures(content) == ["compaction", "batches 7b"]
     assert result.exit_code == 1
-    assert "failed: compaction, model 7b" in result.output
+    assert "failed: compaction, batches 7b" in result.output
     assert json.loads(result.output.splitlines()[-2]) == content
 
 
