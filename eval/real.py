@@ -26,7 +26,6 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.eval.decoding.passes import (
     UNPACKED,
     divergence,
-    interleaved,
     load_as,
     plain_step,
     ratio,
@@ -37,6 +36,7 @@ from mmspec.eval.decoding.passes import (
 from mmspec.eval.harness.llama_server import LlamaServer
 from mmspec.eval.harness.options import SIZES, llama_server_option
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.timing import interleaved
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 

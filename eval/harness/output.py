@@ -99,11 +99,6 @@ def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], s
     return lambda row: f"{1000 * row[field]:.{digits}f}"
 
 
-def percent(field: str) -> Callable[[Mapping[str, Any]], str]:
-    """A cell with a field that is a share, shown as a percentage."""
-    return lambda row: f"{100 * row[field]:.0f} %"
-
-
 def git_commit() -> str:
     """The short hash of the checkout's commit; empty outside a repository."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)

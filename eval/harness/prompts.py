@@ -2,7 +2,8 @@
 
 Scenes come from ``seeded("heldout", index)``. Index ranges:
 
-- below 4,000: validation during training of the embedded models, samples in the package
+- below 4,000: validation during training of the embedded models, samples in the package, ``mmspec.eval.batching`` and
+  ``mmspec.eval.serving``
 - from 4,000 and 5,000: warm-up and prompts of ``mmspec.eval.speed``
 - from 1,000,000: accuracy of the embedded models (``mmspec.vision.training.accuracy``)
 - from 2,200,000: ``mmspec.eval.prefix_cache``
@@ -25,6 +26,7 @@ from PIL import Image
 
 from mmspec.ssm.texts import example
 from mmspec.vision.scenes.clips import sample_clip
+from mmspec.vision.scenes.conversations import one_image
 from mmspec.vision.scenes.drawing import draw
 from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
 from mmspec.vision.video import Video
@@ -74,6 +76,16 @@ def held_out_requests(images: int, videos: int, frames: int = 8, first: int = 50
         scenes = sample_clip(seeded("heldout", index)).frames(frames)
         requests.append({"prompt": "Describe the video.", "videos": [video(scenes)]})
     return requests
+
+
+def mixed_requests(count: int) -> list[dict[str, Any]]:
+    """Captions of held-out scenes, every other one replaced by the first question of a conversation about it."""
+    found = []
+    for index in range(count):
+        example = one_image(seeded("heldout", index))
+        prompt = "Describe the image." if index % 2 else example.turns[0][0]
+        found.append({"prompt": prompt, "images": [picture(example.scenes[0])]})
+    return found
 
 
 def picture(scene: Scene) -> Image.Image:
