@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, fork, lend
+from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
 from mmspec.eval.harness.llama_server import LlamaServer
@@ -93,7 +93,7 @@ class Method:
     target: TransformersTarget | None = None
     generate_options: dict[str, Any] | None = None
     server: LlamaServer | None = None
-    budget: Budget | None = None
+    budget: MeasuredBudget | None = None
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)

@@ -10,6 +10,8 @@ import torch
 import mmspec
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt
+from mmspec.engine.engine import Engine
+from mmspec.engine.sequence import Wakeup
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
 from mmspec.eval.kernels.gpu_parts import run_parts
@@ -61,6 +63,17 @@ def without_contents(monkeypatch):
     patch(pipeline, "parse_drafters", lambda specs, folder: drafters[specs])
     patch(gpu_models, "gpu_requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
     patch(Pipeline, "encode", encode)
+    # The fake device is one thread's: clients run the steps themselves.
+    engines = set()
+    patch(Engine, "_wake", lambda engine: engines.add(engine))
+
+    def step(_, ready):
+        for engine in engines:
+            while engine._has_work():
+                engine._turn()
+        assert ready()
+
+    patch(Wakeup, "wait", step)
     patch(gpu_models, "cost_table", lambda *_, **__: CostTable((1, 64), (1e-3, 1.1e-3)))
     for module in (gpu_kernels, gpu_models):
         patch(module, "median_seconds", _once)
