@@ -14,12 +14,12 @@ import torch
 
 import mmspec
 from mmspec import plugins
-from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
 from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.embedded import samples
 from tests.tiny import byte_model, byte_tokenizer
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
 
 WAYS: dict[str, Callable[[Any], Any]] = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
 EMBEDDED = {  # drafters in the models' folders, and those that need none

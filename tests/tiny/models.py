@@ -1,7 +1,6 @@
 """Tiny randomly initialised models of every supported architecture, with inputs and random drafters.
 
-For tests and ``mmspec.eval.losslessness``. Weights have a large variance, so that greedy outputs vary instead of
-repeating one token, and top logits lie far apart.
+Weights have a large variance, so that greedy outputs vary instead of repeating one token, and top logits lie far apart.
 """
 
 from __future__ import annotations

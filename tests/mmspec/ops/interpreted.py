@@ -1,5 +1,7 @@
-"""Answers of tiny models by the Triton kernels, through the interpreter: ``python -m tests.mmspec.ops.interpreted`` with
-``TRITON_INTERPRET=1 MMSPEC_KERNELS=triton``, in a process of its own as for ``tests.mmspec.ops.ops_grid``."""
+"""Answers of tiny models by the Triton kernels, through the interpreter: ``python -m tests.mmspec.ops.interpreted``.
+
+It needs ``TRITON_INTERPRET=1 MMSPEC_KERNELS=triton`` in a process of its own, as ``tests.mmspec.ops.ops_grid``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Structured output end to end: every kind of target and drafter says what masked plain decoding says.
 
-The reference (``tests/constrained.py``) shares no code with the package.
+The reference (``tests/mmspec/sampling/constrained.py``) shares no code with the package.
 """
 
 import asyncio
