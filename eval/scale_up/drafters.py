@@ -37,7 +37,7 @@ def scale_up_drafter(drafter: Drafter, small: PreTrainedModel, big: PreTrainedMo
     """
     if isinstance(drafter, MSD):
         return scale_up_msd(drafter, small, big)
-    if isinstance(getattr(drafter, "network", None), nn.Module):
+    if isinstance(drafter.network, nn.Module):
         raise UserError(f"only MSD's and FLASH's networks can be scaled up: got a {type(drafter).__name__}")
     return drafter
 
