@@ -430,7 +430,7 @@ def test_whatever_load_takes_as_a_drafter(drafter, tmp_path, monkeypatch):
 
 
 def test_a_drafter_object_keeps_what_it_learned():
-    model, inputs, drafter = shared_model("llama"), text_inputs(1, 9), mmspec.plugins.find("drafters", "recycle")()
+    model, inputs, drafter = shared_model("llama"), text_inputs(1, 9), make_drafter("recycle")
     options = {**GREEDY, "return_dict_in_generate": True, "drafter": drafter, "nodes": 12}
     first = mmspec.generate(model, **inputs, **options).stats[0]
     again = mmspec.generate(model, **inputs, **options).stats[0]
