@@ -136,10 +136,10 @@ def run_step(target: TransformersTarget, tree: TokenTree) -> tuple[int, Tensor, 
     def verify_and_commit() -> None:
         nonlocal logits
         logits = target.forward_tree(tree).logits
-        target.commit_nodes(path[None], [path.tolist()])
+        target.runner.commit_nodes(path[None], [path.tolist()])
 
     peak = peak_cpu_bytes(verify_and_commit)
-    cache = target._cache
+    cache = target.cache
     assert isinstance(cache, StateCache)
     return peak, logits, cache._state.data
 

@@ -25,6 +25,7 @@ from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.runner import StaticRunner
 from mmspec.targets.support import read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -108,7 +109,7 @@ class Small(CapturedDrafter):
         order = keep.sort(dim=1, stable=True).indices
         width = int(keep.sum(1).max())
         ids, mask = self._readable(ids.gather(1, order)[:, -width:]), keep.gather(1, order)[:, -width:]
-        self.join(len(history), self.lm.in_place)
+        self.join(len(history), self.lm.static_shapes)
         read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), room=1024)
         self._output.append(read.features["last"][:, -1])
 
@@ -125,30 +126,30 @@ class Small(CapturedDrafter):
     def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Append accepted tokens, (batch, width), to the KV cache."""
         (batch, width), lm = tokens.shape, self.lm
-        lm.forget_nodes()
+        lm.runner.forget_nodes()
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        states, path = lm.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
-        if self.static:
-            lm.absorb(path)
+        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
+        if isinstance(lm.runner, StaticRunner):
+            lm.runner.commit_on_device(path)
         else:
-            lm.commit_nodes(path, [list(range(count)) for count in length.tolist()])
+            lm.runner.commit_nodes(path, [list(range(count)) for count in length.tolist()])
         write_last(self._output, states, length)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         lm, reach, levels = self.lm, Reach(), 0
-        lm.forget_nodes()
+        lm.runner.forget_nodes()
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal levels
             depth = torch.full_like(beam, levels)
-            states = lm.forward_nodes(beam, depth, reach(origin))
-            lm.keep_nodes(depth)
+            states = lm.runner.forward_nodes(beam, depth, reach(origin))
+            lm.runner.keep_nodes(depth)
             levels += 1
             return self._children(states)
 
         tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
-        lm.forget_nodes()
+        lm.runner.forget_nodes()
         return tree
 
     def _readable(self, tokens: Tensor) -> Tensor:

@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from mmspec.cache.prefix_cache import Prefix, PrefixCache, at_text
-from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Feature, Prompt, Step
@@ -20,16 +18,15 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
-from mmspec.targets.attention import NAME, PASS, PassAttention, TreePass
+from mmspec.targets.attention import NAME, PassAttention
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
 from mmspec.targets.kept import KeptStates
 from mmspec.targets.layers import TreeLayers
-from mmspec.targets.masks import tail_mask
 from mmspec.targets.processor import Processor
+from mmspec.targets.runner import EagerRunner, Runner, StaticRunner
 from mmspec.targets.support import refuse_inner_padding, refuse_rope_switch, rope_side, without_output_capture
 
 
@@ -46,7 +43,8 @@ class TransformersTarget:
     Attributes:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
-        decoder: runs the passes.
+        decoder: the stack of layers.
+        runner: runs the verify passes; of another class where the model moves to a device with other shapes.
         cost: measured verify times; if known, trees are padded to the width with the fastest pass.
         prefix_cache: keeps the states of prompts for later ones that begin alike; None computes every prompt.
 
@@ -66,14 +64,9 @@ class TransformersTarget:
         self.cost: CostTable | None = None
         self.prefix_cache: PrefixCache | None = None
         self.features: Sequence[Feature] = ("last",)
-        self._cache: TreeCache | None = None
-        # (rows,) position of the next token, and the last position within the context limit
-        self._position, self._last_position = RowTensor(), RowTensor()
         self._verified: dict[Feature, Tensor] = {}  # of the last tree
         self._kept = KeptStates(self)
-        self._tail_depth: Tensor | None = None  # (batch, offset) depths of uncommitted nodes of earlier passes
-        self._check = Graphed(self._pass)
-        self._keep = Graphed(self.absorb)
+        self.runner = self._new_runner()
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -134,13 +127,12 @@ class TransformersTarget:
     @property
     def cache(self) -> TreeCache:
         """KV and recurrent states of the sequences."""
-        assert self._cache is not None, "prefill comes first"
-        return self._cache
+        return self.runner.cache
 
     @property
     def rows(self) -> int:
         """Number of sequences in the cache."""
-        return self._cache.rows if self._cache is not None else 0
+        return self.runner.rows
 
     def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
         *_, step = self.prefill_chunks(prompt, room, None)
@@ -158,7 +150,9 @@ class TransformersTarget:
             refuse_inner_padding(self.config, mask, longest)
         reserve = length + min(longest, 4096) + 64
         # Rows that are copied to another cache need no slots for the answer.
-        copies = self.in_place or bool(self.rows) or self._kept.looks_up(prompt)
+        if self.runner.static_shapes != self.static_shapes:  # the model moved to another device
+            self.runner = self._new_runner()
+        copies = not self.runner.adopts or self._kept.looks_up(prompt)
         cache = self.decoder.new_cache(length + 1 if copies else reserve, False)
         resumed = self._kept.resume(prompt, cache)
         if resumed is not None:
@@ -166,11 +160,8 @@ class TransformersTarget:
         else:
             step = yield from self._prefill_whole(prompt, chunk, cache)
         position = self._next_position(prompt, step.positions)
-        self._join(cache, reserve, copies)
-        self._position.append(position)
-        self._last_position.append(
-            (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
-        )
+        last_position = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
+        self.runner.join(cache, reserve, copies, position, last_position)
         self._kept.start(prompt, step, cache)
         yield step
 
@@ -242,40 +233,20 @@ class TransformersTarget:
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
         self._kept.select(rows)
-        if self._cache is not None:
-            self._tail_depth = None
-            for part in (self._cache, self._position, self._last_position):
-                part.select(rows)
+        self.runner.select(rows)
 
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> Step:
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
-        names = list(self.features)
-        if self.cache.in_place:
-            width, rows = node_bucket(width), batch_bucket(batch)
-            self.cache.reserve_nodes(width)
-            logits, *read = self._check(*_padded(tree, width, rows), version=(*self.version, *names))
-            features = {name: one[:batch, :nodes] for name, one in zip(names, read, strict=True)}
-            self._verified = features
-            return Step(logits[:batch, :nodes], features)
-        if width == nodes:
-            found = self._forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
-        else:
-            found = self._forward_nodes(*_padded(tree, width, batch))
-            found = {name: one[:, :nodes] for name, one in found.items()}
-        self._verified = {name: found[name] for name in names}
-        return Step(self.head(found["last"]), self._verified)
-
-    def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
-        """Logits and features of a whole tree; captured as a CUDA graph."""
-        found = self._forward_nodes(tokens, depth, reach)
-        return self.head(found["last"]), *[found[name] for name in self.features]
+        step = self.runner.forward_tree(tree, width, self.features)
+        self._verified = step.features
+        return step
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
         self._kept.commit(verdict, self._verified)
-        self.commit_nodes(verdict.path, [path for path, _ in verdict.host])
+        self.runner.commit_nodes(verdict.path, [path for path, _ in verdict.host])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embedding(token_ids)
@@ -286,85 +257,24 @@ class TransformersTarget:
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         return self._head.narrow(token_ids.to(self.device))
 
-    def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
-        """Last hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
-
-        Args:
-            tokens: (batch, nodes) int64.
-            depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
-            reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
-        """
-        return self._forward_nodes(tokens, depth, reach)["last"]
-
-    def _forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> dict[Feature, Tensor]:
-        cache, batch = self.cache, len(tokens)
-        position = self._position.data[:batch, None]
-        position = position.expand_as(tokens) if depth is None else position + depth
-        # Draft tokens may exceed the context limit, where a model may have no position embedding.
-        position = torch.minimum(position, self._last_position.data[:batch, None])
-        inputs = {"input_ids": tokens, "position_ids": position, **cache.arguments(reach)}
-        if not cache.in_place:
-            inputs["attention_mask"] = self.decoder.mask(cache, depth, self._tail_depth, reach)
-            return self.decoder.forward(inputs, cache, self.features)
-        depth = torch.zeros_like(tokens) if depth is None else depth
-        cache.reserve_nodes(tokens.shape[1])
-        cache.set_write_slots(tokens.shape[1])
-        inputs["attention_mask"] = None
-        if cache.attending:
-            assert cache.bounds is not None
-            inputs["attention_mask"] = tail_mask(self.config, depth, self._tail_depth, reach)
-            inputs[PASS] = TreePass(self.config, cache.bounds.first(batch), depth)
-        return self.decoder.forward(inputs, cache, self.features)
-
-    def _join(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
-        """Add the rows of a prefilled cache, with at most ``reserve`` slots; ``copy`` leaves that cache as it is."""
-        if self._cache is None or self._cache.in_place != self.in_place or not (self.in_place or self.rows):
-            self._position, self._last_position = RowTensor(self.in_place), RowTensor(self.in_place)
-            self._cache = self.decoder.new_cache(reserve, self.in_place) if self.in_place or copy else prompts
-        if self._cache is not prompts:
-            self._cache.append(prompts, reserve)
-
-    def keep_nodes(self, depth: Tensor) -> None:
-        """Keep the nodes of the last ``forward_nodes`` uncommitted, so that further nodes can attend to them."""
-        assert self._cache is not None
-        self._tail_depth = depth if self._tail_depth is None else torch.cat([self._tail_depth, depth], dim=1)
-        self._cache.offset = self._tail_depth.shape[1]
-
-    def forget_nodes(self) -> None:
-        """Drop all uncommitted nodes."""
-        self.cache.offset, self._tail_depth = 0, None
-
-    def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
-        """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes."""
-        self._tail_depth = None
-        grown = [len(row) for row in rows]
-        if self.cache.in_place:
-            self._keep(pad_rows(path, batch_bucket(len(path)), -1), version=self.version)
-            self.cache.advance(grown)
-            return
-        self.cache.commit(path, rows)
-        position = self._position.data
-        position += grown[0] if len(set(grown)) == 1 else on_device(grown, position.device)
-
-    def absorb(self, path: Tensor) -> tuple[Tensor, ...]:
-        """Device part of ``commit_nodes`` for static shapes; captured as a CUDA graph."""
-        self.cache.commit_on_device(path)
-        self._position.data[: len(path)] += (path >= 0).sum(1)
-        return ()
-
     @property
     def version(self) -> tuple[Hashable, ...]:
         """Changes when a buffer that captured graphs read has been reallocated."""
-        return self.cache.version, self._position.version, self._last_position.version
+        return self.runner.version
 
     @property
-    def in_place(self) -> bool:
+    def static_shapes(self) -> bool:
         """Whether passes have static shapes."""
         kinds = getattr(self.config, "layer_types", None) or ()
         supported = self.attention.name == NAME and "chunked_attention" not in kinds
         supported = supported or (self.layers is not None and not self.layers.attends)
         supported = supported and (self.layers is None or self.layers.static)
         return supported and kernels.fixed_shapes(self.device)
+
+    def _new_runner(self) -> Runner:
+        """A runner without sequences, for the model's device."""
+        runner = StaticRunner if self.static_shapes else EagerRunner
+        return runner(self.config, self.decoder, self._head)
 
     def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length); None if the model must compute them."""
@@ -394,17 +304,3 @@ def _target_of(
     target = kind(model)
     target.cost, target.prefix_cache = cost, prefix_cache
     return target
-
-
-def node_bucket(nodes: int) -> int:
-    """Padded number of nodes of a pass with static shapes: a power of two, above 64 a multiple of 64."""
-    return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
-
-
-def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, depths and ancestors of a tree, with padding nodes and rows that attend to themselves only."""
-    extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
-    if not any(extra + idle):
-        return tree.tokens, tree.depth, tree.ancestors
-    reach = F.pad(tree.ancestors, extra + extra + idle) | torch.eye(width, dtype=torch.bool, device=tree.tokens.device)
-    return F.pad(tree.tokens, extra + idle), F.pad(tree.depth, extra + idle), reach

@@ -89,7 +89,7 @@ def assert_same_states(target, row, cache):
 @torch.inference_mode()
 def commit(target, paths):
     width = max(1, max(map(len, paths)))
-    target.commit_nodes(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
+    target.runner.commit_nodes(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
 
 
 # ---------------------------------------------------------------------- logits at nodes
@@ -374,10 +374,10 @@ def test_nodes_behind_uncommitted_ones_are_refused():
     target = TransformersTarget(shared_model("bamba"))
     target.prefill(Prompt(torch.tensor([[5, 6]])), 8)
     one = torch.tensor([[7]])
-    target.forward_nodes(one, None, torch.ones(1, 1, 1, dtype=torch.bool))
-    target.keep_nodes(torch.zeros_like(one))
+    target.runner.forward_nodes(one, None, torch.ones(1, 1, 1, dtype=torch.bool))
+    target.runner.keep_nodes(torch.zeros_like(one))
     with pytest.raises(UserError, match="in one pass: got 1 nodes after 1 uncommitted ones"):
-        target.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
+        target.runner.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
 
 
 # ---------------------------------------------------------------------- sampling

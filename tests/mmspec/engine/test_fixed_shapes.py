@@ -22,7 +22,8 @@ from mmspec.eval.decoding.tiny_models import (
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.ssm.drafters.mamba import Mamba
-from mmspec.targets.transformers_target import TransformersTarget, node_bucket
+from mmspec.targets.runner import node_bucket
+from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.eagle3 import Eagle3
 from mmspec.vision.drafters.msd import MSD, Flash
 from mmspec.vision.drafters.mtp import MTP
@@ -57,7 +58,7 @@ TARGETS += ["recurrent_gemma"]
 def test_every_node_equals_its_path(name, batch):
     model = shared_model(name)
     target = assert_trees_equal_paths(model, text_inputs(batch, 9), steps=3, nodes=9)
-    assert target._cache.in_place
+    assert target.runner.static_shapes
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -68,13 +69,13 @@ def test_trees_deeper_than_a_window(name, fixed, monkeypatch):
     model = shared_model(name)
     assert model.config.sliding_window < 8
     target = assert_trees_equal_paths(model, text_inputs(2, 9), steps=1, nodes=16, shape="chain")
-    assert target._cache.in_place == fixed
+    assert target.runner.static_shapes == fixed
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_bamba", "qwen2_5_vl"])
 def test_every_node_equals_its_path_behind_an_image(name):
     target = assert_trees_equal_paths(shared_model(name), vision_inputs(name, 2), steps=3)
-    assert target._cache.in_place
+    assert target.runner.static_shapes
 
 
 def test_padding_within_a_prompt_is_dropped():
@@ -84,7 +85,7 @@ def test_padding_within_a_prompt_is_dropped():
     ids = inputs["input_ids"][:, [0, 1, 5, 6, 7, 8]]
     steps = target.prefill(prompt_of(inputs), 8), fresh.prefill(Prompt(ids), 8)
     torch.testing.assert_close(steps[0].logits, steps[1].logits)
-    assert target.cache.in_place
+    assert target.runner.static_shapes
     assert target.cache.lengths == [6]
     tree = random_tree(torch.Generator().manual_seed(1), 1, 6, 90)
     torch.testing.assert_close(target.forward_tree(tree).logits, fresh.forward_tree(tree).logits)
