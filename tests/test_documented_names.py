@@ -120,7 +120,7 @@ def _imports(name: str) -> bool:
     if name.startswith("kernels."):  # a module is named by its last part in the code
         head = "mmspec.ops.kernels"
     try:
-        return hasattr(import_module(head), last)
+        return hasattr(import_module(head), last) or find_spec(name) is not None
     except ImportError:
         return False
 

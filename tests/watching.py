@@ -91,3 +91,28 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), ne
             ids = model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert said == ids[:, inputs["input_ids"].shape[1] :].tolist()
     return lengths
+
+
+def chain_of_five(drafter, model, inputs, first):
+    """Draft a chain of five levels of hidden states after a prompt of one row.
+
+    Returns:
+        The drafts, and the logits of each level, (vocabulary,).
+    """
+    drafter.top_k = 1
+    target = plugins.target_class(model.config)(model)
+    drafter.attach(target)
+    target.features = drafter.features
+    prompt = prompt_of(inputs)
+    step = target.prefill(prompt, 16)
+    drafter.begin(prompt, step, [[*inputs["input_ids"][0].tolist(), first]])
+    scores, seen = drafter._scores, []
+
+    def noted(state):
+        seen.append(scores(state).flatten())
+        return scores(state)
+
+    drafter._scores = noted
+    path = drafter.propose(torch.tensor([first]), Budget(5, 5)).tokens[0, 1:].tolist()
+    assert len(path) == len(seen) == 5
+    return path, seen

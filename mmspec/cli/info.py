@@ -106,9 +106,10 @@ def _model(name: str) -> dict[str, Any]:
         if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        defaults = _generation_config(folder)
     except Exception as error:  # a plug-in may raise anything; others should still be listed
         return {"name": name, "problem": f"{type(error).__name__}: {error}"}
-    return {"name": name, "folder": str(folder), "bytes": size, "generation_config": _generation_config(folder)}
+    return {"name": name, "folder": str(folder), "bytes": size, "generation_config": defaults}
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -22,6 +22,8 @@ from mmspec.errors import UserError, explained
 from mmspec.files import atomic, write_text
 
 S = TypeVar("S", bound=Checked)
+C = TypeVar("C")
+N = TypeVar("N", bound=nn.Module)
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _MAX_JSON = 2**24  # bytes
@@ -117,8 +119,8 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tens
     return None if ids is None else ids.long()
 
 
-def load_exactly(network: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Strict ``load_state_dict`` by assignment; the network may be on the meta device.
+def load_network(kind: Callable[[C], N], config: C, tensors: Mapping[str, Tensor], folder: Path) -> N:
+    """Build a network of class ``kind`` from exactly its tensors, which are assigned, not copied.
 
     Args:
         folder: the checkpoint, for error messages.
@@ -126,6 +128,8 @@ def load_exactly(network: nn.Module, tensors: Mapping[str, Tensor], folder: Path
     Raises:
         UserError: a tensor is missing, unexpected, of the wrong shape or not floating point.
     """
+    with torch.device("meta"):
+        network = kind(config)
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     received = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | received.keys()):
@@ -136,6 +140,7 @@ def load_exactly(network: nn.Module, tensors: Mapping[str, Tensor], folder: Path
         if not tensors[name].is_floating_point():
             raise UserError(f"{folder}: {name} must be a floating point tensor: got {tensors[name].dtype}")
     network.load_state_dict(tensors, assign=True)
+    return network
 
 
 def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Any) -> None:

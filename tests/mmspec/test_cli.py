@@ -152,6 +152,9 @@ def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_p
     shown = " ".join(run("info", str(folder))[1].split())
     assert "defaults of requests:" in shown
     assert "repetition_penalty 1.2" in shown
+    (folder / "generation_config.json").write_text("{")
+    (damaged,) = json.loads(run("info", str(folder), "--json")[1])["models"]
+    assert "generation_config.json" in damaged["problem"]
     (missing,) = json.loads(run("info", str(tmp_path / "none"), "--json")[1])["models"]
     assert missing["problem"].startswith("expected a model in")
 

@@ -18,7 +18,8 @@ import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters import published
-from mmspec.drafters.eagle.drafter import network_from
+from mmspec.drafters.checkpoint import load_network
+from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import EAGLE, convert, read_published
 from mmspec.drafters.eagle3 import published as published_eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
@@ -191,11 +192,11 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     """Text, a visual stretch and text again, on the layer of transformers with the published tensors."""
     config = LAYOUTS[name]
     tensors = tensors_of(config)
-    network = (
-        network_from(*read_msd(write(tmp_path, config, tensors))[:2], tmp_path, MSDNetwork)
-        if name.startswith("msd")
-        else network_from(*read_published(write(tmp_path, config, tensors), EAGLE)[:2], tmp_path)
+    folder = write(tmp_path, config, tensors)
+    kind, read = (
+        (MSDNetwork, read_msd(folder)) if name.startswith("msd") else (EagleNetwork, read_published(folder, EAGLE))
     )
+    network = load_network(kind, *read[:2], tmp_path)
     made, layer = layer_of(config)
     prefix = "layers.0."
     layer.load_state_dict({key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)})

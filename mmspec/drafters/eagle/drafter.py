@@ -93,14 +93,14 @@ class Eagle(HiddenStateDrafter):
         """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
         if cls.layout is not None and checkpoint.drafter_name(folder) is None:
             shape, tensors, found = read_published(folder, cls.layout)
-            drafter = cls(network_from(shape, tensors, folder, cls.network_class))
+            drafter = cls(checkpoint.load_network(cls.network_class, shape, tensors, folder))
             drafter.published = found
             return drafter
         settings: Any
         settings, verifier, tensors = checkpoint.read(folder, cls.settings)
         draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
         tree = {name: getattr(settings, name) for name in TREE}
-        network = network_from(settings.network, tensors, folder, cls.network_class)
+        network = checkpoint.load_network(cls.network_class, settings.network, tensors, folder)
         return cls(network, draft_ids, **tree, verifier=verifier)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
@@ -159,17 +159,3 @@ class Eagle(HiddenStateDrafter):
         x = self.prompt_inputs(entries)
         self._rotary.reserve(length + AHEAD, x)
         self.start(x, self._rotary(entries.at), entries.mask, position, history)
-
-
-def network_from(
-    shape: EagleConfig, tensors: dict[str, Tensor], folder: Path, kind: type[EagleNetwork] = EagleNetwork
-) -> EagleNetwork:
-    """Build a network of class ``kind`` from its tensors.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or of the wrong shape.
-    """
-    with torch.device("meta"):
-        network = kind(shape)
-    checkpoint.load_exactly(network, tensors, folder)
-    return network

@@ -89,7 +89,9 @@ class Eagle3(PositionedDrafter):
                 raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
         if reads is not None:
             config = replace(config, reads=reads, outputs=outputs)
-        drafter = cls(network_from(config, tensors, folder), draft_ids, **tree, verifier=verifier)
+        drafter = cls(
+            checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **tree, verifier=verifier
+        )
         drafter.published = found
         return drafter
 
@@ -150,15 +152,3 @@ class Eagle3(PositionedDrafter):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def network_from(config: Eagle3Config, tensors: dict[str, Tensor], folder: Path) -> Eagle3Network:
-    """Build a network from its tensors.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or of the wrong shape.
-    """
-    with torch.device("meta"):
-        network = Eagle3Network(config)
-    checkpoint.load_exactly(network, tensors, folder)
-    return network

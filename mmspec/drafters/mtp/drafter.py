@@ -55,12 +55,12 @@ class MTP(PositionedDrafter):
         """Load the layer of a target's checkpoint, or a checkpoint of ``save``; raises ``UserError`` if invalid."""
         if checkpoint.drafter_name(folder) is None:
             config, tensors, found = read_mtp(folder)
-            drafter = cls(network_from(config, tensors, folder))
+            drafter = cls(checkpoint.load_network(MTPNetwork, config, tensors, folder))
             drafter.published = found
             return drafter
         settings, verifier, tensors = checkpoint.read(folder, _Settings)
         tree = {name: getattr(settings, name) for name in TREE}
-        return cls(network_from(settings.network, tensors, folder), **tree, verifier=verifier)
+        return cls(checkpoint.load_network(MTPNetwork, settings.network, tensors, folder), **tree, verifier=verifier)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         self.fuse = self.inputs
@@ -76,15 +76,3 @@ class MTP(PositionedDrafter):
         target = self.target
         fed = target.embed(prompt.input_ids) if step.embeds is None else step.embeds  # None for text
         return self.network.combine(torch.cat([fed[:, 1:], target.embed(first)], dim=1), self.states(step))
-
-
-def network_from(config: MTPConfig, tensors: dict[str, Tensor], folder: Path) -> MTPNetwork:
-    """Build a network from its tensors.
-
-    Raises:
-        UserError: a tensor is missing, unexpected or of the wrong shape.
-    """
-    with torch.device("meta"):
-        network = MTPNetwork(config)
-    checkpoint.load_exactly(network, tensors, folder)
-    return network

@@ -74,9 +74,7 @@ class Mamba(TrainedDrafter):
         """Load a checkpoint written by ``save``; raises ``UserError`` if it is invalid."""
         settings, verifier, tensors = checkpoint.read(folder, _Settings)
         draft_ids = checkpoint.take_draft_ids(tensors, settings.network.vocab_size, folder)
-        with torch.device("meta"):
-            network = MambaNetwork(settings.network)
-        checkpoint.load_exactly(network, tensors, folder)
+        network = checkpoint.load_network(MambaNetwork, settings.network, tensors, folder)
         tree = {name: getattr(settings, name) for name in TREE}
         return cls(network, draft_ids, **tree, verifier=verifier)
 

@@ -9,7 +9,8 @@ import torch
 
 from mmspec.distil.eagle3_objective import Eagle3Objective
 from mmspec.distil.features import Features
-from mmspec.drafters.eagle3.drafter import network_from
+from mmspec.drafters.checkpoint import load_network
+from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import convert
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.eagle3 import GEMMA4, LLAMA3, PlainHead, cut, head_tensors
@@ -71,7 +72,7 @@ def test_passes_equal_chains(config, layout, passes, loss, tmp_path):
         for name, value in head_tensors(config, layout).items()
     }
     shape, ours, draft_ids, _ = convert(config, {name: value.detach() for name, value in tensors.items()}, "here")
-    network = network_from(shape, ours, tmp_path)
+    network = load_network(Eagle3Network, shape, ours, tmp_path)
     batch = random_batch(target, shape.states)
     output = Eagle3Objective(passes, decay=0.5, loss=loss)(network, target, batch, draft_ids)
     plain = plain_losses(PlainHead(config, tensors, target.embed), target, batch, passes, loss)
@@ -98,4 +99,7 @@ def test_a_batch_without_answers_has_no_loss(tmp_path):
     shape, ours, draft_ids, _ = convert(config, head_tensors(config), "here")
     batch = random_batch(target, 3)
     batch.answer[:] = False
-    assert float(Eagle3Objective()(network_from(shape, ours, tmp_path), target, batch, draft_ids).total) == 0.0
+    assert (
+        float(Eagle3Objective()(load_network(Eagle3Network, shape, ours, tmp_path), target, batch, draft_ids).total)
+        == 0.0
+    )

@@ -33,6 +33,7 @@ from tests.eagle3 import (
 )
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.watching import chain_of_five
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}
@@ -65,24 +66,8 @@ def test_logits_of_every_level_are_those_of_plain_loops(name, kind, tmp_path):
     """A chain of five levels, all logits over the draft vocabulary."""
     (config, layout, reads), model = CASES[name], shared_model("llama")
     drafter, tensors = head(tmp_path, config, layout, name == "A-embedding", kind)
-    drafter.top_k = 1
-    target = plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    inputs = text_inputs(1, 9)
-    prompt, first = prompt_of(inputs), 7
-    target.features = drafter.features
-    step = target.prefill(prompt, 16)
-    drafter.begin(prompt, step, [[*inputs["input_ids"][0].tolist(), first]])
-    scores, seen = drafter._scores, []
-
-    def noted(state):
-        seen.append(scores(state).flatten())
-        return scores(state)
-
-    drafter._scores = noted
-    tree = drafter.propose(torch.tensor([first]), Budget(5, 5))
-    path = tree.tokens[0, 1:].tolist()
-    assert len(path) == len(seen) == 5
+    inputs, first = text_inputs(1, 9), 7
+    path, seen = chain_of_five(drafter, model, inputs, first)
     states, positions = states_read(model, row_of(inputs, 0), [], reads)
     plain = PlainHead(config, tensors, model.get_input_embeddings())
     tokens = torch.tensor([*inputs["input_ids"][0, 1:].tolist(), first])

@@ -19,7 +19,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.cli import main
-from mmspec.core.budget import Budget
 from mmspec.drafters.mtp import SPEC
 from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.mtp.network import MTPNetwork
@@ -29,8 +28,9 @@ from mmspec.eval.decoding.tiny_configs import GATED_DELTA_CONFIGS
 from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from tests.mtp import PlainMTP, check_mtp, entries_of, mtp_tensors, write_target
 from tests.standin import tokenizer
-from tests.targets import prompt_of, row_of
+from tests.targets import row_of
 from tests.tiny import shared_model
+from tests.watching import chain_of_five
 
 NAMES = ["qwen3_5_text", "qwen3_5"]
 
@@ -64,24 +64,8 @@ def test_logits_of_every_level_are_those_of_plain_loops(name, shards, tmp_path):
     """A chain of five levels, all logits over the vocabulary; in the prompt, an image."""
     model = shared_model(name)
     _, drafter, tensors = native(tmp_path, name, shards)
-    drafter.top_k = 1
-    target = plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    inputs = inputs_of(name)
-    prompt, first = prompt_of(inputs), 7
-    target.features = drafter.features
-    step = target.prefill(prompt, 16)
-    drafter.begin(prompt, step, [[*inputs["input_ids"][0].tolist(), first]])
-    scores, seen = drafter._scores, []
-
-    def noted(state):
-        seen.append(scores(state).flatten())
-        return scores(state)
-
-    drafter._scores = noted
-    tree = drafter.propose(torch.tensor([first]), Budget(5, 5))
-    path = tree.tokens[0, 1:].tolist()
-    assert len(path) == len(seen) == 5
+    inputs, first = inputs_of(name), 7
+    path, seen = chain_of_five(drafter, model, inputs, first)
     with torch.no_grad():
         expected = PlainMTP(model, tensors).levels(*entries_of(model, row_of(inputs, 0), [first]), path[:-1])
     for ours, theirs in zip(seen, expected, strict=True):

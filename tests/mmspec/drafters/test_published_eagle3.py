@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mmspec import UserError, plugins
-from mmspec.drafters import published
+from mmspec.drafters import checkpoint, published
 from mmspec.drafters.eagle3 import published as published_eagle3
-from mmspec.drafters.eagle3.drafter import Eagle3, network_from
+from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.registry import make_drafter
 from tests.eagle3 import DRAFT, GEMMA4, GPT_OSS, LLAMA3, QWEN2_5_VL, QWEN3, QWEN3_VL, cut, head_tensors, write_head
@@ -202,7 +202,7 @@ def test_a_head_may_be_narrower_than_its_target(tmp_path):
 def test_a_head_may_use_the_targets_output_layer(tmp_path):
     model, config = shared_model("llama"), cut(LLAMA3)
     tensors = head_tensors(config)
-    with_own = network_from(*convert(config, tensors)[:2], tmp_path)
+    with_own = checkpoint.load_network(Eagle3Network, *convert(config, tensors)[:2], tmp_path)
     ids = torch.arange(DRAFT) + tensors["d2t"]
     weight = model.get_output_embeddings().weight.detach()
     own = {**tensors, "lm_head.weight": weight[ids].clone()}
