@@ -17,20 +17,8 @@ import mmspec
 from mmspec.engine.calibrate import describe
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import benchmark, make_table, wide_console
-from mmspec.eval.harness.prompts import picture
+from mmspec.eval.harness.prompts import mixed_requests
 from mmspec.eval.harness.timing import interleaved_medians
-from mmspec.vision.scenes.conversations import one_image
-from mmspec.vision.scenes.scene import seeded
-
-
-def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Captions of held-out scenes, every other one replaced by the first question of a conversation about it."""
-    found = []
-    for index in range(count):
-        example = one_image(seeded("heldout", index))
-        prompt = "Describe the image." if index % 2 else example.turns[0][0]
-        found.append({"prompt": prompt, "images": [picture(example.scenes[0])]})
-    return found
 
 
 @benchmark
@@ -83,7 +71,3 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
     ]
     wide_console().print(make_table(columns, rows, sections=["drafter"], title=f"{count} requests, {tokens} tokens"))
     return {**describe(plain.target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}
-
-
-if __name__ == "__main__":
-    main()

@@ -151,6 +151,3 @@ Trees are random, or drafted from recycled tokens. The tokens are compared with 
 Decoders of encoder-decoder families and classes that are encoders by default (BERT) are left out. Doge is equal up
 to its window, 2048 tokens by default: beyond, it picks among equal scores by their order, and prompts are refused.
 """
-
-if __name__ == "__main__":
-    main()

@@ -2,19 +2,16 @@
 
 Nothing is downloaded. The most important parts come first: memory bandwidth; 7B and 8B models built on the device,
 with single passes and whole answers at batch size 1 (``mmspec.eval.kernels.gpu_models``); every kernel against its
-memory floor and against what transformers uses (``mmspec.eval.kernels.gpu_kernels``); a 13B model; the tests that need
-a GPU; larger batches; and flex attention, which takes long to compile.
+memory floor and against what transformers uses (``mmspec.eval.kernels.gpu_kernels``); a 13B model; larger batches.
 
 The file is written after every row, and a later call with the same file resumes. A part that fails is recorded, and the
-others still run, in a new process if the failure left the device unusable.
+others still run, unless the failure left the device unusable.
 
 ``--quick --device cpu`` runs the same on tiny shapes, as a rehearsal; its times mean nothing.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +46,7 @@ def main(out: Path | None, device: str, minutes: float, quick: bool, skip: tuple
     content["parts"] = finished_parts(out, content, skip)
     if known := content["parts"].get("memory"):
         benchmark.bandwidth = 1e9 * known["rows"][0]["copy_gb_per_second"]
-    left = run_parts(benchmark.parts(), content, out, where, skip)
-    if left and out is not None:
-        _resume_in_new_process(out, device, benchmark.seconds_left / 60, [*skip, *failures(content)])
+    run_parts(benchmark.parts(), content, out, where, skip)
     print_result(content, out)
     if failed := failures(content):
         raise click.ClickException(f"failed: {', '.join(failed)}")
@@ -60,15 +55,3 @@ def main(out: Path | None, device: str, minutes: float, quick: bool, skip: tuple
 def failures(content: dict[str, Any]) -> list[str]:
     """Names of the parts that failed."""
     return [name for name, part in content["parts"].items() if "error" in part]
-
-
-def _resume_in_new_process(out: Path, device: str, minutes: float, skip: list[str]) -> None:
-    """Replace this process, which can no longer use the device, by one that runs the remaining parts."""
-    options = ["--out", str(out), "--device", device, "--minutes", str(minutes)]
-    options += [word for name in skip for word in ("--skip", name)]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "mmspec.eval.gpu", *options])
-
-
-if __name__ == "__main__":
-    main()

@@ -75,7 +75,3 @@ def main(model: str, drafters: str, dtype: str, **options: Any) -> dict[str, Any
         "methods": rows,
         "trees_and_chains": compared,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,3 @@ def main(arguments: tuple[str, ...]) -> None:
     register_model("mmspec")(MmspecLM)
     sys.argv[1:] = arguments
     cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,9 +16,25 @@ import click
 import mmspec
 from mmspec.engine.calibrate import describe
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.harness.prompts import suite_conversations
+from mmspec.eval.harness.prompts import Conversation, picture
+from mmspec.vision.scenes.conversations import DESCRIBE, describe_prompt
+from mmspec.vision.scenes.questions import ask
+from mmspec.vision.scenes.scene import sample_scene, seeded
 
 _BYTES = 1 << 30
+_FIRST_INDEX = 2_200_000  # of the held-out scenes
+
+
+def draw_conversation(index: int) -> Conversation:
+    """A caption, two questions and another caption of a scene."""
+    rng = seeded("heldout", index)
+    scene = sample_scene(rng)
+    asked: list[str] = []
+    while len(asked) < 2:
+        question = ask(scene, rng)
+        if question is not None and question.question not in asked:
+            asked.append(question.question)
+    return Conversation((rng.choice(DESCRIBE), *asked, describe_prompt(rng)), (picture(scene),))
 
 
 def timed(pipe: mmspec.Pipeline, request: dict[str, Any], max_new_tokens: int) -> tuple[float, str, list[int], int]:
@@ -45,7 +61,7 @@ def main(model: str, dtype: str, count: int, max_new_tokens: int) -> dict[str, A
     plain = mmspec.load(model, dtype=dtype)
     pipes = {"computed": plain, "cached": mmspec.load(model, dtype=dtype, prefix_cache=_BYTES)}
     rows: dict[int, dict[str, list[Any]]] = {}
-    conversations = suite_conversations("turns", count + 1)
+    conversations = [draw_conversation(_FIRST_INDEX + number) for number in range(count + 1)]
     for number, conversation in enumerate(conversations):
         answers: list[str] = []
         for turn in range(len(conversation.questions)):
@@ -84,7 +100,3 @@ def main(model: str, dtype: str, count: int, max_new_tokens: int) -> dict[str, A
     ]
     wide_console().print(make_table(columns, table, title=f"{count} conversations"))
     return {"model": model, **describe(plain.target), "conversations": count, "turns": table}
-
-
-if __name__ == "__main__":
-    main()

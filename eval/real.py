@@ -22,12 +22,10 @@ import torch
 
 import mmspec
 from mmspec import plugins
-from mmspec.cli.options import OUT_FILE
 from mmspec.drafters.ngram import Ngram
 from mmspec.eval.decoding.passes import (
     UNPACKED,
     divergence,
-    interleaved,
     load_as,
     plain_step,
     ratio,
@@ -37,7 +35,8 @@ from mmspec.eval.decoding.passes import (
 )
 from mmspec.eval.harness.llama_server import LlamaServer
 from mmspec.eval.harness.options import SIZES, llama_server_option
-from mmspec.eval.harness.output import BenchmarkCommand, Column, make_table, print_result, wide_console
+from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.timing import interleaved
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -47,15 +46,14 @@ _TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."
 
 
-@click.command(cls=BenchmarkCommand)
+@benchmark
 @click.option("--model", default="smollm2", show_default=True, help="A name that is registered, or a GGUF file.")
 @click.option("--threads", type=SIZES, default="1,2", show_default=True)
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True)
 @click.option("--prefix", default=42, show_default=True, help="Tokens of the prompt.")
 @click.option("--rounds", default=15, show_default=True)
 @llama_server_option
-@click.option("--out", type=OUT_FILE, help="Also write the JSON result to this file.")
-def main(model: str, threads: tuple[int, ...], out: Path | None, llama_server: str | None, **options: Any) -> None:
+def main(model: str, threads: tuple[int, ...], llama_server: str | None, **options: Any) -> dict[str, Any]:
     """Measure verify passes: a table per number of threads, then one JSON line."""
     servers = {count: LlamaServer(llama_server, model, count) for count in threads} if llama_server else {}
     folder = plugins.model_path(model)
@@ -78,11 +76,8 @@ def main(model: str, threads: tuple[int, ...], out: Path | None, llama_server: s
         llama = plain_step(servers[count], options["prefix"]) if servers else None
         tables[count] = measure(targets, options["nodes"], options["rounds"], llama)
         wide_console().print(make_table(_COLUMNS, tables[count], title=f"milliseconds per pass, threads: {count}"))
-    print_result(
-        {"model": model, "equal": equal, "divergence": divergences}
-        | {"prefix": options["prefix"], "rounds": options["rounds"], "threads": tables},
-        out,
-    )
+    about = {"model": model, "equal": equal, "divergence": divergences}
+    return {**about, "prefix": options["prefix"], "rounds": options["rounds"], "threads": tables}
 
 
 def decodes_equally(target: TransformersTarget, processor: Processor) -> bool:
@@ -131,7 +126,3 @@ _COLUMNS: list[Column] = [
     ("of llama.cpp's token", "{llama:.2f}x"),
     ("of reading bfloat16", "{read:.2f}x"),
 ]
-
-
-if __name__ == "__main__":
-    main()

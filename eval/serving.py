@@ -21,12 +21,11 @@ import numpy as np
 
 import mmspec
 from mmspec.engine.calibrate import describe
-from mmspec.eval.batching import mixed_requests
 from mmspec.eval.harness.memory import peak_memory_of, reset_peak_memory_of
 from mmspec.eval.harness.mmspec_server import RunningServer, StreamedRequest, chat_body, load, serving
 from mmspec.eval.harness.options import SIZES
 from mmspec.eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
-from mmspec.eval.harness.prompts import held_out_texts
+from mmspec.eval.harness.prompts import held_out_texts, mixed_requests
 
 _WARM_UP = 4  # requests
 
@@ -118,7 +117,3 @@ def _row(
         "answers": len(answers),
         "equal": sum(a == b for a, b in zip(answers, [*expected] * len(found), strict=True)),
     }
-
-
-if __name__ == "__main__":
-    main()

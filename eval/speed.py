@@ -9,6 +9,10 @@ round of a prompt in the same state, so no prompt is drafted from its own answer
 
 A second table shows where the time goes: the shares of prefill, drafting, verification and commit in a whole request,
 and the cost of drafting one tree in one-token passes of the target, timed on the same prompts.
+
+With ``--shape``, model and drafters are widened and deepened without changing their function
+(``mmspec.eval.scale_up``): acceptance is the small model's, time is the big shape's. ``--frames 16`` then fills as many
+KV slots as an image of LLaVA-1.5.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+import torch
 
 import mmspec
 from mmspec.engine.calibrate import cost_table, describe
@@ -24,12 +29,19 @@ from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import benchmark, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
+from mmspec.eval.scale_up.axes import SHAPES
+from mmspec.eval.scale_up.pipeline import prompt_tokens, scaled_pipeline
+from mmspec.eval.suite.tasks import TASKS
+from mmspec.loading import pick_device
 
 
 @benchmark
 @click.option("--model", default="tiny-llava", show_default=True)
+@click.option("--shape", type=click.Choice(list(SHAPES)), help="Scale the model up to this shape, in bfloat16.")
 @click.option("--images", default=24, show_default=True, help="Held-out images.")
-@click.option("--videos", default=8, show_default=True, help="Held-out videos of 8 frames.")
+@click.option("--several", default=0, show_default=True, help="Held-out requests with two or three images.")
+@click.option("--videos", default=8, show_default=True, help="Held-out videos.")
+@click.option("--frames", default=8, show_default=True, help="Per video.")
 @click.option("--warm-up", default=4, show_default=True, help="Other held-out images that all methods decode first.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--max-new-tokens", default=160, show_default=True)
@@ -41,18 +53,22 @@ from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_meth
 )
 @click.option("--nodes", default="default", show_default=True, help="Tree sizes, in addition to the adaptive one.")
 @click.option("--dtype", default="auto", show_default=True)
-def main(model: str, dtype: str, drafters: str, nodes: str, **options: Any) -> dict[str, Any]:
+def main(model: str, shape: str | None, dtype: str, drafters: str, nodes: str, **options: Any) -> dict[str, Any]:
     """Measure decoding speed on held-out captions: two tables, then one JSON line."""
-    pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
+    requests = held_out_requests(options["images"], options["videos"], options["frames"])
+    requests += [sample.conversation.request([]) for sample in TASKS["scenes-images"].samples(None, options["several"])]
+    if shape is None:
+        pipe = mmspec.load(model, drafter=None, dtype=dtype)
+        loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
+        cost = cost_table(pipe.target, refresh=True)
+    else:
+        kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        pipe, loaded = scaled_pipeline(model, SHAPES[shape], drafters, kind, pick_device("auto"))
+        cost = cost_table(pipe.target, refresh=True, prefix=max(prompt_tokens(pipe, request) for request in requests))
     methods = [Method(TRANSFORMERS), Method(PLAIN), *drafter_methods(loaded, nodes, pipe.target)]
-    cost = cost_table(pipe.target, refresh=True)
     rounds, max_new_tokens = options["rounds"], options["max_new_tokens"]
     warm_up_methods(pipe, held_out_requests(options["warm_up"], 0, first=4000), methods, max_new_tokens)
-    compare_methods(pipe, held_out_requests(options["images"], options["videos"]), methods, rounds, max_new_tokens)
+    compare_methods(pipe, requests, methods, rounds, max_new_tokens)
     rows = print_speed_tables(methods, wide_console())
-    return {**describe(pipe.target), "rounds": rounds, "calibrated_pass_seconds": cost(1), "methods": rows}
-
-
-if __name__ == "__main__":
-    main()
+    about = {**describe(pipe.target), "shape": shape, "parameters": pipe.model.num_parameters(), "rounds": rounds}
+    return {**about, "calibrated_pass_seconds": cost(1), "methods": rows}

@@ -233,7 +233,3 @@ _COLUMNS: list[Column] = [
     ("free", "{free_acceptance_length:.2f}"),
     ("masks", "{mask_share:.1%}"),
 ]
-
-
-if __name__ == "__main__":
-    main()

@@ -92,7 +92,3 @@ def main(model: str, problems: int, others: int, batch: int) -> dict[str, Any]:
     seconds = round(time.monotonic() - began, 1)
     counts = {"model": model, "problems": problems, "others": others, "seconds": seconds}
     return counts | {"right": figures}
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,3 @@ def main(model: str, scenes: int, dtype: str) -> dict[str, Any]:
     figures = {name: round(value, 4) for name, value in report.items()}
     about = {"model": model, "dtype": dtype, "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}
     return about | figures
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import torch
 import mmspec
 from mmspec.engine.engine import Engine
 from mmspec.engine.speculation import Speculation
-from mmspec.eval.decoding.tiny_models import text_inputs
+from tests.tiny.models import text_inputs
 
 
 class SteppedEngine(Engine):

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import torch
 
-from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.vision.drafters.msd.network import MSDConfig
+from tests.draft_checks import check_drafts
 from tests.targets import prompt_of, row_of
-from tests.watching import check_drafts
+from tests.tiny.models import msd_network
 
 
 def network_for(model, seed=0, **changes):

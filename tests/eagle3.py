@@ -8,8 +8,8 @@ import math
 import torch
 from safetensors.torch import save_file
 
+from tests.draft_checks import check_drafts
 from tests.targets import row_of
-from tests.watching import check_drafts
 
 VOCAB, DRAFT, WIDTH = 101, 40, 48
 

@@ -2,7 +2,8 @@
 
 A case is drawn from a seed and its number. There are two kinds:
 
-- a call of ``mmspec.generate`` on a tiny random model, compared with transformers' ``generate``, in greedy float32;
+- a call of ``mmspec.generate`` on a tiny random model in float32, compared with transformers' ``generate`` or, when
+  sampling, with plain decoding from the same seed;
 - requests that decode together on an embedded model, whole, as streams or cancelled, in threads of one pipeline,
   compared with the same request alone in plain decoding, and in greedy float32 with transformers' ``generate``, too.
 
@@ -27,11 +28,21 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import mmspec
+from mmspec.core.drafter import Drafter
 from mmspec.errors import UserError
-from mmspec.eval.decoding.losslessness import DRAFTERS, MODELS, TRAINED, Case, build_model, make_drafter
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.vision.embedded import samples
+from tests.tiny.cases import (
+    DRAFTERS,
+    DRAFTERS_WITH_WEIGHTS,
+    MODELS,
+    SETTINGS,
+    Case,
+    build_model,
+    case_inputs,
+    generate,
+    make_drafter,
+)
+from tests.tiny.configs import VISION_CONFIGS
 
 NEW = 16
 PADDING = "attention_mask must have padding before tokens only"
@@ -109,12 +120,13 @@ def drawn(seed: int, number: int) -> Hooked | Together:
 
 def _drawn_call(rng: random.Random) -> Hooked:
     model = rng.choice(MODELS)
-    weights = TRAINED if model in (*VISION_CONFIGS, "llama", "bamba") else ()
+    weights = DRAFTERS_WITH_WEIGHTS if model in (*VISION_CONFIGS, "llama", "bamba") else ()
     images, batch = (
         (rng.choice((0, 1, 2)), rng.choice((1, 2, 3))) if model in VISION_CONFIGS else (0, rng.randint(1, 4))
     )
     length = 8 if model in VISION_CONFIGS else rng.choice((5, 9, 14, 23))
-    case = Case(model, batch, images, length, rng.randrange(1000), "greedy", rng.choice((*DRAFTERS, *weights)))
+    setting = rng.choice(("greedy", "greedy", "sampled", "sampled-filtered"))
+    case = Case(model, batch, images, length, rng.randrange(1000), setting, rng.choice((*DRAFTERS, *weights)))
     some: dict[str, Any] = {
         "repetition_penalty": rng.choice((0.8, 1.3)),
         "no_repeat_ngram_size": rng.choice((1, 2, 3)),
@@ -162,29 +174,29 @@ _model = cache(build_model)
 
 def _call_differs(one: Hooked) -> str | None:
     case, model = one.case, _model(one.case.model)
-    if case.model in VISION_CONFIGS:
-        inputs = vision_inputs(case.model, case.batch, case.images, case.seed)
-    else:
-        inputs = text_inputs(case.batch, case.length, case.seed)
+    inputs = case_inputs(case)
     if one.padding is not None:
         inputs["attention_mask"][-1, slice(*one.padding)] = 0
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **one.options}
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **SETTINGS[case.setting], **one.options}
     options["logits_processor"] = [Drifting()] if one.processor else []
     if one.criterion:
         options["stopping_criteria"] = StoppingCriteriaList([Sums()])
+
+    def ours(drafter: Drafter | None) -> torch.Tensor:
+        torch.manual_seed(case.seed)
+        tokens = mmspec.generate(model, drafter=drafter, nodes=one.nodes, **inputs, **options)
+        assert isinstance(tokens, torch.Tensor)
+        return tokens
+
     with torch.no_grad():
-        if hasattr(model, "_setup_cache"):  # the modules of RecurrentGemma keep the states of the last call
-            model._setup_cache(model.config, case.batch, model.device, model.dtype)
-        expected = model.generate(**inputs, **options)
-        drafter = make_drafter(model, case, expected[:, inputs["input_ids"].shape[1] :].tolist())
         try:
-            received = mmspec.generate(model, drafter=drafter, nodes=one.nodes, **inputs, **options)
+            expected = ours(None) if options["do_sample"] else generate(model, case.batch, **inputs, **options)
+            received = ours(make_drafter(model, case, expected[:, inputs["input_ids"].shape[1] :].tolist()))
         except UserError as error:
             return None if one.padding is not None and str(error).startswith(PADDING) else f"refused: {error}"
-    assert isinstance(received, torch.Tensor)
     if torch.equal(received, expected):
         return None
-    return f"generate: {expected.tolist()}; mmspec: {received.tolist()}"
+    return f"plain: {expected.tolist()}; speculative: {received.tolist()}"
 
 
 @cache

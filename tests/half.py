@@ -13,11 +13,11 @@ from mmspec import plugins
 from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, text_model, vision_inputs, vision_model
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.targets import plain_logits, prompt_of, row_of
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 
 def half_model(name: str) -> PreTrainedModel:

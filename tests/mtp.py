@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.draft_checks import check_drafts
 from tests.targets import row_of
-from tests.watching import check_drafts
 
 
 def mtp_tensors(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:

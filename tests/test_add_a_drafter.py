@@ -13,8 +13,8 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import drafter_spec, make_drafter
 from mmspec.drafters.union import Union
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs, vision_inputs
 
 PAGE = Path(__file__).parent.parent / "docs/add-a-drafter.md"
 

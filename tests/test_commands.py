@@ -22,10 +22,7 @@ COMMANDS = {
     **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name != "train"},
     **{("train", name): plugins.find("train", name) for name in plugins.names("train")},
 }
-# mmspec.eval.flash trains first, in processes of `mmspec train flash`.
-MEASURING = sorted(
-    path.stem for path in (ROOT / "eval").glob("*.py") if '"--model"' in path.read_text() and path.stem != "flash"
-)
+MEASURING = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if '"--model"' in path.read_text())
 POSITIONAL = {("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
 OUTPUTS, INPUTS = (
     [

@@ -18,7 +18,7 @@ from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
 from tests.demos.serving import demo_server
 from tests.documented import PAGES, ROOT, any_path, blocks, check_command, command_lines, spans
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 pytestmark = pytest.mark.long
 

@@ -15,7 +15,6 @@ from transformers.models.llama import modeling_llama
 
 from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import leftovers
@@ -23,6 +22,7 @@ from tests.decoding import SteppedEngine
 from tests.leftovers import Leftovers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs
 
 
 def setting(call: Callable, value: object) -> Callable[[pytest.MonkeyPatch], Callable]:

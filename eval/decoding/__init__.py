@@ -1,1 +1,1 @@
-"""Libraries of the decoding benchmarks: acceptance, speed, losslessness, step cost, trees against chains, ablations."""
+"""Libraries of the decoding studies: speed tables, step cost, trees against chains, coverage of model classes."""

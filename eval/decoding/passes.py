@@ -80,19 +80,6 @@ def read_bytes(count: int) -> Callable[[], float]:
     return run
 
 
-def interleaved(calls: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
-    """What each call returned in every round but a first one; the order is rotated from round to round."""
-    found: dict[Any, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds + 1):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds = calls[name]()
-            if turn:
-                found[name].append(seconds)
-    return found
-
-
 def ratio(found: Mapping[Any, Sequence[float]], name: Any, other: Any) -> float:
     """Median over the rounds of the ratio of two calls' times."""
     return median(a / b for a, b in zip(found[name], found[other], strict=True))

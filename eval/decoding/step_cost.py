@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3_5TextConfig
+from transformers import DynamicCache, PreTrainedModel
 
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
@@ -38,39 +38,12 @@ _LARGE = Architecture(width=768, layers=12, attention=(3, 9), heads=12, kv_heads
 _LARGER = replace(_LARGE, width=1280, layers=18, attention=(5, 14), heads=20, mamba_heads=40, mlp=3584)
 
 
-def _gated_delta(**sizes: Any) -> Qwen3_5TextConfig:
-    """A small Qwen3.5: three of four layers are Gated DeltaNet."""
-    return Qwen3_5TextConfig(num_key_value_heads=1, tie_word_embeddings=True, max_position_embeddings=8192, **sizes)
-
-
-SHAPES: dict[str, Architecture | Qwen3_5TextConfig] = {
+SHAPES = {
     "tiny": _SMALL,
     "120M": replace(_LARGE, vocabulary=32000),
     "460M": replace(_LARGER, vocabulary=32000),
-    "delta-tiny": _gated_delta(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        head_dim=64,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-    ),
-    "delta-120M": _gated_delta(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=2560,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-    ),
 }
-"""Bamba-type (Mamba-2) and Qwen3.5-type (Gated DeltaNet) architectures, named by their approximate number of
-parameters. The latter has three value heads to a key head and heads of 128, as Qwen3.5-27B."""
+"""Bamba-type (Mamba-2) architectures, named by their approximate number of parameters."""
 
 PATH = 4
 """Nodes, root included, that a step over a tree commits."""
@@ -174,11 +147,7 @@ def binary_tree(token: torch.Tensor, nodes: int, vocab: int, random: torch.Gener
 def shape_model(shape: str, dtype: torch.dtype) -> PreTrainedModel:
     """A model of one of ``SHAPES`` with random weights, in the memory layout of ``mmspec.load``."""
     torch.manual_seed(0)
-    sizes = SHAPES[shape]
-    if isinstance(sizes, Architecture):
-        model: PreTrainedModel = new_model(replace(sizes, context=8192)).eval()
-    else:
-        model = AutoModelForCausalLM.from_config(sizes).eval()
+    model: PreTrainedModel = new_model(replace(SHAPES[shape], context=8192)).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     lay_out_for_few_rows(model)

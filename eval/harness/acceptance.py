@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mmspec.engine.stats import Stats
-from mmspec.eval.harness.drafters import ProfiledDrafter
 from mmspec.eval.harness.intervals import percentile_interval
 
 
@@ -23,7 +22,6 @@ class AcceptanceStats:
         tokens, steps: by request, tokens emitted by verify steps and the number of these steps.
         histogram: number of steps by number of accepted draft tokens.
         drafted, accepted: draft tokens over all requests.
-        trees, forwards: drafted trees and the drafter's forward passes for them; None for drafters without a network.
         equal: number of requests whose output equals plain decoding's.
     """
 
@@ -33,8 +31,6 @@ class AcceptanceStats:
     histogram: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    trees: int = 0
-    forwards: int | None = 0
     equal: int = 0
 
     def add(self, group: Hashable, stats: Stats, equal: bool) -> None:
@@ -42,35 +38,12 @@ class AcceptanceStats:
         self.groups.append(group)
         self.tokens.append(sum(stats.accept_lengths))
         self.steps.append(stats.num_spec_steps)
-        self._add_histogram(stats.acceptance_histogram)
+        self.histogram += [0] * (len(stats.acceptance_histogram) - len(self.histogram))
+        for accepted, count in enumerate(stats.acceptance_histogram):
+            self.histogram[accepted] += count
         self.drafted += stats.num_draft_tokens
         self.accepted += stats.num_accepted_draft_tokens
         self.equal += equal
-
-    def add_profile(self, drafter: ProfiledDrafter) -> None:
-        """Add a drafter's trees and forward passes, once after its requests."""
-        self.trees += drafter.proposals
-        self.forwards = _sum_or_none(self.forwards, drafter.forwards)
-
-    def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
-        both = AcceptanceStats(
-            self.groups + other.groups,
-            self.tokens + other.tokens,
-            self.steps + other.steps,
-            list(self.histogram),
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.trees + other.trees,
-            _sum_or_none(self.forwards, other.forwards),
-            self.equal + other.equal,
-        )
-        both._add_histogram(other.histogram)
-        return both
-
-    def _add_histogram(self, histogram: list[int]) -> None:
-        self.histogram += [0] * (len(histogram) - len(self.histogram))
-        for accepted, count in enumerate(histogram):
-            self.histogram[accepted] += count
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -94,16 +67,11 @@ class AcceptanceStats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.accepted / max(self.drafted, 1),
             "acceptance_by_position": [round(share, 4) for share in self.by_position],
-            "forwards_per_tree": None if self.forwards is None else self.forwards / max(self.trees, 1),
             "num_spec_steps": sum(self.steps),
             "num_generated_tokens": sum(self.tokens) + len(self.tokens),
             "requests": len(self.tokens),
             "equal": self.equal,
         }
-
-
-def _sum_or_none(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
 
 
 def acceptance_difference(

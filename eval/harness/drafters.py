@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter as clock
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
@@ -72,20 +71,15 @@ class ProfiledDrafter(Drafter):
 
     Args:
         drafter: the drafter that all calls go to.
-        count_forwards: also count forward passes of its network, by a hook.
 
     Attributes:
         proposals, seconds: drafted trees and the time they took, ``begin`` left out.
-        forwards: forward passes of ``drafter.network`` inside ``propose``; None if there is no network or no counting.
     """
 
-    def __init__(self, drafter: Drafter, count_forwards: bool = False) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.proposals = 0
         self.seconds = 0.0
-        network = drafter.network
-        self._network = network if count_forwards and isinstance(network, nn.Module) else None
-        self.forwards = None if self._network is None else 0
 
     @property
     def members(self) -> list[Drafter]:
@@ -112,15 +106,9 @@ class ProfiledDrafter(Drafter):
         self.drafter.observe(tree, verdict, step)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        handle = None if self._network is None else self._network.register_forward_hook(self._count)
         start = clock()
         try:
             return self.drafter.propose(token, budget)
         finally:
             self.seconds += clock() - start
             self.proposals += 1
-            if handle is not None:
-                handle.remove()
-
-    def _count(self, *_: Any) -> None:
-        self.forwards = (self.forwards or 0) + 1

@@ -43,18 +43,22 @@ class BenchmarkCommand(ModuleCommand):
 
 
 def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:
-    """The command of a function that prints tables and returns a JSON result, with the options ``--threads`` and
-    ``--out``."""
+    """The command of a function that prints tables and returns a JSON result.
+
+    It adds the options ``--out`` and, if the function has none of its own, ``--threads``.
+    """
 
     @wraps(function)
-    def run(threads: int | None, out: Path | None, **options: Any) -> None:
-        if threads:
+    def run(out: Path | None, **options: Any) -> None:
+        if not own_threads and (threads := options.pop("threads")):
             torch.set_num_threads(threads)
         print_result(function(**options), out)
 
     command = click.command(cls=BenchmarkCommand)(run)
-    help_text = "CPU threads; torch's default if not given."
-    command.params.append(click.Option(["--threads"], type=click.IntRange(1), help=help_text))
+    own_threads = any(option.name == "threads" for option in command.params)
+    if not own_threads:
+        help_text = "CPU threads; torch's default if not given."
+        command.params.append(click.Option(["--threads"], type=click.IntRange(1), help=help_text))
     command.params.append(click.Option(["--out"], type=OUT_FILE, help="Also write the JSON result to this file."))
     return command
 
@@ -93,11 +97,6 @@ def _format(template: str, row: Mapping[str, Any]) -> str:
 def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:
     """A cell with a field in seconds, shown in milliseconds."""
     return lambda row: f"{1000 * row[field]:.{digits}f}"
-
-
-def percent(field: str) -> Callable[[Mapping[str, Any]], str]:
-    """A cell with a field that is a share, shown as a percentage."""
-    return lambda row: f"{100 * row[field]:.0f} %"
 
 
 def git_commit() -> str:

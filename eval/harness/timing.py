@@ -9,6 +9,7 @@ import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter as clock
 from typing import Any, TypeVar
 
@@ -197,6 +198,22 @@ def run_interleaved(
     return batches
 
 
+def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[T, list[float]]:
+    """What each call returned in every round, interleaved.
+
+    Args:
+        calls: return their seconds.
+        warm_up: additional first rounds that are not measured.
+    """
+    seconds: dict[T, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + warm_up):
+        for name, call in _rotated(list(calls.items()), turn):
+            spent = call()
+            if turn >= warm_up:
+                seconds[name].append(spent)
+    return seconds
+
+
 def interleaved_medians(
     calls: Mapping[T, Callable[[], Any]],
     rounds: int,
@@ -206,18 +223,18 @@ def interleaved_medians(
     """Median seconds of each call, interleaved.
 
     Args:
-        warm_up: additional first rounds that are not measured.
+        warm_up: as for ``interleaved``.
         synchronize: waits for a device; called before each time is taken.
     """
-    seconds: dict[T, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + warm_up):
-        for name, call in _rotated(list(calls.items()), turn):
-            start = clock()
-            call()
-            synchronize()
-            if turn >= warm_up:
-                seconds[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+
+    def timed(call: Callable[[], Any]) -> float:
+        start = clock()
+        call()
+        synchronize()
+        return clock() - start
+
+    found = interleaved({name: partial(timed, call) for name, call in calls.items()}, rounds, warm_up)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def _rotated(items: Sequence[T], turn: int) -> list[T]:

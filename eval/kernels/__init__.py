@@ -1,1 +1,1 @@
-"""Micro-benchmarks of kernels and of the Mamba-2 tree operations, and the GPU benchmark."""
+"""The GPU benchmark: kernels, verify passes and answers in the shapes of big models."""

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from time import perf_counter as clock
 
 import torch
@@ -23,17 +17,8 @@ from mmspec.eval.scale_up.axes import SHAPES, Shape
 from mmspec.eval.scale_up.models import shape_of
 from mmspec.loading import load_target
 
-ROOT = Path(__file__).resolve().parents[2]
-_TESTS_SECONDS = 120.0
-_TEST_PROCESSES = 8
-_WARNINGS = ("-W", "default::UserWarning", "-W", "default::FutureWarning")  # libraries warn on new devices
 _MODEL_SECONDS = 40.0  # least time left to start a model with
 _MEMORY_SHARE = 0.95  # of the device's memory that a prompt may need
-
-
-def files_with_mark(mark: str) -> list[str]:
-    """Test files that use a pytest mark; other files may need packages that are not installed."""
-    return [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if f"mark.{mark}" in path.read_text()]
 
 
 @dataclass(frozen=True)
@@ -47,7 +32,6 @@ class GpuPlan:
         nodes: nodes of verify passes and kernels, root included; answers are decoded with one draft token less.
         vocab: vocabulary size of the kernels of sampling.
         new, rounds: new tokens per answer, and rounds at the first batch size.
-        tests: arguments of pytest.
     """
 
     shapes: dict[str, tuple[str, str]]
@@ -57,14 +41,13 @@ class GpuPlan:
     vocab: int = 32064
     new: int = 128
     rounds: int = 2
-    tests: tuple[str, ...] = field(default_factory=lambda: (*_WARNINGS, "-m", "gpu", *files_with_mark("gpu")))
 
 
 _VISION = "msd,flash"
 FULL = GpuPlan(
     {
         "7b": ("tiny-llava", _VISION),
-        "8b-hybrid": ("tiny-hybrid", "flash,mamba,ngram"),
+        "8b-hybrid": ("tiny-hybrid", "flash,ngram"),
         "13b": ("tiny-llava", _VISION),
     }
 )
@@ -76,7 +59,6 @@ QUICK = GpuPlan(
     vocab=99,
     new=6,
     rounds=1,
-    tests=("--version",),  # no device to run them on
 )
 
 
@@ -122,9 +104,7 @@ class GpuBenchmark:
             "compaction": self.compaction,
             "scans": self.scans,
             **dict([last]),
-            "tests": self.tests,
             **{f"batches {preset}": partial(self.model, preset, tuple(more)) for preset in self.plan.shapes},
-            "flex": self.flex,
         }
 
     def memory(self) -> Rows:
@@ -132,48 +112,19 @@ class GpuBenchmark:
         self.bandwidth = gpu_kernels.copy_bandwidth(self.device)
         yield {"copy_gb_per_second": self.bandwidth / 1e9}
 
-    def tests(self) -> Rows:
-        """The tests that need a GPU."""
-        command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=short", *self.plan.tests]
-        if self.device.type == "cuda" and find_spec("xdist") is not None:
-            command += ["-n", str(_TEST_PROCESSES)]  # most of the time is compilation
-        limit = max(1.0, min(_TESTS_SECONDS, self.seconds_left))
-        child = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        try:
-            output, errors = child.communicate(timeout=limit)
-            status: int | str = child.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # with its worker processes
-            output, errors = child.communicate()
-            status = f"stopped after {limit:.0f} s"
-        lines = output.strip().splitlines()
-        # Failures are listed in pytest's summary, or where it was stopped, only as they happen.
-        failed = [
-            line
-            for line in lines
-            if line.startswith(("FAILED", "ERROR")) or (status not in (0, 1) and "FAILED" in line)
-        ]
-        passed = sum("PASSED" in line for line in lines)
-        row = {"status": status, "passed": passed, "summary": lines[-1] if lines else errors[-300:], "failed": failed}
-        yield row if status == 0 else row | {"error": row["summary"]}
-
-    def attention(self, flex: bool = False) -> Rows:
-        """Tree attention; with ``flex``, also flex attention, for the 7B shape only."""
+    def attention(self) -> Rows:
+        """Tree attention."""
         plan = self.plan
-        for preset in ("7b",) if flex else plan.shapes:
+        for preset in plan.shapes:
             shape = self.shape(preset)
-            for batch in (plan.batches[0], plan.batches[-1]) if preset == "7b" and not flex else plan.batches[:1]:
+            for batch in (plan.batches[0], plan.batches[-1]) if preset == "7b" else plan.batches[:1]:
                 for prefix in plan.prefixes:
-                    for nodes in (1, plan.nodes[-1]) if batch == 1 and not flex else plan.nodes[-1:]:
-                        if batch * prefix <= 20_000 and not (flex and self.seconds_left < 0):
-                            row = gpu_kernels.time_attention(self.timer, shape, batch, prefix, nodes, flex)
-                            yield {"shape": preset, **row}
-
-    def flex(self) -> Rows:
-        """Tree attention against flex attention."""
-        return self.attention(flex=True)
+                    for nodes in (1, plan.nodes[-1]) if batch == 1 else plan.nodes[-1:]:
+                        if batch * prefix <= 20_000:
+                            yield {
+                                "shape": preset,
+                                **gpu_kernels.time_attention(self.timer, shape, batch, prefix, nodes),
+                            }
 
     def verification(self) -> Rows:
         """Kernels of verification."""
@@ -224,10 +175,7 @@ class GpuBenchmark:
             steps += [partial(self._passes, model, shape, batch, prefix, nodes) for prefix in prefixes]
         steps.append(partial(gpu_models.calibrate, model, refresh=first))
         for batch in batches:
-            settings = (batch, sizes, plan.new, rounds, hybrid)
-            steps.append(partial(gpu_models.time_answers, model, *settings, lambda: self.seconds_left < 0))
-        if first:
-            steps.append(partial(gpu_models.transformers_generate, model, plan.new, hybrid))
+            steps.append(partial(gpu_models.time_answers, model, batch, sizes, plan.new, rounds, hybrid))
         return steps
 
     def _passes(

@@ -18,12 +18,18 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.core.tree import TokenTree
-from mmspec.errors import first_line
 from mmspec.eval.harness.timing import interleaved_medians
-from mmspec.eval.kernels.mamba2 import SHAPES as MAMBA_SHAPES
-from mmspec.eval.kernels.mamba2 import Mamba2Layer
 from mmspec.eval.scale_up.axes import Shape
+from mmspec.ssm import ops as mamba_ops
 
+MAMBA_SHAPES = {
+    "small": dict(heads=8, head_dim=64, groups=1, state=64),
+    "bamba": dict(heads=128, head_dim=64, groups=1, state=128),
+    "nemotron": dict(heads=128, head_dim=64, groups=8, state=128),
+}
+"""Layers of about tiny-hybrid's size, of Bamba-9B and of Nemotron-H-8B."""
+
+_WIDTH = 4  # of the convolution
 _CPU_ROUNDS = 5  # times on a CPU are a rehearsal only
 
 
@@ -99,8 +105,8 @@ class KernelTimer:
         return {**facts, "us": 1e6 * seconds, "floor_us": 1e6 * floor, "over_floor": seconds / floor}
 
 
-def time_attention(timer: KernelTimer, shape: Shape, batch: int, prefix: int, nodes: int, flex: bool) -> dict[str, Any]:
-    """Tree attention of one layer: ours, torch's SDPA with repeated KV heads, and, if asked for, flex attention."""
+def time_attention(timer: KernelTimer, shape: Shape, batch: int, prefix: int, nodes: int) -> dict[str, Any]:
+    """Tree attention of one layer: ours, and torch's SDPA with repeated KV heads."""
     g = torch.Generator(timer.device).manual_seed(0)
 
     def randn(heads: int, length: int) -> Tensor:
@@ -128,33 +134,7 @@ def time_attention(timer: KernelTimer, shape: Shape, batch: int, prefix: int, no
     facts = {"batch": batch, "prefix": prefix, "nodes": nodes, "heads": shape.heads, "kv_heads": shape.kv_heads}
     row = timer.row(ours, num_bytes, **facts)
     row["sdpa_us"] = 1e6 * median_seconds(repeated, timer.device)
-    row["flex_us"] = _time_flex(timer, query, key, value, full) if flex and timer.device.type == "cuda" else None
     return row
-
-
-def _time_flex(timer: KernelTimer, query: Tensor, key: Tensor, value: Tensor, full: Tensor) -> float | str:
-    """Microseconds of compiled flex attention with the same mask; the error message if it fails."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    try:
-        allowed = full[:, 0]
-        blocks = create_block_mask(
-            lambda b, h, i, j: allowed[b, i, j],
-            B=full.shape[0],
-            H=None,
-            Q_LEN=full.shape[2],
-            KV_LEN=full.shape[3],
-            device=timer.device,
-        )
-        run = torch.compile(flex_attention, dynamic=False)
-        grouped = query.shape[1] != key.shape[1]
-        call = lambda: run(query, key, value, block_mask=blocks, enable_gqa=grouped)  # noqa: E731
-        torch.testing.assert_close(
-            call(), F.scaled_dot_product_attention(query, key, value, full, enable_gqa=True), atol=2e-2, rtol=2e-2
-        )
-        return 1e6 * median_seconds(call, timer.device)
-    except Exception as error:  # compilation may fail in many ways; our row is kept
-        return f"{type(error).__name__}: {first_line(error)[:120]}"
 
 
 def time_verification(timer: KernelTimer, batch: int, nodes: int, vocab: int) -> list[dict[str, Any]]:
@@ -247,10 +227,50 @@ def time_compaction(timer: KernelTimer, shape: Shape, batch: int, nodes: int, sl
     return timer.row(lambda: ops.compact_kv(storage, path, start, lengths), num_bytes, **facts)
 
 
+class Mamba2Layer:
+    """Random inputs of one layer for one tree.
+
+    Args:
+        shape: one of ``MAMBA_SHAPES``.
+    """
+
+    def __init__(self, batch: int, nodes: int, dtype: torch.dtype, device: str, shape: dict[str, int]) -> None:
+        heads, head_dim, groups, size = (shape[name] for name in ("heads", "head_dim", "groups", "state"))
+        g = torch.Generator().manual_seed(0)
+        shares = [heads * head_dim, groups * size, groups * size]
+
+        def randn(*dims: int, to: torch.dtype = torch.float32) -> Tensor:
+            return torch.randn(*dims, generator=g).to(device, to)
+
+        self.parents = (torch.arange(nodes, device=device) - 1).div(2, rounding_mode="floor").expand(batch, -1)
+        self.tree = TokenTree(torch.zeros_like(self.parents), self.parents, check=False)
+        self.path = self.tree.ancestors[0, -1].nonzero().T.expand(batch, -1).contiguous()
+        self.window = mamba_ops.conv_window(self.parents, _WIDTH)
+        self.channels = randn(batch, nodes, sum(shares), to=dtype)
+        x, b, c = self.channels.split(shares, dim=-1)
+        self.x = x.unflatten(2, (heads, head_dim))
+        self.b, self.c = (t.unflatten(2, (groups, size)) for t in (b, c))
+        self.dt = torch.rand(batch, nodes, heads, generator=g).to(device)
+        self.a = -torch.linspace(0.5, 16, heads, device=device)
+        self.d, self.state = randn(heads), randn(batch, heads, head_dim, size)
+        self.conv_state = randn(batch, sum(shares), _WIDTH - 1, to=dtype)
+        self.weight, self.bias = randn(sum(shares), _WIDTH, to=dtype), randn(sum(shares), to=dtype)
+
+    def scan(self) -> Tensor:
+        return mamba_ops.tree_scan(self.x, self.dt, self.a, self.b, self.c, self.d, self.state, self.tree.ancestors)
+
+    def commit(self) -> None:
+        mamba_ops.commit_scan(self.x, self.dt, self.a, self.b, self.state, self.path)
+
+    def convolve(self) -> Tensor:
+        return mamba_ops.tree_conv(self.channels, self.conv_state, self.weight, self.bias, self.window)
+
+
 def time_scans(timer: KernelTimer, name: str, batch: int, nodes: int) -> list[dict[str, Any]]:
     """Tree scan, tree convolution and commit of a Mamba-2 layer; the floor is reading (and writing) its state."""
     layer = Mamba2Layer(batch, nodes, timer.dtype, str(timer.device), MAMBA_SHAPES[name])
-    layer.check()
+    for run in (layer.scan, layer.convolve):
+        check_against_reference(run, 1e-3 if timer.dtype == torch.float32 else 2e-2)
     state = layer.state.numel() * layer.state.element_size()
     inputs = layer.channels.numel() * layer.channels.element_size()
     calls = {

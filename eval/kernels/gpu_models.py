@@ -8,7 +8,7 @@ as an image has in LLaVA-1.5. Prefill uses the small model's vision tower, and i
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter as clock
@@ -22,10 +22,11 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.calibrate import cost_table
 from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.harness.timing import TRANSFORMERS, DecodingOptions, Method, run_interleaved
 from mmspec.eval.kernels.gpu_kernels import binary_tree, median_seconds
 from mmspec.eval.scale_up.axes import Shape
 from mmspec.eval.scale_up.pipeline import scaled_pipeline
-from mmspec.pipeline import Generation, Pipeline
+from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 
 FRAMES = 16
@@ -154,75 +155,34 @@ def gpu_requests(hybrid: bool, batch: int) -> list[dict[str, Any]]:
 
 
 def time_answers(
-    model: ScaledModel,
-    batch: int,
-    sizes: tuple[int, ...],
-    max_new_tokens: int,
-    rounds: int,
-    hybrid: bool,
-    time_is_up: Callable[[], bool],
+    model: ScaledModel, batch: int, sizes: tuple[int, ...], max_new_tokens: int, rounds: int, hybrid: bool
 ) -> Iterator[dict[str, Any]]:
-    """Answer a batch of held-out prompts plainly and with every drafter and tree size, interleaved: a row for each.
+    """Answer held-out prompts plainly and with every drafter and tree size, interleaved: a row for each.
 
-    Ratios are of decoding after the first token; medians over the rounds. In bfloat16 another order of summation may
-    flip a near tie, so rows that differ from plain decoding are counted, not refused.
-
-    Args:
-        time_is_up: stops after one measured round.
+    One prompt is also answered by transformers' ``generate``. Ratios are of decoding after the first token; medians
+    over the rounds. In bfloat16 another order of summation may flip a near tie, so rows that differ from plain decoding
+    are counted, not refused.
     """
-    requests = gpu_requests(hybrid, batch)
-    target, processor = model.pipe.target, model.pipe.io
-    methods: dict[str, tuple[Pipeline, int | None]] = {"plain": (Pipeline(target, processor), 0)}
+    methods = [Method("plain")]
     for name, drafter in model.drafters.items():
-        own = Pipeline(target, processor, fork(drafter, target))
-        methods |= {f"{name}, {size} nodes": (own, size) for size in sizes} | {f"{name}, adaptive": (own, None)}
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    answers: dict[str, list[Generation]] = {}
-    for turn in range(1 + rounds):  # the first one compiles and captures
-        for name, (pipe, nodes) in methods.items():
-            if turn and time_is_up() and times[name]:
-                continue
-            options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "nodes": nodes}
-            answers[name] = pipe.generate_batch(requests, **options)
-            if turn:
-                stats = max((answer.stats for answer in answers[name]), key=lambda s: s.wall_seconds)
-                times[name].append(stats.wall_seconds - stats.time_to_first_token)
-    plain = statistics.median(times["plain"])
-    for name in methods:
-        if times[name]:
-            yield {
-                "method": name,
-                "batch": batch,
-                **_answer_figures(answers[name], answers["plain"], times[name], plain),
-            }
-
-
-def _answer_figures(
-    answers: Sequence[Generation], plain: Sequence[Generation], times: Sequence[float], plain_seconds: float
-) -> dict[str, Any]:
-    seconds, steps = statistics.median(times), max(answer.stats.num_spec_steps for answer in answers)
-    return {
-        "tokens_per_second": sum(len(answer.token_ids) - 1 for answer in answers) / seconds,
-        "step_ms": 1000 * seconds / max(steps, 1),
-        "mean_acceptance_length": statistics.mean(answer.stats.mean_acceptance_length for answer in answers),
-        "ratio_plain": plain_seconds / seconds,
-        "equal": sum(a.token_ids == b.token_ids for a, b in zip(answers, plain, strict=True)),
-        "rounds": len(times),
-    }
-
-
-def transformers_generate(model: ScaledModel, max_new_tokens: int, hybrid: bool) -> Iterator[dict[str, Any]]:
-    """Decoding speed of transformers' ``generate`` after its first token, on the first prompt."""
-    prompt = model.pipe.encode(gpu_requests(hybrid, 1))
-    inputs = {"input_ids": prompt.input_ids, "attention_mask": prompt.attention_mask, **prompt.inputs}
-
-    def seconds(tokens: int) -> float:
-        start = clock()
-        out = model.pipe.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-        out.tolist()
-        return clock() - start
-
-    seconds(2)
-    decoding = seconds(max_new_tokens) - seconds(1)
-    rate = (max_new_tokens - 1) / decoding
-    yield {"method": "transformers generate", "batch": 1, "tokens_per_second": rate, "rounds": 1}
+        own = fork(drafter, model.pipe.target)
+        methods += [Method(f"{name}, {size} nodes", own, size) for size in sizes]
+        methods.append(Method(f"{name}, adaptive", own, None))
+    if batch == 1:
+        methods.append(Method(TRANSFORMERS))
+    requests, options = gpu_requests(hybrid, batch), DecodingOptions(max_new_tokens)
+    run_interleaved(model.pipe, requests, methods, 1, options)  # compiles and captures
+    found = run_interleaved(model.pipe, requests, methods, rounds, options)
+    plain = found["plain"]
+    for name, batches in found.items():
+        seconds, stats = statistics.median(each.seconds["decoding"] for each in batches), batches[-1].stats
+        yield {
+            "method": name,
+            "batch": batch,
+            "tokens_per_second": sum(len(answer) - 1 for answer in batches[-1].answers) / seconds,
+            "step_ms": 1000 * seconds / max(1, *(row.num_spec_steps for row in stats)),
+            "mean_acceptance_length": statistics.mean(row.mean_acceptance_length for row in stats),
+            "ratio_plain": statistics.median(each.seconds["decoding"] for each in plain) / seconds,
+            "equal": sum(a == b for a, b in zip(batches[-1].answers, plain[-1].answers, strict=True)),
+            "rounds": rounds,
+        }

@@ -18,6 +18,7 @@ import torch
 import transformers
 from rich.table import Table
 
+from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, git_commit, make_table, wide_console, write_result
 from mmspec.ops import kernels
 
@@ -71,15 +72,15 @@ def run_parts(
     out: Path | None,
     device: torch.device,
     skip: Collection[str] = (),
-) -> list[str]:
+) -> None:
     """Run all parts that ``content`` lacks, add their rows to it, and write it to ``out`` after every row.
 
-    Returns:
-        Parts that were not started because an earlier one left the device unusable.
+    Raises:
+        UserError: a part has left the device unusable.
     """
     console = wide_console()
     names = [name for name in parts if name not in content["parts"] and name not in skip]
-    for number, name in enumerate(names):
+    for name in names:
         start = clock()
         rows: list[dict[str, Any]] = []  # rows before a failure are kept
         found: dict[str, Any] = {"rows": rows}
@@ -100,9 +101,8 @@ def run_parts(
         if out is not None:
             write_result(content, out)
         if "error" in found and device_is_lost(device):
-            return names[number + 1 :]
+            raise UserError(f"{name} has left the device unusable: continue by the same command with --skip '{name}'")
         free_memory(device)
-    return []
 
 
 def rows_or_error(step: Callable[[], Rows], device: torch.device) -> Rows:

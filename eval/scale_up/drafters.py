@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmspec.core.drafter import Drafter
+from mmspec.errors import UserError
 from mmspec.eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
-from mmspec.eval.scale_up.mamba import scale_up_mamba
 from mmspec.eval.scale_up.models import layer_in, shape_of
-from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
 
@@ -32,12 +31,14 @@ def scale_up_drafter(drafter: Drafter, small: PreTrainedModel, big: PreTrainedMo
     Args:
         drafter: of the small target.
         small, big: the targets, see ``mmspec.eval.scale_up.models.scale_up``.
+
+    Raises:
+        UserError: a network other than MSD's and FLASH's.
     """
     if isinstance(drafter, MSD):
         return scale_up_msd(drafter, small, big)
-    if isinstance(drafter, Mamba):
-        was, now = (shape_of(model.config.get_text_config()) for model in (small, big))
-        return scale_up_mamba(drafter, small, big, draft_vocabulary(drafter.draft_ids, was, now))
+    if isinstance(drafter.network, nn.Module):
+        raise UserError(f"only MSD's and FLASH's networks can be scaled up: got a {type(drafter).__name__}")
     return drafter
 
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 import mmspec
 from mmspec import plugins
 from tests.commandline import Run, assert_user_error, runner
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 
 @pytest.fixture(scope="module")

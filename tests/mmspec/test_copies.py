@@ -14,12 +14,12 @@ import torch
 
 import mmspec
 from mmspec import plugins
-from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
 from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.embedded import samples
 from tests.tiny import byte_model, byte_tokenizer
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
 
 pytestmark = pytest.mark.long
 

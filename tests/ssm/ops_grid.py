@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -183,149 +184,129 @@ def paths_to(parents: Tensor, nodes: Tensor) -> Tensor:
     return torch.tensor([path + [-1] * (depth - len(path)) for path in paths])
 
 
-def check_tree(case: Case, device: str = "cpu") -> None:
-    """Scan and convolution at every node."""
+Values = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A recurrence: its operations on a tree and along a path, with their references.
+
+    Attributes:
+        name: of the operations: ``tree_NAME`` and ``commit_NAME``.
+        inputs: what ``tree_NAME`` is given before the state.
+        state: a new copy of the state before the tree.
+        committed: indices of the inputs that ``commit_NAME`` is given.
+        constant: indices of the inputs that are not per node.
+        levels: whether the tree is given by its levels.
+        dtype: that the reference computes in.
+    """
+
+    name: str
+    inputs: Callable[[Inputs], Values]
+    state: Callable[[Inputs], Tensor]
+    committed: slice
+    constant: tuple[int, ...] = ()
+    levels: bool = False
+    dtype: torch.dtype = torch.float64
+
+    def tree(self, values: Values, state: Tensor, ancestors: Tensor) -> Tensor:
+        """Outputs at every node."""
+        given = ops.tree_levels(ancestors) if self.levels else ancestors
+        return getattr(ops, f"tree_{self.name}")(*values, state, given)  # type: ignore[no-any-return]
+
+    def commit(self, values: Values, state: Tensor, path: Tensor) -> None:
+        """Advance the state along each row's path."""
+        getattr(ops, f"commit_{self.name}")(*values[self.committed], state, path)
+
+    def expected_tree(self, values: Values, state: Tensor, parents: Tensor) -> Tensor:
+        """``tree`` by the reference."""
+        return getattr(reference, f"tree_{self.name}")(*values, state.to(self.dtype), parents).float()  # type: ignore[no-any-return]
+
+    def expected_commit(self, values: Values, state: Tensor, path: Tensor) -> Tensor:
+        """The state after ``commit``, by the reference."""
+        after = state.to(self.dtype, copy=True)
+        getattr(reference, f"commit_{self.name}")(*values[self.committed], after, path)
+        return after.float()
+
+    def nodes(self, values: Values, first: int, last: int) -> Values:
+        """The inputs of some nodes."""
+        return tuple(t if t is None or k in self.constant else t[:, first:last] for k, t in enumerate(values))
+
+
+RULES = (
+    Rule(
+        "scan",
+        lambda i: (i.x, i.dt, i.a, i.b, i.c, i.d),
+        lambda i: _inside_nan(i.state),
+        slice(4),
+        constant=(2, 5),
+        dtype=torch.float32,
+    ),
+    Rule("delta", lambda i: i.delta, lambda i: i.delta_state, slice(1, 5)),
+    Rule("kda", lambda i: i.kda, lambda i: i.delta_state, slice(1, 5)),
+    Rule("selective", lambda i: i.selective, lambda i: i.selective_state, slice(4), constant=(2, 5), levels=True),
+    Rule("lru", lambda i: i.lru, lambda i: i.lru_state, slice(2), levels=True),
+)
+
+
+def check_tree(rule: Rule, case: Case, device: str = "cpu") -> None:
+    """Outputs at every node; the state is only read."""
     i = draw(case, device)
-    on = _on_cpu(i)
+    state = rule.state(i)
     with patch("torch.empty", _nan_filled):
-        y = ops.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, i.tree.ancestors)
-        window = ops.conv_window(i.tree.parents, case.width)
-        z = ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window)
-        plain = ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, activation=None)
-    expected = reference.tree_scan(on.x, on.dt, on.a, on.b, on.c, on.d, on.state, on.tree.parents)
-    conv = (on.channels, on.conv_state, on.weight, on.bias, on.tree.parents)
-    assert y.dtype == torch.float32
-    _close(y, expected, case)
-    _close(z, reference.tree_conv(*conv), case)
-    _close(plain, reference.tree_conv(*conv, activation=None), case)
-
-
-def check_commit(case: Case, device: str = "cpu") -> None:
-    """Both states behind the deepest path of each row, the second row having none."""
-    i = draw(case, device)
-    path = i.deepest.clone()
-    if case.batch > 1:
-        path[1] = -1
+        y = rule.tree(rule.inputs(i), state, i.tree.ancestors)
     on = _on_cpu(i)
-    state, conv_state = on.state.clone(), on.conv_state.clone()
-    ops.commit_scan(i.x, i.dt, i.a, i.b, i.state, path)
+    assert y.dtype == torch.float32
+    _close(y, rule.expected_tree(rule.inputs(on), rule.state(on), on.tree.parents), case)
+    assert torch.equal(state, rule.state(i))
+
+
+def check_commit(rule: Rule, case: Case, device: str = "cpu") -> None:
+    """The state after the deepest path of each row, the second row having none."""
+    i, path = _with_path(case, device)
+    on, state = _on_cpu(i), rule.state(i)
+    rule.commit(rule.inputs(i), state, path)
+    _close(state, rule.expected_commit(rule.inputs(on), rule.state(on), path.cpu()), case)
+    if case.batch > 1:
+        assert torch.equal(state[1].cpu(), rule.state(on)[1])
+
+
+def check_conv(case: Case, device: str = "cpu") -> None:
+    """The convolution at every node, with and without its activation; the state is only read."""
+    i = draw(case, device)
+    on = _on_cpu(i)
+    for options in ({}, {"activation": None}):
+        with patch("torch.empty", _nan_filled):
+            window = ops.conv_window(i.tree.parents, case.width)
+            z = ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, **options)
+        conv = (on.channels, on.conv_state, on.weight, on.bias, on.tree.parents)
+        _close(z, reference.tree_conv(*conv, **options), case)
+    assert torch.equal(i.conv_state.cpu(), on.conv_state)
+
+
+def check_conv_commit(case: Case, device: str = "cpu") -> None:
+    """The convolution's state after the deepest path of each row."""
+    i, path = _with_path(case, device)
+    on = _on_cpu(i)
     ops.commit_conv(i.channels, i.conv_state, path)
-    reference.commit_scan(on.x, on.dt, on.a, on.b, state, path.cpu())
-    reference.commit_conv(on.channels, conv_state, path.cpu())
-    _close(i.state, state, case)
-    assert torch.equal(i.conv_state.cpu(), conv_state)
-    if case.batch > 1:
-        assert torch.equal(i.state[1].cpu(), on.state[1])
+    reference.commit_conv(on.channels, on.conv_state, path.cpu())
+    assert torch.equal(i.conv_state.cpu(), on.conv_state)
 
 
-def check_delta(case: Case, device: str = "cpu") -> None:
-    """The gated delta rule at every node, against float64."""
-    _check_delta_tree(ops.tree_delta, lambda i: i.delta, case, device)
-
-
-def check_delta_commit(case: Case, device: str = "cpu") -> None:
-    """The state after the deepest path of each row, the second row having none, against float64."""
-    _check_delta_commit(ops.commit_delta, lambda i: i.delta, case, device)
-
-
-def check_kda(case: Case, device: str = "cpu") -> None:
-    """KDA at every node, against float64."""
-    _check_delta_tree(ops.tree_kda, lambda i: i.kda, case, device)
-
-
-def check_kda_commit(case: Case, device: str = "cpu") -> None:
-    """The state after the deepest path of each row, the second row having none, against float64."""
-    _check_delta_commit(ops.commit_kda, lambda i: i.kda, case, device)
-
-
-_Rule = Callable[[Inputs], tuple[Tensor, ...]]
-
-
-def _check_delta_tree(operation: Callable[..., Tensor], inputs: _Rule, case: Case, device: str) -> None:
-    i = draw(case, device)
-    state = i.delta_state
-    with patch("torch.empty", _nan_filled):
-        y = operation(*inputs(i), state, i.tree.ancestors)
-    on = _on_cpu(i)
-    expected = reference.tree_delta(*inputs(on), on.delta_state.double(), on.tree.parents)
-    assert y.dtype == torch.float32
-    _close(y, expected.float(), case)
-    assert torch.equal(state, i.delta_state)
-
-
-def _check_delta_commit(operation: Callable[..., None], inputs: _Rule, case: Case, device: str) -> None:
+def _with_path(case: Case, device: str) -> tuple[Inputs, Tensor]:
     i = draw(case, device)
     path = i.deepest.clone()
     if case.batch > 1:
         path[1] = -1
-    on, state = _on_cpu(i), i.delta_state
-    expected = on.delta_state.double()
-    operation(*inputs(i)[1:], state, path)
-    reference.commit_delta(*inputs(on)[1:], expected, path.cpu())
-    _close(state, expected.float(), case)
-    if case.batch > 1:
-        assert torch.equal(state[1].cpu(), on.delta_state[1])
+    return i, path
 
 
-def check_selective(case: Case, device: str = "cpu") -> None:
-    """Mamba-1's scan at every node, against float64."""
-    i = draw(case, device)
-    state = i.selective_state
-    with patch("torch.empty", _nan_filled):
-        y = ops.tree_selective(*i.selective, state, ops.tree_levels(i.tree.ancestors))
-    on = _on_cpu(i)
-    expected = reference.tree_selective(*on.selective, on.selective_state.double(), on.tree.parents)
-    assert y.dtype == torch.float32
-    _close(y, expected.float(), case)
-    assert torch.equal(state, i.selective_state)
-
-
-def check_selective_commit(case: Case, device: str = "cpu") -> None:
-    """The state after the deepest path of each row, the second row having none, against float64."""
-    i = draw(case, device)
-    path = i.deepest.clone()
-    if case.batch > 1:
-        path[1] = -1
-    on, state = _on_cpu(i), i.selective_state
-    expected = on.selective_state.double()
-    ops.commit_selective(*i.selective[:4], state, path)
-    reference.commit_selective(*on.selective[:4], expected, path.cpu())
-    _close(state, expected.float(), case)
-    if case.batch > 1:
-        assert torch.equal(state[1].cpu(), on.selective_state[1])
-
-
-def check_lru(case: Case, device: str = "cpu") -> None:
-    """The gated linear recurrence at every node, against float64."""
-    i = draw(case, device)
-    state = i.lru_state
-    with patch("torch.empty", _nan_filled):
-        y = ops.tree_lru(*i.lru, state, ops.tree_levels(i.tree.ancestors))
-    on = _on_cpu(i)
-    expected = reference.tree_lru(*on.lru, on.lru_state.double(), on.tree.parents)
-    assert y.dtype == torch.float32
-    _close(y, expected.float(), case)
-    assert torch.equal(state, i.lru_state)
-
-
-def check_lru_commit(case: Case, device: str = "cpu") -> None:
-    """The state after the deepest path of each row, the second row having none, against float64."""
-    i = draw(case, device)
-    path = i.deepest.clone()
-    if case.batch > 1:
-        path[1] = -1
-    on, state = _on_cpu(i), i.lru_state
-    expected = on.lru_state.double()
-    ops.commit_lru(*i.lru, state, path)
-    reference.commit_lru(*on.lru, expected, path.cpu())
-    _close(state, expected.float(), case)
-    if case.batch > 1:
-        assert torch.equal(state[1].cpu(), on.lru_state[1])
-
-
-CHECKS = (check_tree, check_commit, check_delta, check_delta_commit, check_kda, check_kda_commit)
-CHECKS += (check_selective, check_selective_commit)
-CHECKS += (check_lru, check_lru_commit)
+CHECKS: dict[str, Callable[..., None]] = {
+    **{f"tree {rule.name}": partial(check_tree, rule) for rule in RULES},
+    **{f"commit {rule.name}": partial(check_commit, rule) for rule in RULES},
+    "tree conv": check_conv,
+    "commit conv": check_conv_commit,
+}
 
 
 def _close(found: Tensor, expected: Tensor, case: Case) -> None:
@@ -390,12 +371,12 @@ def main() -> int:
 
         triton_selective._TREE_TILE = 4096  # the interpreter takes as long for a program of any size
     for case in CASES:
-        for check in CHECKS:
+        for name, check in CHECKS.items():
             try:
                 check(case)
             except Exception as error:  # whatever it is, the other cases say more
                 failed += 1
-                print(f"{check.__name__} {case}:\n{error}\n")
+                print(f"{name} {case}:\n{error}\n")
     print(f"{len(CASES) * len(CHECKS) - failed} passed, {failed} failed")
     return failed
 

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from mmspec import plugins
 from mmspec.core.tree import TokenTree
-from mmspec.eval.decoding.tiny_configs import MIXER_CONFIGS, VOCAB
-from mmspec.eval.decoding.tiny_models import mamba_network
 from mmspec.ssm.cache import StateCache
 from mmspec.ssm.drafters.mamba import network as networks
 from tests.half import check_decoding, half_model, long_inputs
 from tests.targets import prompt_of
 from tests.tiny import random_tree
+from tests.tiny.configs import MIXER_CONFIGS, VOCAB
+from tests.tiny.models import mamba_network
 
 
 @pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_next", "olmo_hybrid", "jamba", "lfm2", *MIXER_CONFIGS])

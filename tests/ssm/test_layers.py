@@ -14,7 +14,6 @@ from transformers.models.bamba import modeling_bamba
 
 from mmspec import UserError, plugins
 from mmspec.core.target import Prompt
-from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS
 from mmspec.ssm.cache import STATES
 from mmspec.ssm.layers import (
     GatedDeltaNetLayers,
@@ -33,6 +32,7 @@ from mmspec.ssm.layers import (
 )
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, shared_model
+from tests.tiny.configs import HYBRID_CONFIGS
 
 NAMES = ("causal_conv1d_fn", "mamba2_chunk_scan")
 

@@ -27,7 +27,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.sampler import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG
 from mmspec.vision.cli.make_data import make_data
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 from tests.tiny import shared_model
 from tests.training import terminated_at
 

@@ -9,14 +9,14 @@ from torch.nn import functional as F
 from mmspec import SamplingParams, UserError
 from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.tiny_configs import VOCAB
-from mmspec.eval.decoding.tiny_models import mamba_network, text_inputs, vision_inputs
 from mmspec.ssm.drafters.mamba import network as networks
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.draft_checks import check_drafts
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from tests.watching import check_drafts
+from tests.tiny.configs import VOCAB
+from tests.tiny.models import mamba_network, text_inputs, vision_inputs
 
 
 @torch.no_grad()

@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 import mmspec
 from mmspec import UserError
 from mmspec.core.target import Prompt
-from mmspec.eval.decoding.tiny_configs import MIXER_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, text_model
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import assert_trees_equal_paths, plain_logits
 from tests.tiny import random_tree, root_path, shared_model
+from tests.tiny.configs import MIXER_CONFIGS
+from tests.tiny.models import text_inputs, text_model
 
 
 def biased():

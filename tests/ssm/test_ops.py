@@ -1,83 +1,86 @@
-"""The scan and the convolution over trees in torch, against loops that follow parents."""
+"""Recurrences and convolutions over trees in torch, against loops that follow parents."""
 
 import pytest
 import torch
 
 from mmspec.core.tree import TokenTree
+from mmspec.ops import kernels
 from mmspec.ssm import ops
 from mmspec.ssm.ops import reference, scan
-from tests.ssm.ops_grid import CASES, CHECKS, Allocations, Case, check_tree, draw, paths_to
+from tests.ssm.ops_grid import CASES, CHECKS, RULES, Allocations, Case, check_tree, draw, paths_to
+
+pytestmark = pytest.mark.usefixtures("plain_torch")
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+by_level = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.levels], ids=lambda rule: rule.name)
 
 
-@pytest.fixture(autouse=True)
-def _plain_torch(monkeypatch):
-    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
-
-
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trees_and_commits_follow_parents(case, check):
     check(case)
 
 
 def test_rows_of_a_large_batch_are_computed_one_by_one(monkeypatch):
-    case = Case(batch=3, nodes=9, heads=4, groups=2)
     monkeypatch.setattr(scan, "_LARGE", 1)
-    check_tree(case)
-    check_tree(Case(batch=3, nodes=1, heads=4, groups=2))
+    check_tree(RULES[0], Case(batch=3, nodes=9, heads=4, groups=2))
+    check_tree(RULES[0], Case(batch=3, nodes=1, heads=4, groups=2))
 
 
-def test_commit_at_every_node_of_a_tree():
-    case = Case(batch=1, nodes=12, heads=3, groups=3, head_dim=20, state=12)
-    i = draw(case)
-    for node in range(case.nodes):
-        path = paths_to(i.tree.parents, torch.tensor([node]))
-        state, conv_state = i.state.clone(), i.conv_state.clone()
-        expected, expected_conv = i.state.clone(), i.conv_state.clone()
-        ops.commit_scan(i.x, i.dt, i.a, i.b, state, path)
-        ops.commit_conv(i.channels, conv_state, path)
-        reference.commit_scan(i.x, i.dt, i.a, i.b, expected, path)
-        reference.commit_conv(i.channels, expected_conv, path)
-        torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-5)
-        assert torch.equal(conv_state, expected_conv)
+@by_level
+def test_nodes_are_computed_alike_one_by_one(rule, monkeypatch):
+    """As with static shapes, where the host does not read the tree."""
+    i = draw(Case(nodes=20, batch=3))
+    expected = rule.tree(rule.inputs(i), rule.state(i), i.tree.ancestors)
+    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    assert [nodes.tolist() for nodes in ops.tree_levels(i.tree.ancestors).nodes] == [
+        [at, at + 20, at + 40] for at in range(20)
+    ]
+    torch.testing.assert_close(rule.tree(rule.inputs(i), rule.state(i), i.tree.ancestors), expected, **CLOSE)
 
 
-def test_a_step_without_drafts_after_several_were_accepted():
+@rules
+def test_commit_at_every_node_of_a_tree(rule):
+    i = draw(Case(batch=1, nodes=12, heads=4, groups=2, head_dim=5, state=12))
+    for node in range(12):
+        path, state = paths_to(i.tree.parents, torch.tensor([node])), rule.state(i)
+        rule.commit(rule.inputs(i), state, path)
+        torch.testing.assert_close(state, rule.expected_commit(rule.inputs(i), rule.state(i), path), **CLOSE)
+
+
+@rules
+def test_a_step_without_drafts_after_several_were_accepted(rule):
     """Steps of 4 accepted nodes, of 1 and of 1 end where a chain of 6 does."""
-    case = Case("chain", batch=2, nodes=6)
-    i = draw(case)
+    i = draw(Case("chain", batch=2, nodes=6))
     parents = (torch.arange(6) - 1).expand(2, -1)
-    chain = TokenTree(i.tree.tokens, parents, check=False)
-    expected = reference.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, parents)
-    expected_conv = reference.tree_conv(i.channels, i.conv_state, i.weight, i.bias, parents)
-    found, found_conv = [], []
+    state, found = rule.state(i), []
     for first, last in ((0, 4), (4, 5), (5, 6)):
-        x, dt, b, c, channels = (t[:, first:last] for t in (i.x, i.dt, i.b, i.c, i.channels))
-        step = TokenTree(chain.tokens[:, first:last], parents[:, : last - first], check=False)
-        found.append(ops.tree_scan(x, dt, i.a, b, c, i.d, i.state, step.ancestors))
-        window = ops.conv_window(step.parents, case.width)
-        found_conv.append(ops.tree_conv(channels, i.conv_state, i.weight, i.bias, window))
-        path = torch.arange(last - first).expand(2, -1)
-        ops.commit_scan(x, dt, i.a, b, i.state, path)
-        ops.commit_conv(channels, i.conv_state, path)
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat(found_conv, 1), expected_conv, rtol=1e-5, atol=1e-5)
+        values = rule.nodes(rule.inputs(i), first, last)
+        step = TokenTree(i.tree.tokens[:, first:last], parents[:, : last - first], check=False)
+        found.append(rule.tree(values, state, step.ancestors))
+        rule.commit(values, state, torch.arange(last - first).expand(2, -1))
+    expected = rule.expected_tree(rule.inputs(i), rule.state(i), parents)
+    torch.testing.assert_close(torch.cat(found, 1), expected, **CLOSE)
 
 
-def test_rows_absorb_paths_of_different_lengths():
-    case = Case("chain", batch=4, nodes=5, groups=2)
-    i = draw(case)
-    path = torch.tensor([[0, 1, 2, 3], [-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1]])
-    before, before_conv = i.state.clone(), i.conv_state.clone()
-    ops.commit_scan(i.x, i.dt, i.a, i.b, i.state, path)
-    ops.commit_conv(i.channels, i.conv_state, path)
-    for row in range(4):
-        alone = slice(row, row + 1)
-        state, conv_state = before[alone].clone(), before_conv[alone].clone()
-        reference.commit_scan(i.x[alone], i.dt[alone], i.a, i.b[alone], state, path[alone])
-        reference.commit_conv(i.channels[alone], conv_state, path[alone])
-        torch.testing.assert_close(i.state[alone], state, rtol=1e-5, atol=1e-5)
-        assert torch.equal(i.conv_state[alone], conv_state)
+@rules
+def test_rows_absorb_paths_of_different_lengths(rule):
+    i = draw(Case("chain", batch=4, nodes=5, groups=2))
+    path, state = torch.tensor([[0, 1, 2, 3], [-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1]]), rule.state(i)
+    rule.commit(rule.inputs(i), state, path)
+    torch.testing.assert_close(state, rule.expected_commit(rule.inputs(i), rule.state(i), path), **CLOSE)
+
+
+def test_the_convolution_s_state_after_paths_of_different_lengths_and_further_steps():
+    i = draw(Case("chain", batch=4, nodes=5, groups=2))
+    state, expected = i.conv_state.clone(), i.conv_state.clone()
+    for path in (torch.tensor([[0, 1, 2, 3], [-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1]]), torch.zeros(4, 1).long()):
+        ops.commit_conv(i.channels, state, path)
+        reference.commit_conv(i.channels, expected, path)
+        assert torch.equal(state, expected)
+    window = ops.conv_window(i.tree.parents, 4)
+    found = ops.tree_conv(i.channels, state, i.weight, i.bias, window)
+    torch.testing.assert_close(found, reference.tree_conv(i.channels, state, i.weight, i.bias, i.tree.parents), **CLOSE)
 
 
 def test_great_sums_along_a_path_keep_small_differences():
@@ -108,16 +111,6 @@ def test_nothing_of_the_size_of_a_state_is_allocated():
     assert 0 < max(scanned.sizes) <= outputs
     assert 0 < max(committed.sizes) <= outputs
     assert outputs < 0.13 * i.state.numel()
-
-
-def test_the_state_is_only_read():
-    i = draw(CASES[6])
-    state, conv_state = i.state.clone(), i.conv_state.clone()
-    check_tree(CASES[6])
-    ops.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, i.tree.ancestors)
-    ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, ops.conv_window(i.tree.parents, 4))
-    assert torch.equal(i.state, state)
-    assert torch.equal(i.conv_state, conv_state)
 
 
 def test_wrong_shapes_are_named():

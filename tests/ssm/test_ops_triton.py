@@ -40,7 +40,7 @@ def test_kernels_compile_without_a_gpu(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_on_a_gpu(check, case, kernels, monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
     check(case, "cuda")

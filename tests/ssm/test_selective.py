@@ -1,20 +1,13 @@
 """Mamba-1's scan over trees in torch, beyond the grid of ``ops_grid``."""
 
 import pytest
-import torch
 
-from mmspec.core.tree import TokenTree
-from mmspec.ops import kernels
 from mmspec.ssm import ops
-from mmspec.ssm.ops import reference, tiles
-from tests.ssm.ops_grid import Allocations, Case, check_selective, check_selective_commit, draw, paths_to
+from mmspec.ssm.ops import tiles
+from tests.ssm.ops_grid import RULES, Allocations, Case, check_commit, check_tree, draw
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
 CLOSE = dict(rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(autouse=True)
-def _plain_torch(monkeypatch):
-    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
 
 
 def test_tiles_of_channels(monkeypatch):
@@ -22,18 +15,8 @@ def test_tiles_of_channels(monkeypatch):
     monkeypatch.setattr(tiles, "_TILE", (1, 1))
     monkeypatch.setattr(tiles, "_NARROWEST", 5)
     case = Case(batch=2, nodes=9, heads=4, groups=2)
-    check_selective(case)
-    check_selective_commit(case)
-
-
-def test_nodes_are_computed_alike_one_by_one(monkeypatch):
-    """As where shapes are fixed, and the host does not read the tree."""
-    i = draw(Case(nodes=20, batch=3))
-    expected = ops.tree_selective(*i.selective, i.selective_state, ops.tree_levels(i.tree.ancestors))
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
-    levels = ops.tree_levels(i.tree.ancestors)
-    assert [nodes.tolist() for nodes in levels.nodes] == [[at, at + 20, at + 40] for at in range(20)]
-    torch.testing.assert_close(ops.tree_selective(*i.selective, i.selective_state, levels), expected, **CLOSE)
+    check_tree(RULES[3], case)
+    check_commit(RULES[3], case)
 
 
 def test_levels_are_parents_before_children():
@@ -47,41 +30,6 @@ def test_levels_are_parents_before_children():
             assert source % 32 == 0 or source in done
         done |= set(slots.tolist())
     assert len(done) == 3 * 31
-
-
-def test_commit_at_every_node_of_a_tree():
-    i = draw(Case(batch=1, nodes=12, heads=4, groups=2, head_dim=5, state=12))
-    for node in range(12):
-        path = paths_to(i.tree.parents, torch.tensor([node]))
-        state, expected = i.selective_state, i.selective_state.double()
-        ops.commit_selective(*i.selective[:4], state, path)
-        reference.commit_selective(*i.selective[:4], expected, path)
-        torch.testing.assert_close(state, expected.float(), **CLOSE)
-
-
-def test_a_step_without_drafts_after_several_were_accepted():
-    """Steps of 4 accepted nodes, of 1 and of 1 end where a chain of 6 does."""
-    i = draw(Case("chain", batch=2, nodes=6))
-    x, dt, a, b, c, d = i.selective
-    parents = (torch.arange(6) - 1).expand(2, -1)
-    expected = reference.tree_selective(x, dt, a, b, c, d, i.selective_state, parents)
-    state, found = i.selective_state, []
-    for first, last in ((0, 4), (4, 5), (5, 6)):
-        inputs = [t[:, first:last] for t in (x, dt, b, c)]
-        step = TokenTree(i.tree.tokens[:, first:last], parents[:, : last - first], check=False)
-        levels = ops.tree_levels(step.ancestors)
-        found.append(ops.tree_selective(*inputs[:2], a, *inputs[2:], d, state, levels))
-        ops.commit_selective(*inputs[:2], a, inputs[2], state, torch.arange(last - first).expand(2, -1))
-    torch.testing.assert_close(torch.cat(found, 1), expected, **CLOSE)
-
-
-def test_rows_absorb_paths_of_different_lengths():
-    i = draw(Case("chain", batch=4, nodes=5, groups=2))
-    path = torch.tensor([[0, 1, 2, 3], [-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1]])
-    state, expected = i.selective_state, i.selective_state
-    ops.commit_selective(*i.selective[:4], state, path)
-    reference.commit_selective(*i.selective[:4], expected, path)
-    torch.testing.assert_close(state, expected, **CLOSE)
 
 
 def test_temporaries_are_limited(monkeypatch):

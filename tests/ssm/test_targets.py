@@ -10,9 +10,15 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 import mmspec
 from mmspec import TokenTree, UserError, verify_greedy
 from mmspec.core.target import Prompt
-from mmspec.eval.decoding.losslessness import Case, compare_case
 from mmspec.eval.decoding.small_configs import random_model, small_config
-from mmspec.eval.decoding.tiny_configs import (
+from mmspec.ops import kernels
+from mmspec.targets.support import cache_argument
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.decoding import assert_threads_share
+from tests.targets import assert_trees_equal_paths, prompt_of, row_of
+from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
+from tests.tiny.cases import Case, compare_case
+from tests.tiny.configs import (
     CONVOLUTION_CONFIGS,
     GATED_DELTA_CONFIGS,
     HYBRID_CONFIGS,
@@ -20,13 +26,7 @@ from mmspec.eval.decoding.tiny_configs import (
     MIXER_CONFIGS,
     SELECTIVE_CONFIGS,
 )
-from mmspec.eval.decoding.tiny_models import text_inputs, text_model
-from mmspec.ops import kernels
-from mmspec.targets.support import cache_argument
-from mmspec.targets.transformers_target import TransformersTarget
-from tests.decoding import assert_threads_share
-from tests.targets import assert_trees_equal_paths, prompt_of, row_of
-from tests.tiny import byte_tokenizer, random_tree, root_path, shared_model, valid_nodes
+from tests.tiny.models import text_inputs, text_model
 
 pytestmark = pytest.mark.long
 

@@ -23,7 +23,7 @@ from mmspec.vision.decoding import DecodeError, Decoder
 from mmspec.vision.embedded import samples
 from mmspec.vision.images import load_image
 from mmspec.vision.video import load_video
-from tests.standin import save_llava
+from tests.model_folders import save_llava
 
 ROOT = Path(__file__).parents[2]
 CLIP = samples() / "clip.mp4"

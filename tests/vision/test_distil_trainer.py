@@ -33,7 +33,7 @@ from mmspec.vision.distil.msd import fit_projection
 from mmspec.vision.drafters.msd.drafter import Flash
 from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
 from tests.eagle3 import QWEN3_VL, cut, head_tensors, write_head
-from tests.standin import save_llava
+from tests.model_folders import save_llava
 from tests.training import terminated_at
 
 pytestmark = pytest.mark.long

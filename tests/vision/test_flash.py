@@ -17,14 +17,14 @@ from mmspec.drafters.hidden_state import levels
 from mmspec.drafters.hidden_state.entries import packing
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import eagle_network, text_inputs, vision_inputs
 from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from mmspec.vision.drafters.msd.latents import find_images
 from tests.compiled import needs_kernels
 from tests.drafting import check, network_for
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import eagle_network, text_inputs, vision_inputs
 
 # ---------------------------------------------------------------------- where latents stand
 

@@ -9,13 +9,13 @@ from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.eagle.drafter import Eagle
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import eagle_network, text_inputs, vision_inputs
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
 from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import eagle_network, text_inputs, vision_inputs
 
 # ---------------------------------------------------------------------- drafting
 

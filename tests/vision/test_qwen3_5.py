@@ -14,13 +14,13 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, BatchFeature, GenerationConfig, Qwen2VLImageProcessorPil
 
 import mmspec
-from mmspec.eval.decoding.losslessness import Case, compare_case
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
 from mmspec.training.trainer import DRAFTER, LOG
 from mmspec.vision.cli.drafters import flash
 from mmspec.vision.processor import VisionProcessor
-from tests.standin import TEMPLATE, tokenizer
+from tests.model_folders import TEMPLATE, tokenizer
 from tests.tiny import shared_model
+from tests.tiny.cases import Case, compare_case
+from tests.tiny.configs import VISION_CONFIGS
 
 _IMAGE = "<image>"
 

@@ -9,13 +9,13 @@ from mmspec import plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.eagle.drafter import Eagle
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import eagle_network, vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.drafting import plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.tiny.models import eagle_network, vision_inputs
 
 NEW = 18
 

@@ -5,12 +5,13 @@ import torch
 
 import mmspec
 from mmspec import UserError, plugins
-from mmspec.eval.decoding.losslessness import Case, compare_case
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_configs import IMAGE, VIDEO, VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import video_inputs, vision_inputs, vision_model
+from mmspec.sampling.sampler import Sampled
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model
+from tests.tiny.cases import DRAFTERS_WITH_WEIGHTS, Case, compare_case
+from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS
+from tests.tiny.models import video_inputs, vision_inputs, vision_model
 
 
 @pytest.mark.parametrize("name", VISION_CONFIGS)
@@ -41,6 +42,33 @@ def test_greedy_tokens_equal_generate(name, batch, images, setting, drafter):
     reference, difference = compare_case(shared_model(name), case, new_tokens=20)
     assert difference is None
     assert reference.shape[1] > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafter", ["oracle", *DRAFTERS_WITH_WEIGHTS])
+@pytest.mark.parametrize(
+    ("name", "batch", "images"), [("llava", 3, 2), ("llava_bamba", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)]
+)
+@pytest.mark.parametrize("setting", ["greedy", "sampled", "sampled-filtered"])
+def test_drafting_changes_no_token(name, batch, images, setting, drafter):
+    case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=drafter)
+    reference, difference = compare_case(shared_model(name), case, new_tokens=12)
+    assert difference is None
+    assert reference.shape[1] > 8 + 3
+
+
+def test_sampled_outputs_differ_by_setting_and_a_changed_draw_is_noticed(monkeypatch):
+    cases = [Case("llava", 1, 1, 8, 5, setting, "oracle") for setting in ("greedy", "sampled", "sampled-filtered")]
+    answers = [compare_case(shared_model("llava"), case, 12)[0] for case in (*cases, cases[1])]
+    assert len({tuple(answer[0].tolist()) for answer in answers}) == 3
+    assert torch.equal(answers[1], answers[3])
+    uniforms = Sampled.uniforms
+
+    def rolled(self, count, device):
+        return uniforms(self, count, device).roll(1) if count > 1 else uniforms(self, count, device)
+
+    monkeypatch.setattr(Sampled, "uniforms", rolled)
+    assert compare_case(shared_model("llava"), cases[1], 12)[1] is not None
 
 
 @pytest.mark.parametrize("name", VISION_CONFIGS)

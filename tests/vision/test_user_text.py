@@ -10,7 +10,7 @@ from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 import mmspec
 from mmspec.vision.processor import VisionProcessor
 from tests.mmspec.targets.test_user_text import chatml
-from tests.standin import save_llava
+from tests.model_folders import save_llava
 
 _IMAGE = np.arange(3 * 56 * 56, dtype=np.uint8).reshape(56, 56, 3)
 

@@ -9,11 +9,11 @@ import torch
 
 from mmspec import SamplingParams, UserError
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.vision.drafters.vispec.drafter import ViSpec
 from tests.drafting import check_drafts, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs, vision_inputs
 from tests.vision.test_published import LLAVA, QWEN2, tensors_of, write
 
 # Fields of JLKang/ViSpec-llava-v1.6-vicuna-7b-hf and ViSpec-Qwen2.5-VL-3B-Instruct

@@ -1,7 +1,7 @@
 """The embedded suite: held-out scenes, clips and texts that the package generates, without files or network.
 
 ``mmspec.eval.harness.prompts`` lists the held-out indices; these tasks use those from ``FIRST_INDEX``,
-``INDICES_PER_SUITE`` each.
+``INDICES_PER_TASK`` each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import count as count_from
 
 from PIL import Image, ImageDraw
 
-from mmspec.eval.harness.prompts import INDICES_PER_SUITE, Conversation, picture, video
+from mmspec.eval.harness.prompts import Conversation, picture, video
 from mmspec.eval.suite.sample import Sample, Scorer
 from mmspec.eval.suite.scoring import drawn
 from mmspec.eval.suite.tasks.task import EvalTask
@@ -25,6 +25,8 @@ from mmspec.vision.scenes.vocabulary import BACKGROUNDS, COLOURS
 
 FIRST_INDEX = 4_000_000
 """First held-out scene of these tasks."""
+
+INDICES_PER_TASK = 100_000
 
 FIRST_TEXT_INDEX = 6_000_000
 """First held-out text of ``texts``."""
@@ -95,7 +97,7 @@ def _task(
     name: str, description: str, score: Scorer, number: int, draw_sample: DrawSample, max_new_tokens: int = 160
 ) -> EvalTask:
     def samples(frames: int) -> Iterator[Sample]:
-        for index in count_from(FIRST_INDEX + INDICES_PER_SUITE * number):
+        for index in count_from(FIRST_INDEX + INDICES_PER_TASK * number):
             conversation, category, references, metadata = draw_sample(seeded("heldout", index), frames)
             yield Sample(str(index), conversation, category, references, metadata)
 

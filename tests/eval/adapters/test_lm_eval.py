@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmspec
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 PROMPTS = ["A red circle is", "Describe a star", "The small blue square; the"]
 

@@ -9,7 +9,7 @@ from PIL import Image
 import mmspec
 from mmspec.errors import UserError
 from mmspec.eval.adapters.lmms import generation_keywords, manifest, messages_to_request
-from tests.standin import save_llava
+from tests.model_folders import save_llava
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown
-from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.vision.drafters.msd.drafter import MSD
-from tests.standin import save_llava
+from tests.model_folders import save_llava
+from tests.tiny.models import msd_network
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(save_llava(tmp_path_factory.mktemp("standin")))
+    return str(save_llava(tmp_path_factory.mktemp("tiny")))
 
 
 def requests(count):
@@ -119,7 +119,7 @@ def test_warm_up_and_measured_prompts_differ():
 
 
 def test_the_command_ends_with_one_json_line(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(speed, "held_out_requests", lambda images, videos, first=0: requests(images + videos))
+    monkeypatch.setattr(speed, "held_out_requests", lambda images, videos, frames=8, first=0: requests(images + videos))
     drafter = tmp_path / "drafter"
     MSD(msd_network(mmspec.load(folder, drafter=None).model), total_tokens=9).save(
         drafter, mmspec.load(folder, drafter=None).target

@@ -15,7 +15,6 @@ from mmspec.core.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval import hybrid
-from mmspec.eval.decoding.tiny_models import mamba_network, msd_network
 from mmspec.eval.decoding.trees_and_chains import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.drafters import ProfiledDrafter
@@ -25,7 +24,8 @@ from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.training.architecture import Architecture, new_model
 from mmspec.vision.drafters.msd.drafter import MSD
-from tests.standin import tokenizer
+from tests.model_folders import tokenizer
+from tests.tiny.models import mamba_network, msd_network
 
 SIZE = Architecture(
     width=48, layers=3, attention=(1,), heads=2, mamba_heads=2, state=8, mlp=48, context=512, vocabulary=320

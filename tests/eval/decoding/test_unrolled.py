@@ -6,12 +6,12 @@ import torch
 from mmspec import TokenTree, verify_greedy
 from mmspec.core.target import Prompt
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.eval.decoding.unrolled import UnrolledTarget, unroll
 from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, shared_model
+from tests.tiny.models import text_inputs
 
 CLOSE = dict(atol=2e-4, rtol=2e-4)
 

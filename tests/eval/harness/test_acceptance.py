@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference
-from mmspec.eval.harness.drafters import ProfiledDrafter
 
 
 def stats_of(*accepted, drafted=4):
@@ -42,28 +40,6 @@ def test_figures_match_counts_by_hand():
 def test_no_steps():
     row = acceptance_of(()).to_dict()
     assert (row["mean_acceptance_length"], row["draft_acceptance_rate"], row["acceptance_by_position"]) == (0, 0, [])
-
-
-def test_sum_of_two_statistics():
-    first, second = acceptance_of((3, 0), (1,)), acceptance_of((5,))
-    both = first + second
-    assert both.to_dict()["mean_acceptance_length"] == (4 + 1 + 2 + 6) / 4
-    assert both.histogram == [1, 1, 0, 1, 0, 1]
-    assert (first.histogram, second.histogram) == ([1, 1, 0, 1], [0, 0, 0, 0, 0, 1])
-    assert both.to_dict()["requests"] == both.equal == 3
-
-
-def test_forward_passes_are_none_if_any_drafter_has_no_network():
-    class Passes:
-        proposals, forwards = 4, 22
-
-    acceptance = AcceptanceStats()
-    acceptance.add_profile(Passes)
-    assert acceptance.to_dict()["forwards_per_tree"] == 5.5
-    assert (acceptance + acceptance).to_dict()["forwards_per_tree"] == 5.5
-    acceptance.add_profile(ProfiledDrafter(Ngram()))
-    assert acceptance.to_dict()["forwards_per_tree"] is None
-    assert (acceptance + AcceptanceStats()).to_dict()["forwards_per_tree"] is None
 
 
 def test_a_constant_difference_has_an_interval_of_zero_width():

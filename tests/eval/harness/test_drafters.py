@@ -9,17 +9,17 @@ from mmspec.core.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
-from mmspec.eval.decoding.tiny_models import msd_network, vision_model
 from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.embedded import tiny_llava
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
+from tests.tiny.models import msd_network, vision_model
 
 
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory):
-    return mmspec.load(str(save_llava(tmp_path_factory.mktemp("standin"))), drafter=None)
+    return mmspec.load(str(save_llava(tmp_path_factory.mktemp("tiny"))), drafter=None)
 
 
 def test_drafters_are_labelled(tmp_path, pipe):
@@ -88,20 +88,11 @@ def test_attaching_the_same_target_again_changes_nothing(pipe):
     assert not set(map(id, held)) & {*map(id, (drafter.fuse, drafter._scores, drafter._grow, drafter.cache))}
 
 
-def test_profiling_counts_trees_and_forward_passes(pipe):
-    drafter = MSD(msd_network(pipe.model), depth=3, total_tokens=6)
-    counting, timing = ProfiledDrafter(drafter, count_forwards=True), ProfiledDrafter(drafter)
-    for observer in (counting, timing):
-        stats = Pipeline(pipe.target, pipe.io, observer).generate("A star", max_new_tokens=9, nodes=6).stats
-        drafted = [k for k in range(stats.num_spec_steps) if sum(stats.accept_lengths[:k]) < 7]
-        assert observer.proposals == len(drafted)
-        assert 0 < observer.seconds < stats.draft_seconds
-    # Two levels after the first tree's root; for later trees also the pass over the accepted tokens. The last trees are
-    # as shallow as the remaining number of tokens.
-    most = 3 * counting.proposals - 1
-    assert most - 4 <= counting.forwards <= most
-    assert timing.forwards is None
-    assert ProfiledDrafter(Ngram(), count_forwards=True).forwards is None
+def test_profiling_counts_trees(pipe):
+    observer = ProfiledDrafter(MSD(msd_network(pipe.model), depth=3, total_tokens=6))
+    stats = Pipeline(pipe.target, pipe.io, observer).generate("A star", max_new_tokens=9, nodes=6).stats
+    assert observer.proposals == sum(sum(stats.accept_lengths[:k]) < 7 for k in range(stats.num_spec_steps))
+    assert 0 < observer.seconds < stats.draft_seconds
 
 
 def test_random_networks_fit_their_targets():

@@ -10,7 +10,7 @@ import pytest
 from mmspec.errors import UserError
 from mmspec.eval.decoding.passes import plain_step
 from mmspec.eval.harness.llama_server import CONTEXT, LlamaServer
-from tests.llama_server import CRASH, STEP, install
+from tests.eval.llama_server import CRASH, STEP, install
 
 
 @pytest.fixture

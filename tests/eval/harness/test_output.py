@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.options import SIZES, TEMPERATURES
-from mmspec.eval.harness.output import BenchmarkCommand, benchmark, make_table, percent, write_result
+from mmspec.eval.harness.output import BenchmarkCommand, benchmark, make_table, milliseconds, write_result
 
 
 def cells(table):
@@ -23,10 +23,10 @@ def cells(table):
 
 def test_cells_are_format_strings_or_functions():
     rows = [{"a": 1.234, "b": 0.5}, {"a": None, "b": 0.25}, {"b": 1.0}]
-    assert cells(make_table([("A", "{a:.1f}"), ("B", percent("b"))], rows)) == [
-        ["1.2", "50 %"],
-        ["", "25 %"],
-        ["", "100 %"],
+    assert cells(make_table([("A", "{a:.1f}"), ("B", milliseconds("b", 0))], rows)) == [
+        ["1.2", "500"],
+        ["", "250"],
+        ["", "1000"],
     ]
 
 

@@ -9,7 +9,7 @@ from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, interleaved_medians, time_ratios
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 SECONDS = {"prefill": 100.0, "begin": 20.0, "propose": 5.0, "forward_tree": 3.0, "commit": 1.0}
 REQUESTS = [{"prompt": "Describe the image."}, {"prompt": "A red circle"}]

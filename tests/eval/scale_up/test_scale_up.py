@@ -11,15 +11,16 @@ import mmspec
 from mmspec.core.target import Prompt
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.eval import scaled
-from mmspec.eval.decoding.tiny_models import msd_network, text_model
-from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval import speed
+from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
 from mmspec.eval.scale_up.models import scale_up, shape_of
 from mmspec.eval.scale_up.pipeline import prompt_tokens
 from mmspec.pipeline import Pipeline
+from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.vision.drafters.msd.drafter import Flash
+from tests.tiny.models import mamba_network, msd_network, text_model
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each
 GROUPED = Shape(320, 400, 9, 16, 4, 64, 896)  # larger query groups, same vocabulary
@@ -132,20 +133,9 @@ def test_random_networks_draft_the_same_trees(small, big, request_, settings):
     assert decode(small, small.model, drafter, request_, 8) == decode(small, big[GROUPED], wide, request_, 8)
 
 
-def test_a_mamba_drafter_drafts_the_same_trees():
-    small = mmspec.load("tiny-hybrid", drafter=None, dtype="float32")
-    drafter = make_drafter("mamba", small.model.config.name_or_path)
-    prompt = held_out_texts(1)[0]
-    shape = Shape(384, 800, 9, 6, 2, 64, 1500, MambaShape(12, 64, 128, 1, (2, 6)))
-    model = scale_up(small.model, shape, dtype=torch.float32)
-    wide = scale_up_drafter(drafter, small.model, model)
-    was, now = drafter.network.config, wide.network.config
-    assert (now.hidden_size, now.inner, now.state) == (2 * was.hidden_size, 2 * was.inner, 2 * was.state)
-    mine = decode(small, small.model, drafter, prompt)
-    assert decode(small, model, wide, prompt) == mine
-    assert len(mine[1]) < 12  # few steps: drafts are accepted
-    for name, parameter in wide.network.named_parameters():
-        assert (parameter == 0).float().mean() < 0.6, name  # norms, and added weights that write to the stream
+def test_other_networks_are_refused(small, big):
+    with pytest.raises(UserError, match="only MSD's and FLASH's networks can be scaled up: got a Mamba"):
+        scale_up_drafter(Mamba(mamba_network()), small.model, big[WIDE])
 
 
 def test_a_large_draft_vocabulary_is_reduced():
@@ -239,23 +229,14 @@ def test_impossible_shapes_are_refused(small, changes, said):
         scale_up(small.model, replace(WIDE, **changes))
 
 
-def test_the_command_resumes(monkeypatch, tmp_path):
+def test_the_command(monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "test", replace(GROUPED, vocab=1000))
+    monkeypatch.setattr(speed.main.params[1].type, "choices", ["test"])
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
-    out = tmp_path / "out.json"
-    line = f"--preset test --nodes 6 --drafters msd --frames 2 --max-new-tokens 8 --dtype float32 --out {out}"
-    for videos in (1, 2):
-        run = CliRunner().invoke(
-            scaled.main, [*line.split(), "--videos", "2", *(["--seconds", "1"] if videos == 1 else [])]
-        )
-        assert run.exit_code == 0, run.output
-        found = json.loads(out.read_text())
-        assert len(found["prompts"]) == videos
-        assert all(prompt["prompt_tokens"] > 2 * 36 for prompt in found["prompts"])
-        assert scaled.CAVEAT in " ".join(run.output.split())
+    line = "--shape test --nodes 6 --drafters msd --frames 2 --images 0 --several 1 --videos 1 --warm-up 1 --rounds 1"
+    run = CliRunner().invoke(speed.main, [*line.split(), "--max-new-tokens", "8", "--dtype", "float32"])
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.output.splitlines()[-1])
+    assert (found["shape"], found["parameters"] > 10_000_000) == ("test", True)
     assert [method["method"] for method in found["methods"]][2:] == ["msd, 6 nodes", "msd, adaptive"]
     assert all(method["equal"] == 2 and method["decoding_ratio_plain"] > 0 for method in found["methods"])
-    assert found["drafters"]["msd"]["draft_vocabulary"] == 256
-    bad = CliRunner().invoke(scaled.main, ["--preset", "2b"])
-    assert bad.exit_code == 2
-    assert "preset must be one of 1b, 7b" in bad.output

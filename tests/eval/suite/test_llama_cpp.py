@@ -13,8 +13,8 @@ from mmspec.errors import UserError
 from mmspec.eval.suite.evaluator import SuiteSettings
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
-from tests.llama_server import STEP, install
-from tests.standin import save_gguf
+from tests.eval.llama_server import STEP, install
+from tests.model_folders import save_gguf
 
 SPECULATION = "llama.cpp:ngram-simple --spec-ngram-simple-size-n 4"
 

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 import mmspec
 from mmspec.drafters.registry import drafter_specs
 from mmspec.errors import UserError
-from mmspec.eval.decoding.tiny_models import msd_network
 from mmspec.eval.suite import evaluator, methods
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
@@ -25,14 +24,15 @@ from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.vision.drafters.msd.drafter import MSD
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
+from tests.tiny.models import msd_network
 
 METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = save_llava(tmp_path_factory.mktemp("models") / "standin")
+    folder = save_llava(tmp_path_factory.mktemp("models") / "tiny")
     pipe = mmspec.load(str(folder), drafter=None)
     MSD(msd_network(pipe.model), total_tokens=9).save(folder / "drafter-msd", pipe.target)
     return str(folder)
@@ -154,7 +154,7 @@ def test_a_finished_run_is_not_measured_again(whole, folder, monkeypatch):
 
 
 def test_answers_are_in_spec_benchs_format(whole):
-    path = whole[0] / "answers" / "standin-recycle@6-float32-temp-0.0-batch-2.jsonl"
+    path = whole[0] / "answers" / "tiny-recycle@6-float32-temp-0.0-batch-2.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["question_id"] for line in lines][:3] == [4000000, 4000001, 4000002]
     assert list(lines[0]) == ["question_id", "category", "model_id", "choices", "tstamp"]

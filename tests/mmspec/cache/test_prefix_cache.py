@@ -20,12 +20,12 @@ from mmspec.engine.sequence import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_configs import VIDEO, VOCAB
-from mmspec.eval.decoding.tiny_models import msd_network, text_inputs, video_inputs, vision_inputs
 from mmspec.vision.drafters.msd.drafter import Flash
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VIDEO, VOCAB
+from tests.tiny.models import msd_network, text_inputs, video_inputs, vision_inputs
 
 BYTES = 1 << 24
 

@@ -13,10 +13,10 @@ from mmspec import plugins
 from mmspec.cli import main
 from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.tiny_models import text_inputs
 from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, QWEN3_VL, cut, head_tensors, write_head
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs
 
 NEW = {"fc_norm": True, "norm_output": True}  # EAGLE-3.1, as `mmspec train eagle3` makes them
 PUBLISHED_METHOD = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}

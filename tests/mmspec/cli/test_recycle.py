@@ -12,12 +12,12 @@ import mmspec
 from mmspec import UserError
 from mmspec.cli.recycle import recycle
 from mmspec.drafters.registry import make_drafter
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(save_llava(tmp_path_factory.mktemp("standin")))
+    return str(save_llava(tmp_path_factory.mktemp("tiny")))
 
 
 def train(model, out, *options):

@@ -15,7 +15,7 @@ from mmspec.distil.recorded import RecordedFeatures, Recorder
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 

@@ -9,7 +9,7 @@ import mmspec
 from mmspec.distil.self_prompts import _usable, draw_prompts, prompt_id, user_opening
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
 NUMBERS = range(48)

@@ -24,12 +24,12 @@ from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle.device import Recycled
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
-from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import graphs, kernels
 from tests.device import Replayed, as_launches
 from tests.targets import prompt_of, row_of
 from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.models import text_inputs, vision_inputs
 
 VOCAB = 101
 DRAFTERS = [*tiny_drafters(), "recycle+ngram"]

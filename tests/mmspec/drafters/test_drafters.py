@@ -20,10 +20,10 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
-from mmspec.eval.decoding.tiny_configs import TINY_SIZES
-from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny.configs import TINY_SIZES
+from tests.tiny.models import text_inputs
 
 
 def begun(drafter, rows, vocab=30):

@@ -16,7 +16,7 @@ from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Config, default_reads
 from mmspec.drafters.hidden_state.rope import rotary_of
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.tiny_models import eagle3_network, text_inputs, vision_inputs
+from tests.draft_checks import chain_of_five
 from tests.eagle3 import (
     GEMMA4,
     GPT_OSS,
@@ -33,7 +33,7 @@ from tests.eagle3 import (
 )
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from tests.watching import chain_of_five
+from tests.tiny.models import eagle3_network, text_inputs, vision_inputs
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from mmspec import UserError
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter
-from mmspec.eval.decoding.tiny_drafters import NETWORKS, tiny_drafter
-from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.drafters import NETWORKS, tiny_drafter
+from tests.tiny.models import text_inputs
 
 _WRONG = ("text", None, [], {}, 1.5, True, -1, 0, 10**9, 10**30, math.nan, math.inf, -math.inf, [1], {"a": 1})
 _ROOM = 200_000_000  # bytes that a refusal may take at most

@@ -24,13 +24,13 @@ from mmspec.drafters.mtp.drafter import MTP
 from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import convert, network_config
 from mmspec.drafters.registry import make_drafter
-from mmspec.eval.decoding.tiny_configs import GATED_DELTA_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
+from tests.draft_checks import chain_of_five
+from tests.model_folders import tokenizer
 from tests.mtp import PlainMTP, check_mtp, entries_of, mtp_tensors, write_target
-from tests.standin import tokenizer
 from tests.targets import row_of
 from tests.tiny import shared_model
-from tests.watching import chain_of_five
+from tests.tiny.configs import GATED_DELTA_CONFIGS
+from tests.tiny.models import text_inputs, vision_inputs
 
 NAMES = ["qwen3_5_text", "qwen3_5"]
 

@@ -12,15 +12,15 @@ from mmspec import plugins
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import SteppedEngine
 from tests.drafters import assert_forgotten, assert_idle
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.models import text_inputs, vision_inputs
 
 NEW, CHUNK = 6, 8
 NEED_IMAGES = ("vispec", "flash", "mtp")

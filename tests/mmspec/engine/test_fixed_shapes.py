@@ -10,14 +10,14 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.registry import drafter_spec
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget, node_bucket
 from tests.decoding import decode
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.models import text_inputs, vision_inputs
 
 
 @pytest.fixture(autouse=True)

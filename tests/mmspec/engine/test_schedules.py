@@ -11,12 +11,12 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget, CostTable
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
-from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from tests.decoding import SteppedEngine
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import CONVOLUTION_CONFIGS, MIXER_CONFIGS, VISION_CONFIGS
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.models import text_inputs, vision_inputs
 
 pytestmark = pytest.mark.long
 

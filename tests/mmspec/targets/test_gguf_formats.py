@@ -17,7 +17,7 @@ from mmspec.errors import UserError
 from mmspec.targets import gguf
 from mmspec.targets.packing import weights_kind
 from tests.compiled import needs_kernels
-from tests.standin import gguf_matrix, save_gguf
+from tests.model_folders import gguf_matrix, save_gguf
 
 FORMS: dict[str, str | None] = {
     **dict.fromkeys(["Q1_0", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K"], "int4"),

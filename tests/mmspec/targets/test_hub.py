@@ -14,7 +14,7 @@ import mmspec
 from mmspec.cli import main
 from mmspec.drafters.small import Small
 from mmspec.targets.hub import is_on_hub
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 # One of ours; huggingface_hub makes one of its own in a process, without retries. A retried load makes dozens.
 CONNECTIONS = 2

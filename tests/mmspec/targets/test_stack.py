@@ -20,7 +20,7 @@ from mmspec.targets import decoder_layer
 from mmspec.targets.decoder_layer import MergedLayer, merge_layers
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed
 from tests.compiled import needs_kernels
-from tests.packed import VOCAB, layer_by_layer, model_of, target_of
+from tests.mmspec.targets.packed import VOCAB, layer_by_layer, model_of, target_of
 
 ROWS = [1, 127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
 PACKED = ["bfloat16", *QUANTISED]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import mmspec
 from mmspec import UserError
-from tests.standin import save_text_model
+from tests.model_folders import save_text_model
 
 
 @pytest.fixture(scope="module")

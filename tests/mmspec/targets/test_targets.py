@@ -26,14 +26,14 @@ from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
-from mmspec.eval.decoding.tiny_configs import HYBRID_CONFIGS, TEXT_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, text_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
+from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS
+from tests.tiny.models import text_inputs, text_model
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)

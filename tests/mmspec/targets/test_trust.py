@@ -13,7 +13,7 @@ from mmspec import UserError
 from mmspec.cli import main
 from mmspec.drafters.registry import make_drafter
 from mmspec.targets.support import from_pretrained
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
 
 _CODE = """
 from pathlib import Path

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from mmspec import UserError
 from mmspec.targets.processor import Processor
 from mmspec.targets.user_text import UserText
-from tests.standin import tokenizer as byte_level
+from tests.model_folders import tokenizer as byte_level
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"

@@ -14,7 +14,7 @@ import mmspec
 from mmspec import plugins
 from mmspec.vision.embedded import samples
 from tests.commandline import Run, assert_user_error, runner
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from mmspec.cli import main
 from mmspec.vision.cli import folder as folders
 from mmspec.vision.cli.folder import Captioner, caption_folder
 from mmspec.vision.embedded import samples
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
 
 NAMES = [f"{k}.png" for k in range(5)]
 

@@ -19,7 +19,7 @@ from mmspec.vision.cli.make_data import Dataset, make_data
 from mmspec.vision.distil.scenes import KINDS, scene_conversations
 from mmspec.vision.scenes.conversations import video
 from mmspec.vision.scenes.scene import seeded
-from tests.standin import save_llava, save_text_model
+from tests.model_folders import save_llava, save_text_model
 
 NEW = ("--max-new-tokens", "7")
 

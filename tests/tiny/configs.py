@@ -339,10 +339,15 @@ def _qwen_text(config_class: Any) -> Any:
     return _shrink(config_class, rope_parameters=rope)
 
 
-def _qwen_token_ids() -> dict[str, Any]:
-    return dict(
-        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END
-    )
+_QWEN_VISION: dict[str, Any] = dict(
+    depth=2, hidden_size=32, out_hidden_size=48, num_heads=2, patch_size=4, intermediate_size=32
+)
+
+
+def _qwen_vl(config_class: Any, text: Any, vision: dict[str, Any]) -> Any:
+    tokens = dict(image_token_id=IMAGE, video_token_id=VIDEO)
+    tokens |= dict(vision_start_token_id=VISION_START, vision_end_token_id=VISION_END)
+    return config_class(text_config=text, vision_config=vision, **tokens)
 
 
 VISION_CONFIGS: dict[str, Any] = {
@@ -373,50 +378,22 @@ VISION_CONFIGS: dict[str, Any] = {
         image_grid_pinpoints=[[16, 32], [32, 16]],
         vision_feature_layer=-1,
     ),
-    "qwen2_vl": lambda: Qwen2VLConfig(
-        text_config=_qwen_text(Qwen2VLTextConfig),
-        vision_config=dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, patch_size=4, mlp_ratio=2),
-        **_qwen_token_ids(),
+    "qwen2_vl": lambda: _qwen_vl(
+        Qwen2VLConfig,
+        _qwen_text(Qwen2VLTextConfig),
+        dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, patch_size=4, mlp_ratio=2),
     ),
-    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
-        text_config=_qwen_text(Qwen2_5_VLTextConfig),
-        vision_config=dict(
-            depth=2,
-            hidden_size=32,
-            out_hidden_size=48,
-            num_heads=2,
-            patch_size=4,
-            intermediate_size=32,
-            window_size=16,
-            fullatt_block_indexes=[1],
-        ),
-        **_qwen_token_ids(),
+    "qwen2_5_vl": lambda: _qwen_vl(
+        Qwen2_5_VLConfig,
+        _qwen_text(Qwen2_5_VLTextConfig),
+        _QWEN_VISION | dict(window_size=16, fullatt_block_indexes=[1]),
     ),
-    "qwen3_vl": lambda: Qwen3VLConfig(
-        text_config=_qwen_text(Qwen3VLTextConfig),
-        vision_config=dict(
-            depth=3,
-            hidden_size=32,
-            out_hidden_size=48,
-            num_heads=2,
-            patch_size=4,
-            intermediate_size=32,
-            deepstack_visual_indexes=[0, 1],
-            num_position_embeddings=16,
-        ),
-        **_qwen_token_ids(),
+    "qwen3_vl": lambda: _qwen_vl(
+        Qwen3VLConfig,
+        _qwen_text(Qwen3VLTextConfig),
+        _QWEN_VISION | dict(depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
     ),
-    "qwen3_5": lambda: Qwen3_5Config(
-        text_config=_qwen3_5(Qwen3_5TextConfig),
-        vision_config=dict(
-            depth=2,
-            hidden_size=32,
-            out_hidden_size=48,
-            num_heads=2,
-            patch_size=4,
-            intermediate_size=32,
-            num_position_embeddings=16,
-        ),
-        **_qwen_token_ids(),
+    "qwen3_5": lambda: _qwen_vl(
+        Qwen3_5Config, _qwen3_5(Qwen3_5TextConfig), _QWEN_VISION | dict(num_position_embeddings=16)
     ),
 }

@@ -1,4 +1,4 @@
-"""Watching a drafter at work: what it claims of its trees, and that they change nothing of what is said."""
+"""Checks of a drafter: the probabilities of its nodes, and that its trees change no token."""
 
 from __future__ import annotations
 

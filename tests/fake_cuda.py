@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: tensors have its name and no contents, kernels are launched into nothing.
+"""A fake CUDA device: its tensors have no contents, and kernel launches do nothing.
 
 What a step does with devices is checked without one: an operation that mixes two of them fails, what the host reads is
 counted, and what may not be captured fails while a pass is "captured". Every number that is read is a one.
@@ -28,8 +28,8 @@ _aten = torch.ops.aten
 _OPERATIONS = {"__invert__": _aten.bitwise_not.default, "copy_": _aten.copy_.default}
 
 
-def pretended(tensor: Tensor) -> Tensor:
-    """The same as if it were there."""
+def on_fake_cuda(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape on the fake device, without contents; other values as they are."""
     if not isinstance(tensor, Tensor) or tensor.device == CUDA:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
@@ -58,7 +58,7 @@ class _Graph:
 class _Event:
     """In place of a CUDA event. Times are asked for once the host has waited for the device since."""
 
-    def __init__(self, device: PretendedCuda) -> None:
+    def __init__(self, device: FakeCuda) -> None:
         self._device = device
 
     def record(self) -> None:
@@ -70,7 +70,7 @@ class _Event:
         return 1.0
 
 
-class PretendedCuda(TorchFunctionMode):
+class FakeCuda(TorchFunctionMode):
     """Runs what Python hands to torch on tensors that are not there.
 
     Attributes:
@@ -213,7 +213,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _moved(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    there = pretended(tensor)
+    there = on_fake_cuda(tensor)
     if dtype in (None, there.dtype) or not there.is_floating_point():
         return there
     return _aten._to_copy.default(there, dtype=dtype)
@@ -232,9 +232,9 @@ def _ones(shape: Any) -> Any:
 
 
 @contextmanager
-def pretended_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[PretendedCuda]:
+def fake_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[FakeCuda]:
     """Run on such a device. ``strict`` refuses tensors that are there; else they are taken for ones that are not."""
-    device = PretendedCuda()
+    device = FakeCuda()
 
     def scalar(mode: Any, func: Any, x: Tensor) -> Any:
         device.read("a number")

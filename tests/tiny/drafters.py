@@ -12,7 +12,7 @@ from mmspec import plugins
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import drafter_spec
 from mmspec.drafters.union import Union
-from mmspec.eval.decoding.tiny_models import (
+from tests.tiny.models import (
     eagle3_network,
     eagle_network,
     mamba_network,

@@ -1,7 +1,6 @@
 """Tiny randomly initialised models of every supported architecture, with inputs and random drafters.
 
-For tests and ``mmspec.eval.losslessness``. Weights have a large variance, so that greedy outputs vary instead of
-repeating one token, and top logits lie far apart.
+Weights have a large variance, so that greedy outputs vary instead of repeating one token, and top logits lie far apart.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
 from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
 from mmspec.drafters.hidden_state.layer import LayerShape
 from mmspec.drafters.mtp.network import MTPConfig, MTPNetwork
-from mmspec.eval.decoding.tiny_configs import (
+from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
+from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
+from tests.tiny.configs import (
     HYBRID_CONFIGS,
     IMAGE,
     TEXT_CONFIGS,
@@ -27,9 +29,6 @@ from mmspec.eval.decoding.tiny_configs import (
     VISION_START,
     VOCAB,
 )
-from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
-from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
 
 C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)

@@ -1,5 +1,5 @@
 """Verification where random cases seldom go: drawn children that held much of q, thresholds on both of their sides, and
-tokens of tiny probability. Part of the grid of ``tests.mmspec.ops_grid``."""
+tokens of tiny probability. Part of the grid of ``tests.mmspec.ops.ops_grid``."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.mmspec.ops_grid import CHECKS, name
+from tests.mmspec.ops.ops_grid import CHECKS, name
 from tests.process import run
 
 pytest.importorskip("triton")
@@ -13,14 +13,14 @@ from tests.compiling import SHARED
 
 @pytest.mark.long
 def test_interpreted_kernels_agree_with_loops():
-    out = run("tests.mmspec.ops_grid", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton")
+    out = run("tests.mmspec.ops.ops_grid", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton")
     assert out.splitlines()[-1] == f"{len(CHECKS)} passed, 0 failed"
 
 
 @pytest.mark.long
 def test_interpreted_kernels_say_what_generate_says():
     """Whole answers: every pass of the target, and of the drafter, goes through the kernels."""
-    llava, *hybrids = run("tests.mmspec.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
+    llava, *hybrids = run("tests.mmspec.ops.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
     assert [part.split("=")[0] for part in llava.split()] == [
         "llava",
         "compact_kv",
@@ -45,7 +45,7 @@ def test_interpreted_kernels_say_what_generate_says():
 
 @pytest.mark.long
 def test_kernels_compile_without_a_gpu(tmp_path):
-    out = run("tests.mmspec.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
+    out = run("tests.mmspec.ops.ops_compile", "80", "90", "100", TRITON_CACHE_DIR=str(tmp_path))
     built = [json.loads(line) for line in out.splitlines()]
     kernels = {
         f"_{part}_kernel"
@@ -75,7 +75,7 @@ def check_fits(built):
 
 @pytest.mark.slow
 def test_attention_fits_at_many_shapes(tmp_path):
-    out = run("tests.mmspec.ops_compile", "80", "90", "100", "attention", TRITON_CACHE_DIR=str(tmp_path))
+    out = run("tests.mmspec.ops.ops_compile", "80", "90", "100", "attention", TRITON_CACHE_DIR=str(tmp_path))
     built = [json.loads(line) for line in out.splitlines()]
     assert len(built) == 36
     check_fits(built)

@@ -1,6 +1,6 @@
 """Structured output end to end: every kind of target and drafter says what masked plain decoding says.
 
-The reference (``tests/constrained.py``) shares no code with the package.
+The reference (``tests/mmspec/sampling/constrained.py``) shares no code with the package.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.vision.embedded import samples
-from tests.constrained import decode_plainly
+from tests.mmspec.sampling.constrained import decode_plainly
 from tests.tiny import byte_model, byte_tokenizer
 
 IMAGE = samples() / "scene.png"

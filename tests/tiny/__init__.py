@@ -6,13 +6,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast
 
 from mmspec.core.tree import TokenTree
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_model, vision_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_model, vision_model
 
 
 @cache
@@ -67,7 +68,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte (ids 3..258), so that a character of several bytes is split over tokens."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{symbol: i for i, symbol in enumerate(symbols, start=3)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

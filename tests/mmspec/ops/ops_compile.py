@@ -1,4 +1,4 @@
-"""``python -m tests.mmspec.ops_compile 80 90``: compile every kernel of ``mmspec.ops`` for these GPUs, without one;
+"""``python -m tests.mmspec.ops.ops_compile 80 90``: compile every kernel of ``mmspec.ops`` for these GPUs, without one;
 ``... 90 attention``: attention at many shapes.
 
 Prints one JSON line for each kernel and capability, with what a program takes of a processor.

@@ -1,5 +1,7 @@
-"""Answers of tiny models by the Triton kernels, through the interpreter: ``python -m tests.mmspec.interpreted`` with
-``TRITON_INTERPRET=1 MMSPEC_KERNELS=triton``, in a process of its own as for ``tests.mmspec.ops_grid``."""
+"""Answers of tiny models by the Triton kernels, through the interpreter: ``python -m tests.mmspec.ops.interpreted``.
+
+It needs ``TRITON_INTERPRET=1 MMSPEC_KERNELS=triton`` in a process of its own, as ``tests.mmspec.ops.ops_grid``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from mmspec import plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.sampling.sampler import Sampler
 from mmspec.vision.drafters.msd.drafter import MSD
 from tests.decoding import decode
@@ -22,6 +23,7 @@ from tests.drafting import network_for
 from tests.interpreter import mend_interpreter
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.models import text_inputs, vision_inputs
 
 KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),

@@ -9,16 +9,16 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.engine.stopping import Stopper
-from mmspec.eval.decoding.tiny_configs import VISION_CONFIGS
-from mmspec.eval.decoding.tiny_models import text_inputs, vision_inputs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.mmspec.ops.test_graphs import DRAFTERS, drafter_for
 from tests.tiny import shared_model
+from tests.tiny.configs import VISION_CONFIGS
+from tests.tiny.models import text_inputs, vision_inputs
 
 pytest.importorskip("triton")
-from tests.pretended import pretended, pretended_cuda, to_cuda
+from tests.fake_cuda import fake_cuda, on_fake_cuda, to_cuda
 
 pytestmark = pytest.mark.long
 
@@ -50,12 +50,12 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
     drafter = drafter_for(kind, model)
     inputs = vision_inputs(name, batch) if name in VISION_CONFIGS else text_inputs(batch)
     sampler = Sampler(params.processors(), do_sample=params.do_sample)
-    with pretended_cuda(monkeypatch) as device:
+    with fake_cuda(monkeypatch) as device:
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         if drafter is not None:
             drafter.attach(target)
-        inputs = {name: pretended(value) for name, value in inputs.items() if name != "attention_mask"}
+        inputs = {name: on_fake_cuda(value) for name, value in inputs.items() if name != "attention_mask"}
         ids = inputs.pop("input_ids")
         running = decode(target, drafter, Prompt(ids, None, inputs), sampler, Stopper(12, criteria=[]), Budget(5, 3))
         next(running)
@@ -70,7 +70,7 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
 
 
 def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
-    with pretended_cuda(monkeypatch) as device:
+    with fake_cuda(monkeypatch) as device:
         there, here = torch.zeros(2, device="cuda"), torch.zeros(2)
         with pytest.raises(RuntimeError, match="cuda:0"):
             there + here

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmspec import ops
-from tests.mmspec.ops_grid import CHECKS, name
+from tests.mmspec.ops.ops_grid import CHECKS, name
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """One grid of awkward cases for every implementation of ``mmspec.ops``, compared with plain loops.
 
-``python -m tests.mmspec.ops_grid`` runs it on a CPU with the implementation that ``MMSPEC_KERNELS`` names. The Triton
-kernels need ``TRITON_INTERPRET=1`` from the start of the process for that, so tests run them in one of their own.
+``python -m tests.mmspec.ops.ops_grid`` runs it on a CPU with the implementation that ``MMSPEC_KERNELS`` names. The
+Triton kernels need ``TRITON_INTERPRET=1`` from the start of the process for that, so tests run them in one of their
+own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from mmspec import TokenTree, ops
 from tests.interpreter import mend_interpreter
-from tests.mmspec.verify_grid import EXACT, PEAKED, check_exact, check_peaked, check_tiny_shares
+from tests.mmspec.ops.verify_grid import EXACT, PEAKED, check_exact, check_peaked, check_tiny_shares
 from tests.tiny import random_tree, root_path, valid_nodes
 
 # ---------------------------------------------------------------------- attention
