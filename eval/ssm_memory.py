@@ -78,7 +78,7 @@ def step_bytes(target: TransformersTarget, tree: TokenTree) -> int:
 
     def verify_and_commit() -> None:
         target.forward_tree(tree)
-        target.commit_nodes(path[None], [path.tolist()])
+        target.runner.commit_nodes(path[None], [path.tolist()])
 
     return peak_cpu_bytes(verify_and_commit)
 

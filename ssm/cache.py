@@ -17,23 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.cache.rows import RowTensor, row_index
+from mmspec.cache.rows import row_index
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
 from mmspec.ssm.convolutions import Convolutions, Key
 from mmspec.ssm.ops import conv_window
 from mmspec.ssm.recurrences import Recurrence
+from mmspec.ssm.scans import Scans
 
 STATES = "tree_states"
 """Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers; and attribute of a convolution's
 inputs, for mixers without keyword arguments, such as Mamba-1's."""
 
-_MIN_NODES = 64
-"""Initial node capacity of in-place buffers."""
-
 _COMMIT_ELEMENTS = 1 << 17
 """Elements per batched commit on a CPU: small layers are batched to save calls, large ones run one by one to save
-memory. In place, all layers are batched."""
+memory. With static shapes, all layers are batched."""
 
 
 @dataclass
@@ -44,7 +42,20 @@ class _Tree:
     window: Tensor  # (batch, nodes, width), see conv_window
 
 
-class StateCache(TreeCache):
+class _NoReads:
+    """Reads of the mixers' own one-token paths, which update states in place: they find none."""
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+
+class StateCache(_NoReads, TreeCache):
     """``TreeCache`` of a model with recurrent layers of one kind.
 
     Args:
@@ -53,7 +64,7 @@ class StateCache(TreeCache):
         recurrent: indices of layers with a recurrent state.
         attending: indices of layers with keys and values; a layer may have both.
         reserve: KV slots to allocate.
-        in_place: static buffers, for states too.
+        static_shapes: static buffers, for states too.
         scans: scans of a layer, one after another, whose states transformers stacks.
     """
 
@@ -65,41 +76,23 @@ class StateCache(TreeCache):
         *,
         attending: Sequence[int],
         reserve: int,
-        in_place: bool = False,
+        static_shapes: bool = False,
         scans: int = 1,
     ) -> None:
-        super().__init__(num_layers, reserve=reserve, attending=attending, in_place=in_place)
+        super().__init__(num_layers, reserve=reserve, attending=attending, static_shapes=static_shapes)
         self._place = {layer: place for place, layer in enumerate(recurrent)}
-        self._scans = scans
-        self._units = len(recurrent) * scans if recurrence is not None else 0
-        self._recurrence = recurrence(self._units) if recurrence is not None else None
-        self._conv = Convolutions(in_place)
-        self._state = RowTensor(in_place)  # (rows, units, heads, ...) float32
-        self._gates: Tensor | None = None  # (units, rows, nodes, gates)
+        units = len(recurrent) * scans if recurrence is not None else 0
+        self._scans = Scans(recurrence(units) if recurrence is not None else None, units, scans, static_shapes)
+        self._conv = Convolutions(static_shapes)
         self._tree: _Tree | None = None
-        self._calls = 0  # scans in the last verify pass
         self._current: Key = 0, 0  # running layer and convolution; convolution and scan do not receive their indices
 
     @property
     def version(self) -> tuple[object, ...]:
         """Changes whenever a buffer is reallocated."""
-        return self._version, self._conv.version, self._state.version
-
-    @version.setter
-    def version(self, new: object) -> None:
-        self._version = new
+        return self.kv.version, self._conv.version, self._scans.version
 
     # ------------------------------------------------------------------ cache interface of transformers' mixers
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        # True would select the mixer's one-token path, which updates the state in place.
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 4, **options: Any
@@ -121,12 +114,7 @@ class StateCache(TreeCache):
         if self._tree is not None:
             return
         assert recurrent_states is not None
-        new = recurrent_states if self._scans > 1 else recurrent_states[:, None]
-        if not self._state.rows:
-            batch, _, *shape = new.shape
-            self._state.append(new.new_zeros(batch, self._units, *shape, dtype=torch.float32))
-        first = self._place[layer_idx] * self._scans
-        self._state.data[:, first : first + self._scans] = new
+        self._scans.store(self._place[layer_idx], recurrent_states)
 
     # ------------------------------------------------------------------ verify pass
 
@@ -148,7 +136,8 @@ class StateCache(TreeCache):
         else:
             # The parent is the last proper ancestor, as parents precede their children.
             window = conv_window(torch.where(reach.tril(-1), index, -1).amax(-1), width)
-        self._tree, self._calls, self._conv.calls = _Tree(reach, window), 0, 0
+        self._tree = _Tree(reach, window)
+        self._conv.calls = self._scans.calls = 0
         return {STATES: self}
 
     def conv(
@@ -162,18 +151,7 @@ class StateCache(TreeCache):
     def scan(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Replaces the mixer's scan; instead of a final state, an empty tensor."""
         assert self._tree is not None
-        assert self._recurrence is not None
-        unit, ancestors = self._place[self._current[0]] * self._scans + self._calls % self._scans, self._tree.ancestors
-        self._calls += 1
-        state = self._state.data[: len(ancestors), unit]
-        y, gates = self._recurrence.read(unit, state, ancestors, *args, **options)
-        rows, nodes, count = gates.shape
-        if self._gates is None or self._gates.shape[1] < rows or self._gates.shape[2] < nodes:
-            capacity = max(nodes, _MIN_NODES if self.in_place else 1)
-            self._gates = gates.new_empty(self._units, rows, capacity, count)
-            self.version = object()
-        self._gates[unit, :rows, :nodes] = gates
-        return y, state[:0]
+        return self._scans.read(self._place[self._current[0]], self._tree.ancestors, *args, **options)
 
     def windowed(
         self, key: Key, width: int, function: Callable[..., Any], x: Tensor, *others: Tensor, mask: Tensor | None = None
@@ -216,51 +194,48 @@ class StateCache(TreeCache):
     # ------------------------------------------------------------------ rows and commit
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
-        self._conv.commit_prompt(self._state.data.new_zeros(batch, 0, 0))
+        self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))
         super().commit_prompt(tokens, attention_mask, batch)
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
         assert isinstance(prompt, StateCache)
-        index = row_index(range(prompt.rows) if chosen is None else chosen, self._state.data.device)
+        index = row_index(range(prompt.rows) if chosen is None else chosen, prompt._conv.state.data.device)
         self._conv.append(prompt._conv, index)
-        if self._recurrence is not None:
-            self._state.append(prompt._state.data[index])
+        if len(self._scans):
+            self._scans.state.append(prompt._scans.state.data[index])
+        self.kv.device = index.device
         super().append(prompt, reserve, chosen)
 
     def tensors(self) -> list[Tensor]:
-        return [*super().tensors(), self._conv.state.data, self._state.data]
+        return [*super().tensors(), self._conv.state.data, self._scans.state.data]
 
     def truncate(self, length: int) -> None:
         raise UserError("recurrent states cannot be cut: only whole prefixes are used again")
 
     def select(self, rows: Sequence[int]) -> None:
         self._conv.state.select(rows)
-        if self._recurrence is not None:
-            self._state.select(rows)
+        if len(self._scans):
+            self._scans.state.select(rows)
         super().select(rows)
 
     def _changed(self) -> None:
         super()._changed()
         self._tree = None
 
-    def _device(self) -> torch.device:
-        return self._conv.state.data.device
-
     def commit_on_device(self, path: Tensor) -> None:
         super().commit_on_device(path)
-        self._absorb(path)
+        self._advance_states(path)
 
     def commit(self, path: Tensor, rows: list[list[int]]) -> None:
         super().commit(path, rows)
-        longest = max(map(len, rows))
-        if not self.in_place:
-            if longest:
-                self._absorb(path[:, :longest])
-            self._tree, self._calls, self._conv.calls = None, 0, 0
+        if longest := max(map(len, rows)):
+            self._advance_states(path[:, :longest])
+        self._tree = None
+        self._conv.calls = self._scans.calls = 0
 
-    def _absorb(self, path: Tensor) -> None:
+    def _advance_states(self, path: Tensor) -> None:
         """Update the states along each row's path, (batch, depth) padded with -1."""
-        expected, received = len(self._conv) + self._units, self._conv.calls + self._calls
+        expected, received = len(self._conv) + len(self._scans), self._conv.calls + self._scans.calls
         if received != expected:
             # A mixer that bypasses the replaced functions treats the tree as a sequence: wrong logits.
             raise RuntimeError(
@@ -271,31 +246,14 @@ class StateCache(TreeCache):
         chain = torch.where(path >= 0, torch.arange(depth, device=path.device), -1)
         at = torch.arange(batch, device=path.device)[:, None], path.clamp(min=0)
         for part in self._parts(batch, depth):
-            y = self._conv.commit(part, chain, at, self._recurrence is not None) if len(self._conv) else chain
-            if self._recurrence is not None:
-                self._advance(self._recurrence, slice(part.start * self._scans, part.stop * self._scans), y, chain, at)
+            y = self._conv.commit(part, chain, at, bool(len(self._scans))) if len(self._conv) else chain
+            if len(self._scans):
+                self._scans.commit(part, y, chain, at, bool(len(self._conv)))
 
     def _parts(self, batch: int, depth: int) -> Iterator[slice]:
         """Slices of layers, or of convolutions if they are not followed by scans, to batch in a commit."""
         layers = len(self._conv) or len(self._place)
-        gates = 0 if self._gates is None else self._gates.shape[3] * self._scans
-        entries = batch * (depth + self._conv.width) * max(self._conv.state.data.shape[1] // layers, gates)
-        size = layers if self.in_place else max(1, _COMMIT_ELEMENTS // entries)
+        entries = batch * (depth + self._conv.width) * max(self._conv.state.data.shape[1] // layers, self._scans.gates)
+        size = layers if self.static_shapes else max(1, _COMMIT_ELEMENTS // entries)
         for start in range(0, layers, size):
             yield slice(start, min(start + size, layers))
-
-    def _advance(
-        self, recurrence: Recurrence, units: slice, y: Tensor, chain: Tensor, at: tuple[Tensor, Tensor]
-    ) -> None:
-        """Advance the recurrent states of some layers, given their convolutions' outputs along the path, if they have
-        any; ``at`` indexes rows and path nodes."""
-        assert self._gates is not None
-        batch = len(chain)
-        states = self._state.data[:batch, units]  # (batch, units, heads, ...)
-        state = states.view(batch, -1, *states.shape[3:])
-        contiguous = state.contiguous()  # a copy if layers are split and there are several rows
-        gates = self._gates[units][:, *at].permute(1, 2, 0, 3)
-        channels = y.unflatten(2, (states.shape[1], -1)) if len(self._conv) else y
-        recurrence.commit(units, channels, gates, contiguous, chain)
-        if contiguous is not state:
-            state.copy_(contiguous)

@@ -16,24 +16,24 @@ from mmspec.ssm.ops import commit_conv, tree_conv
 Key = tuple[int, int]
 """Layer, and number of the convolution in the layer (transformers' ``state_idx``)."""
 
-_MIN_NODES = 64
-"""Initial node capacity of in-place buffers."""
+MIN_NODES = 64
+"""Initial node capacity of buffers of static shapes."""
 
 
 class Convolutions:
     """States of all convolutions of a model, which have one width.
 
     Args:
-        in_place: static buffers.
+        static_shapes: static buffers.
 
     Attributes:
         state: (rows, channels, width - 1), the last inputs, newest last.
         calls: convolutions computed in the last verify pass.
     """
 
-    def __init__(self, in_place: bool) -> None:
-        self.in_place = in_place
-        self.state = RowTensor(in_place)
+    def __init__(self, static_shapes: bool) -> None:
+        self.static_shapes = static_shapes
+        self.state = RowTensor(static_shapes)
         self.calls = 0
         self._prompt: dict[Key, Tensor] = {}  # (batch, channels, width - 1) until the prompt is committed
         self._channels: dict[Key, slice] = {}
@@ -98,7 +98,7 @@ class Convolutions:
         (rows, nodes, _), buffer, state = x.shape, self._inputs, self.state.data
         alike = (buffer.shape[2], buffer.dtype, buffer.device) == (state.shape[1], state.dtype, state.device)
         if not alike or buffer.shape[0] < rows or buffer.shape[1] < nodes:
-            self._inputs = state.new_empty(rows, max(nodes, _MIN_NODES if self.in_place else 1), state.shape[1])
+            self._inputs = state.new_empty(rows, max(nodes, MIN_NODES if self.static_shapes else 1), state.shape[1])
             self._reallocated = object()
         self._inputs[:rows, :nodes, self._channels[key]] = x
         return state[:rows, self._channels[key]]

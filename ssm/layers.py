@@ -55,7 +55,7 @@ class RecurrentLayers:
     families: ClassVar[tuple[str, ...]]
     recurrence: ClassVar[type[Recurrence] | None] = None
     functions: ClassVar[Functions] = CONVOLUTION
-    static: bool = True
+    static_shapes: bool = True
     kinds = frozenset({_RECURRENT, _CONVOLVED, *_ATTENDING, "moe", "mlp"})
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -85,14 +85,14 @@ class RecurrentLayers:
     def applied(self) -> AbstractContextManager[None]:
         return _dispatching(self._module, self.replaced())
 
-    def cache(self, reserve: int, in_place: bool = False) -> StateCache:
+    def cache(self, reserve: int, static_shapes: bool = False) -> StateCache:
         return StateCache(
             self._layers,
             self.recurrence,
             self._recurrent,
             attending=self._attending,
             reserve=reserve,
-            in_place=in_place,
+            static_shapes=static_shapes,
             scans=self._scans,
         )
 
@@ -164,7 +164,7 @@ class InklingLayers(RecurrentLayers):
 
     families = ("inkling_text",)
     functions = INKLING
-    static = False  # positions of keys and queries differ by row
+    static_shapes = False  # positions of keys and queries differ by row
 
 
 class Inkling2Layers(RecurrentLayers):
@@ -172,7 +172,7 @@ class Inkling2Layers(RecurrentLayers):
 
     families = ("inkling2_text",)
     functions = INKLING2
-    static = False
+    static_shapes = False
 
 
 class ZayaLayers(RecurrentLayers):

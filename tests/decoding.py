@@ -36,7 +36,7 @@ class SteppedEngine(Engine):
 
     def remove(self, sequences):
         super().remove(sequences)
-        self._remove_finished()
+        self.core.remove_finished()
         self._has_work()
 
     def _wake(self):

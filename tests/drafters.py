@@ -13,9 +13,9 @@ from mmspec.engine.sequence import Sequence as Decoded
 
 def assert_idle(engine: Engine) -> None:
     """An engine without requests has no rows."""
-    assert (engine.running, engine._prefilled, engine._queued) == ([], [], [])
+    assert (engine.core.running, engine.core._prefilled, engine.core.queued) == ([], [], [])
     target: Any = engine.target
-    assert target.rows == 0
+    assert target.runner.rows == 0
 
 
 def assert_forgotten(ended: Sequence[Decoded]) -> None:

@@ -169,20 +169,21 @@ def held_rows() -> Iterator[str]:
     engines = [one for one in gc.get_objects() if issubclass(type(one), Engine)]
     parts: dict[int, Any] = {}
     for engine in engines:
-        if any(not sequence.done for sequence in engine.running) or engine._queued:
+        if any(not sequence.done for sequence in engine.core.running) or engine.core.queued:
             continue
-        if engine.running or engine._prefilled:
-            yield f"an engine has {len(engine.running)} sequences that have ended"
+        if engine.core.running or engine.core._prefilled:
+            yield f"an engine has {len(engine.core.running)} sequences that have ended"
         parts[id(engine.target)] = engine.target
     for speculation in [one for one in gc.get_objects() if issubclass(type(one), Speculation)]:
         parts |= {id(part): part for part in speculation._parts}
     for engine in engines:
-        for part in [engine.target, *(engine._mode.speculation._parts if engine._mode else ())]:
-            if engine.running:
+        for part in [engine.target, *(engine.core.mode.speculation._parts if engine.core.mode else ())]:
+            if engine.core.running:
                 parts.pop(id(part), None)
     for part in parts.values():
-        if isinstance(part, TransformersTarget | CapturedDrafter) and part.rows:
-            yield f"{type(part).__name__} has {part.rows} rows after all requests have ended"
+        rows = part.runner.rows if isinstance(part, TransformersTarget) else getattr(part, "rows", 0)
+        if isinstance(part, TransformersTarget | CapturedDrafter) and rows:
+            yield f"{type(part).__name__} has {rows} rows after all requests have ended"
 
 
 class Leftovers:

@@ -49,7 +49,7 @@ class Served:
     def idle(self) -> bool:
         """Whether no choice runs or waits, in the server and in the engine."""
         slots, engine = self.app.state.slots, self.pipe.engine
-        return not (slots.running or slots.waiting or engine.running or engine._queued)
+        return not (slots.running or slots.waiting or engine.core.running or engine.core.queued)
 
 
 @contextmanager

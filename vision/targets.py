@@ -23,16 +23,7 @@ class VisionTarget(TransformersTarget):
     def supports(cls, config: Any) -> bool:
         return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        # Models with several position axes (Qwen-VL) compute those of visual tokens from the prompt.
-        if hasattr(self.model.base_model, "get_rope_index") and bool(self._is_visual(ids).any()):
-            return None
-        return super()._prompt_positions(ids, mask)
-
-    def visual(self, prompt: Prompt) -> Tensor | None:
-        return self._is_visual(prompt.input_ids)
-
-    def _is_visual(self, ids: Tensor) -> Tensor:
-        config = self.model.config
+    def visual(self, prompt: Prompt) -> Tensor:
+        config, ids = self.model.config, prompt.input_ids
         marks = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
         return torch.isin(ids, torch.tensor([mark for mark in marks if mark is not None], device=ids.device))

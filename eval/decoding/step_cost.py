@@ -131,7 +131,7 @@ class StepBenchmark:
                 self.target.forward_tree(tree)
                 start = clock()
                 with torch.inference_mode():
-                    self.target.commit_nodes(torch.tensor([committed]), [committed])
+                    self.target.runner.commit_nodes(torch.tensor([committed]), [committed])
                 spent.append(clock() - start)
         return median(times[0]), median(times[1])
 

@@ -37,7 +37,7 @@ class UnrolledTarget(TransformersTarget):
         path = verdict.path
         path = torch.where(path >= 0, self._copy.gather(1, path.clamp(min=0)), -1)
         copies = self._copy.tolist()
-        self.commit_nodes(path, [[copies[row][i] for i in kept] for row, (kept, _) in enumerate(verdict.host)])
+        self.runner.commit_nodes(path, [[copies[row][i] for i in kept] for row, (kept, _) in enumerate(verdict.host)])
 
 
 def unroll(tree: TokenTree) -> tuple[TokenTree, Tensor]:

@@ -88,7 +88,7 @@ def time_passes(
     row["plain_of_floor"] = row["floor_ms"] / plain
     row["over_plain"] = {count: ms / plain for count, ms in row["pass_ms"].items()}
     padding = torch.full((batch, 4), -1, device=device)  # costs as much as committing up to four nodes
-    commit = partial(target.commit_nodes, padding, [[] for _ in range(batch)])
+    commit = partial(target.runner.commit_nodes, padding, [[] for _ in range(batch)])
     row["commit_ms"] = 1000 * _steady_seconds(commit, device)
     for name, drafter in drafters.items():
         drafter.begin(prompt, step, [[*line, line[-1]] for line in ids.tolist()])
@@ -102,9 +102,9 @@ def time_passes(
 
 def _cache_bytes(target: TransformersTarget, batch: int, prefix: int) -> int:
     """Bytes of keys, values and recurrent states that a pass reads."""
-    config, cache = target.config, target._cache
+    config, cache = target.config, target.runner.cache
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = len(cache.attending)  # type: ignore[union-attr]
+    layers = len(cache.attending)
     total = 2 * target.model.dtype.itemsize * layers * batch * prefix * config.num_key_value_heads * head_dim
     if (states := getattr(cache, "_state", None)) is not None:
         total += states.data.numel() * states.data.element_size()

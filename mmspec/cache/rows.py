@@ -32,7 +32,7 @@ class RowTensor:
     """Tensor with one row per sequence along its first axis.
 
     Args:
-        in_place: preallocate for static shapes: ``data`` then has a power of two of rows, idle ones 0, and is
+        static_shapes: preallocate for static shapes: ``data`` then has a power of two of rows, idle ones 0, and is
             reallocated only to grow.
 
     Attributes:
@@ -41,8 +41,8 @@ class RowTensor:
         version: replaced whenever ``data`` is reallocated.
     """
 
-    def __init__(self, in_place: bool = False) -> None:
-        self.in_place = in_place
+    def __init__(self, static_shapes: bool = False) -> None:
+        self.static_shapes = static_shapes
         self.data = torch.empty(0)
         self.rows = 0
         self.version = object()
@@ -50,7 +50,7 @@ class RowTensor:
     def append(self, new: Tensor) -> None:
         """Append rows for new sequences, (new rows, ...)."""
         rows = self.rows + len(new)
-        if not self.in_place:
+        if not self.static_shapes:
             self.data = torch.cat([self.data, new]) if self.rows else new.clone()
         else:
             old = self.data
@@ -65,7 +65,7 @@ class RowTensor:
 
     def write(self, new: Tensor) -> None:
         """Set all rows, (rows, ...); in place, ``new`` may include idle rows."""
-        if self.in_place:
+        if self.static_shapes:
             self.data[: len(new)].copy_(new)
         else:
             self.data = new
@@ -74,7 +74,7 @@ class RowTensor:
         """Keep these rows, in this order."""
         if list(rows) != list(range(self.rows)):
             kept = self.data[row_index(rows, self.data.device)]
-            if self.in_place:
+            if self.static_shapes:
                 self.data[len(rows) : self.rows] = 0
                 self.data[: len(rows)] = kept
             else:

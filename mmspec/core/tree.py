@@ -227,7 +227,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     trees = [tree for tree in trees if tree.nodes > 1] or trees[:1]
     if len(trees) == 1:
         return trees[0]
-    return reduce(_merge_two, trees) if kernels.fixed_shapes(trees[0].tokens.device) else _merge_on_host(trees)
+    return reduce(_merge_two, trees) if kernels.static_shapes(trees[0].tokens.device) else _merge_on_host(trees)
 
 
 def _merge_on_host(trees: Sequence[TokenTree]) -> TokenTree:

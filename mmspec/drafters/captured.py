@@ -1,6 +1,6 @@
 """Base class of drafters that update their state with the accepted tokens and then grow a tree.
 
-With static shapes (``kernels.fixed_shapes``), both are one captured pass, without host syncs and with the batch padded
+With static shapes (``kernels.static_shapes``), both are one captured pass, without host syncs and with the batch padded
 to a power of two. Otherwise pending steps are merged into one pass, and the budget decides about each tree level.
 """
 
@@ -42,15 +42,15 @@ class CapturedDrafter(Drafter):
 
     Attributes:
         rows: number of sequences.
-        static: whether shapes are static.
+        static_shapes: whether shapes are static.
     """
 
     def __init__(self) -> None:
         self.reset()
 
-    def reset(self, static: bool = False) -> None:
+    def reset(self, static_shapes: bool = False) -> None:
         """Drop all rows and captured graphs."""
-        self.rows, self.static = 0, static
+        self.rows, self.static_shapes = 0, static_shapes
         self._pending: list[tuple[Inputs, list[int]]] = []  # inputs and accepted tokens per row of pending steps
         self._grow, self._absorb = Graphed(self._grown), Graphed(self._absorbed)
 
@@ -82,10 +82,10 @@ class CapturedDrafter(Drafter):
 
     # ------------------------------------------------------------------ rows
 
-    def join(self, rows: int, static: bool) -> None:
+    def join(self, rows: int, static_shapes: bool) -> None:
         """Register new rows; the caller then appends their state to ``parts``."""
-        if static != self.static:
-            self.reset(static)
+        if static_shapes != self.static_shapes:
+            self.reset(static_shapes)
         self.rows += rows
         self._pending = [
             (tuple(pad_rows(x, self.rows) for x in inputs), accepted + [0] * rows) for inputs, accepted in self._pending
@@ -111,7 +111,7 @@ class CapturedDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         """See ``Drafter``. Static shapes ignore ``budget.remaining``."""
-        if not self.static:
+        if not self.static_shapes:
             inputs = self._merged()
             self.reserve(inputs[0].shape[1] if inputs else 0)
             if inputs:

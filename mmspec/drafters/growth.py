@@ -97,7 +97,7 @@ def grow_tree(
     """
     batch = token.shape[0]
     deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
-    fixed = kernels.fixed_shapes(token.device)
+    fixed = kernels.static_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     tokens, scores, extended = [first[0]], [first[1]], []
     seen, children = 0, first[0].shape[1]  # candidates above the last level, children per node in it

@@ -26,6 +26,7 @@ from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.runner import StaticRunner
 from mmspec.targets.support import read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -53,7 +54,7 @@ class Small(CapturedDrafter):
         self.model: PreTrainedModel = model.eval()
         self.top_k = top_k
         super().__init__()
-        if self.lm.layers is not None:
+        if self.lm.decoder.layers is not None:
             # A recurrent state cannot be extended by uncommitted tokens.
             raise UserError(
                 f"the small drafter must have attention layers only: {type(self.model).__name__} has others"
@@ -66,10 +67,10 @@ class Small(CapturedDrafter):
         vars(self).update(state)
         self.model = self.lm.model
 
-    def reset(self, static: bool = False) -> None:
-        super().reset(static)
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
         self.lm = TransformersTarget(self.model)
-        self._output = RowTensor(static)  # (rows, hidden), at each row's last token
+        self._output = RowTensor(static_shapes)  # (rows, hidden), at each row's last token
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -105,7 +106,7 @@ class Small(CapturedDrafter):
         order = keep.sort(dim=1, stable=True).indices
         width = int(keep.sum(1).max())
         ids, mask = self._readable(ids.gather(1, order)[:, -width:]), keep.gather(1, order)[:, -width:]
-        self.join(len(history), self.lm.in_place)
+        self.join(len(history), self.lm.decoder.static_shapes)
         read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), room=1024)
         self._output.append(read.features["last"][:, -1])
 
@@ -114,38 +115,38 @@ class Small(CapturedDrafter):
         self.queue((verdict.tokens,), verdict)
 
     def reserve(self, width: int) -> None:
-        self.lm.cache.reserve_nodes(width + _DEPTH * self.top_k)
+        self.lm.runner.cache.reserve_nodes(width + _DEPTH * self.top_k)
 
     def advance(self, accepted: list[int]) -> None:
-        self.lm.cache.advance(accepted)
+        self.lm.runner.cache.advance(accepted)
 
     def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Append accepted tokens, (batch, width), to the KV cache."""
         (batch, width), lm = tokens.shape, self.lm
-        lm.forget_nodes()
+        lm.runner.forget_nodes()
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        states, path = lm.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
-        if self.static:
-            lm.absorb(path)
+        states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
+        if isinstance(lm.runner, StaticRunner):
+            lm.runner.commit_on_device(path)
         else:
-            lm.commit_nodes(path, [list(range(count)) for count in length.tolist()])
+            lm.runner.commit_nodes(path, [list(range(count)) for count in length.tolist()])
         write_last(self._output, states, length)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         lm, reach, levels = self.lm, Reach(), 0
-        lm.forget_nodes()
+        lm.runner.forget_nodes()
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal levels
             depth = torch.full_like(beam, levels)
-            states = lm.forward_nodes(beam, depth, reach(origin))
-            lm.keep_nodes(depth)
+            states = lm.runner.forward_nodes(beam, depth, reach(origin))
+            lm.runner.keep_nodes(depth)
             levels += 1
             return self._children(states)
 
         tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
-        lm.forget_nodes()
+        lm.runner.forget_nodes()
         return tree
 
     def _readable(self, tokens: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
     return {
         "architecture": type(model).__name__,
         **shape,
-        "attention": target.attention.name,
+        "attention": target.decoder.attention.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": weights_kind(model),
         "device": name,

@@ -123,7 +123,7 @@ class Speculation:
             cost = self.calibrate()
             if cost is None:
                 return self._fixed.setdefault(-1, Budget())
-            steady = kernels.fixed_shapes(self.target.device)
+            steady = kernels.static_shapes(self.target.device)
             self.budget = (SteadyBudget if steady else AdaptiveBudget)(cost, batch=batch)
         if self.budget.drift and self.budget.drift.overestimated:
             forget_cost(self.target)

@@ -1,7 +1,7 @@
 """CUDA graph capture per input shape: a decode step is a few hundred kernel launches and otherwise bound by the host.
 
 Captured functions read their inputs from static buffers and may update tensors in place; all other tensors that they
-use must keep their addresses (``TreeCache(in_place=True)``). ``MMSPEC_GRAPHS=0`` disables capture.
+use must keep their addresses (``TreeCache(static_shapes=True)``). ``MMSPEC_GRAPHS=0`` disables capture.
 
 All graphs of a device share one memory pool, so every replay overwrites the intermediates of the others. Inputs and
 outputs are therefore allocated outside of the pool.

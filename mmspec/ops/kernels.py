@@ -40,7 +40,7 @@ def in_use(device: torch.device) -> str:
     return "reference" if problem else "triton"
 
 
-def fixed_shapes(device: torch.device) -> bool:
+def static_shapes(device: torch.device) -> bool:
     """Whether steps use static shapes and buffers and sync with the host once: on CUDA, and wherever Triton runs."""
     return device.type == "cuda" or in_use(device) == "triton"
 

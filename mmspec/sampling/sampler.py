@@ -377,7 +377,7 @@ class _Group:
 
     def _find_empty(self, rows: Sequence[Sampled], scores: Tensor, choices: Tensor) -> None:
         """Record failures at nodes whose chosen token has no score, unless this needs a host sync."""
-        if not self._sampler.before_warpers or kernels.fixed_shapes(scores.device):
+        if not self._sampler.before_warpers or kernels.static_shapes(scores.device):
             return
         chosen = scores.gather(2, choices[..., None])[..., 0]
         for row, node in (chosen.isnan() | (chosen == -torch.inf)).nonzero().tolist():
@@ -398,7 +398,7 @@ def _empty_error(processors: Sequence[Any]) -> UserError:
 
 def _at_reached_nodes(tree: TokenTree, device: torch.device) -> bool:
     """Whether tokens are chosen at reached nodes only: after a host sync per level."""
-    return tree.nodes > 1 and not kernels.fixed_shapes(device)
+    return tree.nodes > 1 and not kernels.static_shapes(device)
 
 
 def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[int, ...]]], scores: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
+from mmspec.ops import kernels
 from mmspec.targets.alibi import Alibi
-from mmspec.targets.attention import PassAttention
+from mmspec.targets.attention import NAME, PassAttention
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
@@ -31,9 +32,11 @@ class Decoder:
         model: its code and weights stay unmodified.
 
     Attributes:
+        config: of the text model.
         attention: attention implementation of the passes.
         layers: plug-in for layers other than attention; None for a model without any.
         takes_positions: whether the model's forward has ``position_ids``.
+        has_position_axes: whether visual tokens have several positions each, which the model computes (Qwen-VL).
 
     Raises:
         UserError: a part of the architecture cannot verify trees exactly.
@@ -41,12 +44,13 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._config = model.config.get_text_config()
-        self.layers = tree_layers(model, self._config)
-        refuse_unsupported(model, self._config, self.layers)
+        self.config = model.config.get_text_config()
+        self.layers = tree_layers(model, self.config)
+        refuse_unsupported(model, self.config, self.layers)
         self.attention = PassAttention(model)
         self._module = decoder_of(model)
-        self._alibi = Alibi(self._module) if Alibi.supports(self._config, self._module) else None
+        self._alibi = Alibi(self._module) if Alibi.supports(self.config, self._module) else None
+        self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
         layers: Any = getattr(self._module, "layers", None)
@@ -55,18 +59,27 @@ class Decoder:
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
 
-    def new_cache(self, reserve: int, in_place: bool) -> TreeCache:
+    @property
+    def static_shapes(self) -> bool:
+        """Whether passes on the model's device have static shapes."""
+        kinds = getattr(self.config, "layer_types", None) or ()
+        supported = self.attention.name == NAME and "chunked_attention" not in kinds
+        supported = supported or (self.layers is not None and not self.layers.attends)
+        supported = supported and (self.layers is None or self.layers.static_shapes)
+        return supported and kernels.static_shapes(self._model.device)
+
+    def new_cache(self, reserve: int, static_shapes: bool) -> TreeCache:
         """An empty cache for the model's layers, with ``reserve`` KV slots."""
         if self.layers is not None:
-            return self.layers.cache(reserve, in_place)
-        return TreeCache(self._config.num_hidden_layers, reserve=reserve, in_place=in_place)
+            return self.layers.cache(reserve, static_shapes)
+        return TreeCache(self.config.num_hidden_layers, reserve=reserve, static_shapes=static_shapes)
 
     def mask(
         self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
     ) -> Tensor | dict[str, Tensor | None] | None:
         """``tree_mask`` in the form of the attention implementation of the passes."""
         with self.attention.applied():
-            mask = tree_mask(self._config, cache, depth, tail_depth, reach, self._model.dtype)
+            mask = tree_mask(self.config, cache, depth, tail_depth, reach, self._model.dtype)
         if self._alibi is None or not isinstance(mask, Tensor):
             return mask
         depth = reach.new_zeros(reach.shape[:2], dtype=torch.long) if depth is None else depth
@@ -125,7 +138,7 @@ class Decoder:
 
     def chunk_inputs(self, call: dict[str, Any], cache: TreeCache) -> dict[str, Any] | None:
         """The decoder's inputs for a prompt, visual embeddings included; None if they cannot be split into chunks."""
-        limit = getattr(self._config, "time_step_limit", None) or (0.0, inf)
+        limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
         if self.layers is not None and tuple(limit) != (0.0, inf):
             return None  # transformers clamps the step sizes of a prompt in one pass; tree passes do not
         given = call
@@ -208,7 +221,7 @@ class Decoder:
 
     @cached_property
     def _stack(self) -> nn.ModuleList:
-        count = self._config.num_hidden_layers
+        count = self.config.num_hidden_layers
         stacks = [part for part in self._module.children() if isinstance(part, nn.ModuleList) and len(part) == count]
         if len(stacks) != 1:
             raise UserError(f"features of layers need a decoder with one list of {count} layers: got {len(stacks)}")

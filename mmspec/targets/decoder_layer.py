@@ -188,12 +188,13 @@ class Stack:
 
     def _computed(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> list[Tensor] | None:
         first = self._layers[0]
-        stored = isinstance(cache, TreeCache) and not cache.in_place and len(cache.attending) == len(self._layers)
+        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) == len(self._layers)
         small = x.shape[0] * x.shape[1] <= _MAX_ROWS
         if not (small and stored) or self._weights is None:
             return None
         like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.float32)
-        storage, start = cache.written_by_kernels(*x.shape[:2], like)
+        start = cache.get_seq_length()
+        storage = cache.kv.shared(cache.attending, *x.shape[:2], like, start)
         allowed, scaling = None if mask is None else _allowed(mask, len(x)), first.self_attn.scaling
         given = x.float().contiguous(), rotation.contiguous(), allowed, scaling
         *inner, last = cpu.decode(self._weights, *given, storage, start)

@@ -106,13 +106,13 @@ class KeptStates:
         if target.prefix_cache is None:
             return
         for row, history in zip(rows, histories, strict=True):
-            answer, length = self._answers[row], target.cache.lengths[row]
+            answer, length = self._answers[row], target.runner.cache.lengths[row]
             if answer is None or length == answer.prompt:
                 continue
             if length > len(history) and self._uncuttable:
                 continue  # recurrent states that contain draft tokens after a stop are of no use
             cache = target.decoder.new_cache(length + 1, False)
-            cache.append(target.cache, length + 1, [row])
+            cache.append(target.runner.cache, length + 1, [row])
             if length > len(history):
                 cache.truncate(len(history))
             target.prefix_cache.add(answer.prefix(history[:length], cache, target.embed), self._uncuttable)
@@ -132,4 +132,4 @@ class KeptStates:
     @property
     def _uncuttable(self) -> bool:
         """Whether states of fewer tokens cannot be cut from those of a prompt."""
-        return self._target.layers is not None
+        return self._target.decoder.layers is not None

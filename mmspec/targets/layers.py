@@ -25,12 +25,12 @@ class TreeLayers(Protocol):
     Attributes:
         kinds: names of ``config.layer_types`` that can verify trees.
         attends: whether any layer has keys and values.
-        static: whether passes can have static shapes.
+        static_shapes: whether passes can have static shapes.
     """
 
     kinds: frozenset[str]
     attends: bool
-    static: bool
+    static_shapes: bool
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -39,8 +39,8 @@ class TreeLayers(Protocol):
     def applied(self) -> AbstractContextManager[None]:
         """Whatever the layers need changed outside the model during a pass."""
 
-    def cache(self, reserve: int, in_place: bool = False) -> TreeCache:
-        """An empty cache with ``reserve`` KV slots; ``in_place`` as for ``TreeCache``."""
+    def cache(self, reserve: int, static_shapes: bool = False) -> TreeCache:
+        """An empty cache with ``reserve`` KV slots; ``static_shapes`` as for ``TreeCache``."""
 
 
 def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:

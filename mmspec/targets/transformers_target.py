@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from mmspec.cache.prefix_cache import Prefix, PrefixCache, at_text
-from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
-from mmspec.cache.tree_cache import TreeCache
+from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Feature, Prompt, Step
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.errors import UserError
-from mmspec.ops import kernels
-from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
-from mmspec.targets.attention import NAME, PASS, PassAttention, TreePass
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
 from mmspec.targets.kept import KeptStates
-from mmspec.targets.layers import TreeLayers
-from mmspec.targets.masks import tail_mask
+from mmspec.targets.prefill import Prefill, next_position
 from mmspec.targets.processor import Processor
+from mmspec.targets.runner import new_runner
 from mmspec.targets.support import refuse_inner_padding, refuse_rope_switch, rope_side, without_output_capture
 
 
@@ -46,7 +39,8 @@ class TransformersTarget:
     Attributes:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
-        decoder: runs the passes.
+        decoder: the stack of layers.
+        runner: runs the verify passes; of another class where the model moves to a device with other shapes.
         cost: measured verify times; if known, trees are padded to the width with the fastest pass.
         prefix_cache: keeps the states of prompts for later ones that begin alike; None computes every prompt.
 
@@ -60,20 +54,16 @@ class TransformersTarget:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config()
+        self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.decoder = Decoder(model)
-        self._embedding: Any = model.get_input_embeddings()
-        self._head = Head(model)
+        self.embed: Any = model.get_input_embeddings()
+        self.head = Head(model)
         self.cost: CostTable | None = None
         self.prefix_cache: PrefixCache | None = None
         self.features: Sequence[Feature] = ("last",)
-        self._cache: TreeCache | None = None
-        # (rows,) position of the next token, and the last position within the context limit
-        self._position, self._last_position = RowTensor(), RowTensor()
         self._verified: dict[Feature, Tensor] = {}  # of the last tree
         self._kept = KeptStates(self)
-        self._tail_depth: Tensor | None = None  # (batch, offset) depths of uncommitted nodes of earlier passes
-        self._check = Graphed(self._pass)
-        self._keep = Graphed(self.absorb)
+        self.runner = new_runner(self.decoder, self.head)
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -89,24 +79,14 @@ class TransformersTarget:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For ``pickle``: the model and its measured cost; sequences and kept prefixes are left out."""
-        with self.attention.idle():
+        with self.decoder.attention.idle():
             model = without_output_capture(self.model)
         return _target_of, (type(self), model, self.cost, self.prefix_cache)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersTarget:
-        with self.attention.idle():
+        with self.decoder.attention.idle():
             model = copy.deepcopy(self.model, memo)
         return _target_of(type(self), model, self.cost, copy.deepcopy(self.prefix_cache, memo))
-
-    @property
-    def attention(self) -> PassAttention:
-        """Attention implementation of the passes."""
-        return self.decoder.attention
-
-    @property
-    def layers(self) -> TreeLayers | None:
-        """Plug-in for layers other than attention; None for a model without any."""
-        return self.decoder.layers
 
     @property
     def device(self) -> torch.device:
@@ -127,20 +107,9 @@ class TransformersTarget:
         return ModelDefaults(self.model)
 
     @property
-    def context_limit(self) -> int | None:
-        """Most tokens of prompt and output; None if the config has no limit."""
-        return getattr(self.config, "max_position_embeddings", None)
-
-    @property
-    def cache(self) -> TreeCache:
-        """KV and recurrent states of the sequences."""
-        assert self._cache is not None, "prefill comes first"
-        return self._cache
-
-    @property
-    def rows(self) -> int:
-        """Number of sequences in the cache."""
-        return self._cache.rows if self._cache is not None else 0
+    def version(self) -> tuple[Hashable, ...]:
+        """Changes when a buffer that captured graphs read has been reallocated."""
+        return self.runner.version
 
     def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
         *_, step = self.prefill_chunks(prompt, room, None)
@@ -158,76 +127,21 @@ class TransformersTarget:
             refuse_inner_padding(self.config, mask, longest)
         reserve = length + min(longest, 4096) + 64
         # Rows that are copied to another cache need no slots for the answer.
-        copies = self.in_place or bool(self.rows) or self._kept.looks_up(prompt)
+        if self.runner.static_shapes != self.decoder.static_shapes:  # the model moved to another device
+            self.runner = new_runner(self.decoder, self.head)
+        copies = not self.runner.adopts or self._kept.looks_up(prompt)
         cache = self.decoder.new_cache(length + 1 if copies else reserve, False)
         resumed = self._kept.resume(prompt, cache)
+        prefill = Prefill(prompt, self.visual(prompt), self.features, chunk, cache, self.decoder, self.head, self.embed)
         if resumed is not None:
-            step = yield from self._prefill_rest(prompt, *resumed, chunk, cache)
+            step = yield from prefill.rest(*resumed)
         else:
-            step = yield from self._prefill_whole(prompt, chunk, cache)
-        position = self._next_position(prompt, step.positions)
-        self._join(cache, reserve, copies)
-        self._position.append(position)
-        self._last_position.append(
-            (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
-        )
+            step = yield from prefill.whole()
+        position = next_position(step.positions, len(ids), type(self.model).__name__)
+        last_position = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
+        self.runner.join(cache, reserve, copies, position, last_position)
         self._kept.start(prompt, step, cache)
         yield step
-
-    def _prefill_whole(self, prompt: Prompt, chunk: int | None, cache: TreeCache) -> Generator[None, None, Step]:
-        """Prefill into an empty cache; yields between passes."""
-        ids, mask = prompt.input_ids, prompt.attention_mask
-        batch, length = ids.shape
-        positions = prompt.inputs.get("position_ids")
-        if positions is None:
-            positions = self._prompt_positions(ids, mask)
-        call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        splits = chunk is not None and batch == 1 and length > chunk and mask is None
-        given = self.decoder.chunk_inputs(call, cache) if splits else None
-        if given is not None:
-            found, logits = yield from self._prefill_passes(given, 0, length, chunk, cache)
-        else:
-            logits, given, found = self.decoder.prefill(call, cache, self.features)
-            cache.commit_prompt(length, mask, batch)
-            self._head.check(found["last"][:, -1:], logits)
-        features = {name: found[name] for name in self.features}
-        # Decoders without attention, or with ALiBi, have no position_ids.
-        known = given.get("position_ids") if self.decoder.takes_positions else positions
-        return Step(logits, features, self.visual(prompt), given.get("inputs_embeds"), known)
-
-    def _prefill_rest(
-        self, prompt: Prompt, given: dict[str, Any], prefix: Prefix, first: int, chunk: int | None, cache: TreeCache
-    ) -> Generator[None, None, Step]:
-        """Prefill what follows the ``first`` tokens, whose states are in the cache; yields between passes."""
-        ids = prompt.input_ids
-        length = ids.shape[1]
-        if first == length:
-            assert prefix.logits is not None
-            logits, features = prefix.logits, prefix.features
-        else:
-            rest, logits = yield from self._prefill_passes(given, first, length, chunk, cache)
-            features = {name: torch.cat([prefix.features[name][:, :first], rest[name]], 1) for name in self.features}
-        features = {name: features[name] for name in self.features}
-        embeds = prefix.embeds
-        if embeds is not None:
-            embeds = torch.cat([embeds[:, :first], self.embed(ids[:, first:])], dim=1)
-        positions = given["position_ids"]
-        return Step(logits, features, self.visual(prompt), embeds, positions, first)
-
-    def _prefill_passes(
-        self, given: dict[str, Any], first: int, length: int, chunk: int | None, cache: TreeCache
-    ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
-        """Features and last logits of the tokens ``first`` to ``length``, in passes over ``chunk`` of them."""
-        passes = []
-        for start in range(first, length, chunk or length):
-            if start > first:
-                yield
-            part = slice(start, min(start + (chunk or length), length))
-            passes.append(self.decoder.prefill_chunk(given, part, cache, self.features))
-        last = passes[-1]["last"][:, -1:]
-        logits = self.head(last)
-        self._head.check(last, logits)
-        return {name: torch.cat([one[name] for one in passes], dim=1) for name in self.features}, logits
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
         return self._kept.resumes(prompt, others)
@@ -242,146 +156,23 @@ class TransformersTarget:
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
         self._kept.select(rows)
-        if self._cache is not None:
-            self._tail_depth = None
-            for part in (self._cache, self._position, self._last_position):
-                part.select(rows)
+        self.runner.select(rows)
 
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> Step:
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
-        names = list(self.features)
-        if self.cache.in_place:
-            width, rows = node_bucket(width), batch_bucket(batch)
-            self.cache.reserve_nodes(width)
-            logits, *read = self._check(*_padded(tree, width, rows), version=(*self.version, *names))
-            features = {name: one[:batch, :nodes] for name, one in zip(names, read, strict=True)}
-            self._verified = features
-            return Step(logits[:batch, :nodes], features)
-        if width == nodes:
-            found = self._forward_nodes(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors)
-        else:
-            found = self._forward_nodes(*_padded(tree, width, batch))
-            found = {name: one[:, :nodes] for name, one in found.items()}
-        self._verified = {name: found[name] for name in names}
-        return Step(self.head(found["last"]), self._verified)
-
-    def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, ...]:
-        """Logits and features of a whole tree; captured as a CUDA graph."""
-        found = self._forward_nodes(tokens, depth, reach)
-        return self.head(found["last"]), *[found[name] for name in self.features]
+        step = self.runner.forward_tree(tree, width, self.features)
+        self._verified = step.features
+        return step
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
         self._kept.commit(verdict, self._verified)
-        self.commit_nodes(verdict.path, [path for path, _ in verdict.host])
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self._embedding(token_ids)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        self.runner.commit_nodes(verdict.path, [path for path, _ in verdict.host])
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        return self._head.narrow(token_ids.to(self.device))
-
-    def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
-        """Last hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
-
-        Args:
-            tokens: (batch, nodes) int64.
-            depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
-            reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
-        """
-        return self._forward_nodes(tokens, depth, reach)["last"]
-
-    def _forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> dict[Feature, Tensor]:
-        cache, batch = self.cache, len(tokens)
-        position = self._position.data[:batch, None]
-        position = position.expand_as(tokens) if depth is None else position + depth
-        # Draft tokens may exceed the context limit, where a model may have no position embedding.
-        position = torch.minimum(position, self._last_position.data[:batch, None])
-        inputs = {"input_ids": tokens, "position_ids": position, **cache.arguments(reach)}
-        if not cache.in_place:
-            inputs["attention_mask"] = self.decoder.mask(cache, depth, self._tail_depth, reach)
-            return self.decoder.forward(inputs, cache, self.features)
-        depth = torch.zeros_like(tokens) if depth is None else depth
-        cache.reserve_nodes(tokens.shape[1])
-        cache.set_write_slots(tokens.shape[1])
-        inputs["attention_mask"] = None
-        if cache.attending:
-            assert cache.bounds is not None
-            inputs["attention_mask"] = tail_mask(self.config, depth, self._tail_depth, reach)
-            inputs[PASS] = TreePass(self.config, cache.bounds.first(batch), depth)
-        return self.decoder.forward(inputs, cache, self.features)
-
-    def _join(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
-        """Add the rows of a prefilled cache, with at most ``reserve`` slots; ``copy`` leaves that cache as it is."""
-        if self._cache is None or self._cache.in_place != self.in_place or not (self.in_place or self.rows):
-            self._position, self._last_position = RowTensor(self.in_place), RowTensor(self.in_place)
-            self._cache = self.decoder.new_cache(reserve, self.in_place) if self.in_place or copy else prompts
-        if self._cache is not prompts:
-            self._cache.append(prompts, reserve)
-
-    def keep_nodes(self, depth: Tensor) -> None:
-        """Keep the nodes of the last ``forward_nodes`` uncommitted, so that further nodes can attend to them."""
-        assert self._cache is not None
-        self._tail_depth = depth if self._tail_depth is None else torch.cat([self._tail_depth, depth], dim=1)
-        self._cache.offset = self._tail_depth.shape[1]
-
-    def forget_nodes(self) -> None:
-        """Drop all uncommitted nodes."""
-        self.cache.offset, self._tail_depth = 0, None
-
-    def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
-        """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes."""
-        self._tail_depth = None
-        grown = [len(row) for row in rows]
-        if self.cache.in_place:
-            self._keep(pad_rows(path, batch_bucket(len(path)), -1), version=self.version)
-            self.cache.advance(grown)
-            return
-        self.cache.commit(path, rows)
-        position = self._position.data
-        position += grown[0] if len(set(grown)) == 1 else on_device(grown, position.device)
-
-    def absorb(self, path: Tensor) -> tuple[Tensor, ...]:
-        """Device part of ``commit_nodes`` for static shapes; captured as a CUDA graph."""
-        self.cache.commit_on_device(path)
-        self._position.data[: len(path)] += (path >= 0).sum(1)
-        return ()
-
-    @property
-    def version(self) -> tuple[Hashable, ...]:
-        """Changes when a buffer that captured graphs read has been reallocated."""
-        return self.cache.version, self._position.version, self._last_position.version
-
-    @property
-    def in_place(self) -> bool:
-        """Whether passes have static shapes."""
-        kinds = getattr(self.config, "layer_types", None) or ()
-        supported = self.attention.name == NAME and "chunked_attention" not in kinds
-        supported = supported or (self.layers is not None and not self.layers.attends)
-        supported = supported and (self.layers is None or self.layers.static)
-        return supported and kernels.fixed_shapes(self.device)
-
-    def _prompt_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        """``position_ids`` of the prompt, (batch, length); None if the model must compute them."""
-        if mask is None:
-            return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-
-    def _next_position(self, prompt: Prompt, positions: Tensor | None) -> Tensor:
-        """(batch,) position of the first new token, from the decoder's ``position_ids`` of the prompt."""
-        if positions is None:
-            raise UserError(f"the decoder must be given position_ids: that of {type(self.model).__name__} is not")
-        if not at_text(positions, -1):
-            raise UserError("a prompt with several position axes must end on text: got an image or video token")
-        if positions.ndim == 3:
-            # Text after a video may have lower positions than its last frames.
-            return positions[-1, :, -1] + 1
-        return positions[:, -1].expand(prompt.input_ids.shape[0]) + 1
+        return self.head.narrow(token_ids.to(self.device))
 
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""
@@ -394,17 +185,3 @@ def _target_of(
     target = kind(model)
     target.cost, target.prefix_cache = cost, prefix_cache
     return target
-
-
-def node_bucket(nodes: int) -> int:
-    """Padded number of nodes of a pass with static shapes: a power of two, above 64 a multiple of 64."""
-    return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
-
-
-def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, depths and ancestors of a tree, with padding nodes and rows that attend to themselves only."""
-    extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
-    if not any(extra + idle):
-        return tree.tokens, tree.depth, tree.ancestors
-    reach = F.pad(tree.ancestors, extra + extra + idle) | torch.eye(width, dtype=torch.bool, device=tree.tokens.device)
-    return F.pad(tree.tokens, extra + idle), F.pad(tree.depth, extra + idle), reach

@@ -100,7 +100,7 @@ def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pat
 def _lineages(ancestors: Tensor) -> Tensor:
     """(batch, nodes, generations) int64: each node, its parent, and so on to the root, padded with -1."""
     nodes = ancestors.shape[1]
-    fixed = kernels.fixed_shapes(ancestors.device)
+    fixed = kernels.static_shapes(ancestors.device)
     generations = nodes if fixed or nodes == 1 else int(ancestors.sum(-1).max())
     index = torch.where(ancestors, torch.arange(nodes, device=ancestors.device), -1)
     return index.sort(-1, descending=True).values[..., :generations]

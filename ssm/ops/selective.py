@@ -43,7 +43,7 @@ def tree_levels(ancestors: Tensor) -> Levels:
     if kernels.in_use(ancestors.device) == "triton":
         return Levels(parents)
     row = torch.arange(batch, device=ancestors.device)[:, None]
-    if kernels.fixed_shapes(ancestors.device):  # node by node, without reading the tree on the host
+    if kernels.static_shapes(ancestors.device):  # node by node, without reading the tree on the host
         by_level = list((row * nodes + index).unbind(1))
     else:
         depth = ancestors.sum(-1).flatten()

@@ -60,7 +60,7 @@ def engine(models):
 @pytest.fixture
 def slow(engine, monkeypatch):
     """Makes every step of the engine take longer."""
-    step = engine.step
+    step = engine.core.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step()))
 
 
@@ -86,7 +86,7 @@ def test_both_at_once_give_the_answers_that_each_gives_alone(address, client, mo
     options = [(QUESTION, {}), ("What is it?", sampled), ("Which colour is it?", sampled)]
     expected = [plain.generate(prompt, images=str(SCENE), max_new_tokens=24, **given).text for prompt, given in options]
     pipe = models.get("tiny-llava").pipeline("auto")
-    encode, step, batches = pipe.encode, engine.step, []
+    encode, step, batches = pipe.encode, engine.core.step, []
     encoded = Barrier(2 * len(options))  # so that all start together
 
     def encode_and_wait(*given, **options):
@@ -95,7 +95,7 @@ def test_both_at_once_give_the_answers_that_each_gives_alone(address, client, mo
         return prompt
 
     def count_and_step():
-        batches.append(len(engine.running))
+        batches.append(len(engine.core.running))
         time.sleep(0.02)
         step()
 
@@ -121,7 +121,7 @@ def test_a_race_runs_alone(address, client, engine, slow):
     def race():
         job = client.submit("Describe the image.", handle_file(str(SCENE)), api_name="/compare", **SHORT)
         for _ in job:
-            seen.append(len(engine.running))
+            seen.append(len(engine.core.running))
         done.set()
         return job.result()
 
@@ -133,7 +133,7 @@ def test_a_race_runs_alone(address, client, engine, slow):
             assert eventually(lambda: turns_of(address) == (1, 0))
             time.sleep(0.5)
             assert not done.is_set()
-            assert len(engine.running) == 1
+            assert len(engine.core.running) == 1
             later = threads.submit(text_of, address, question(max_tokens=4))
             assert eventually(lambda: turns_of(address) == (1, 1))
         assert racing.result(TIMEOUT)["equal"]
@@ -154,8 +154,8 @@ def test_a_client_that_goes_away_frees_its_slot(address, engine, slow):
     with long_stream(address, **{"Accept-Encoding": "br, gzip"}) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
-        assert eventually(lambda: len(engine.running) == 1)
-    assert eventually(lambda: engine.running == [] and turns_of(address) == (0, 0))
+        assert eventually(lambda: len(engine.core.running) == 1)
+    assert eventually(lambda: engine.core.running == [] and turns_of(address) == (0, 0))
 
 
 def test_paths(address):

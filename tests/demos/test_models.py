@@ -125,7 +125,7 @@ def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(
     assert 0 < len(part.token_ids) < 40
     assert part.token_ids == alone[1].token_ids[: len(part.token_ids)]
     assert max(batches) == 2
-    assert pipe.engine.running == []
+    assert pipe.engine.core.running == []
 
 
 def test_a_race_runs_alone(models):

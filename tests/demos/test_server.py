@@ -329,16 +329,16 @@ def test_cancelling_closes_the_generator(client, monkeypatch):
 
 def test_stopped_stream_frees_its_slot(client, models, monkeypatch):
     engine = models.get("tiny-hybrid").pipeline("auto").engine
-    step = engine.step
+    step = engine.core.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step()))  # not to end before it is stopped
     job = client.submit("Tell a story.", temperature=5.0, max_new_tokens=512, api_name="/generate")
     next(iter(job))
-    (sequence,) = engine.running
+    (sequence,) = engine.core.running
     job.cancel()
     end = time.monotonic() + TIMEOUT
-    while engine.running and time.monotonic() < end:
+    while engine.core.running and time.monotonic() < end:
         time.sleep(0.01)
-    assert engine.running == []
+    assert engine.core.running == []
     assert sequence.cancelled
     assert sequence.finish_reason is None
 

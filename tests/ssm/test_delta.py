@@ -86,6 +86,6 @@ def test_lineages_lead_to_the_root(monkeypatch):
         for row in range(3):
             up = [at for at in reversed(path[row].tolist()) if at >= 0]
             assert lineages[row, node].tolist() == up + [-1] * (depth - len(up))
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     assert _lineages(i.tree.ancestors).shape == (3, 20, 20)
     check_tree(RULES[2], Case(nodes=20, batch=3))

@@ -33,11 +33,10 @@ def test_step_sizes_are_computed_in_float32(name, nodes, monkeypatch):
 
     def noted(cache, hidden_states, dt, *args, dt_bias, dt_softplus, **options):
         result = scan(cache, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
-        given.append(
-            (dt.double() + dt_bias.double(), cache._gates[cache._place[cache._current[0]], :, : dt.shape[1]].clone())
-        )
+        gates = cache._scans._gates[cache._place[cache._current[0]], :, : dt.shape[1]]
+        given.append((dt.double() + dt_bias.double(), gates.clone()))
         assert dt_softplus
-        assert cache._state.data.dtype == torch.float32
+        assert cache._scans.state.data.dtype == torch.float32
         return result
 
     monkeypatch.setattr(StateCache, "scan", noted)
@@ -45,7 +44,7 @@ def test_step_sizes_are_computed_in_float32(name, nodes, monkeypatch):
     target.prefill(prompt_of(long_inputs(name, 3)), 8)
     tree = random_tree(torch.Generator().manual_seed(0), 1, nodes, 90, ragged=False)
     target.forward_tree(TokenTree(tree.tokens, tree.parents))
-    assert len(given) == target.cache._state.data.shape[1]
+    assert len(given) == target.runner.cache._scans.state.data.shape[1]
     for raw, kept in given:
         assert raw.abs().max() > 0.5
         torch.testing.assert_close(kept.double(), F.softplus(raw), atol=1e-6, rtol=1e-5)

@@ -71,14 +71,14 @@ def test_plain_decoding_goes_on_between_passes(name):
         target.forward_tree(tree)
         path = root_path(tree, 0, 5)
         with torch.inference_mode():
-            target.commit_nodes(torch.tensor([path]), [path])
+            target.runner.commit_nodes(torch.tensor([path]), [path])
         target.select([])
         said.append(path)
 
     options = dict(max_new_tokens=10, do_sample=False, eos_token_id=None)
     options |= dict(output_logits=True, return_dict_in_generate=True)
     expected = model.generate(ids, **options)
-    with target.layers.applied():  # as while a pass of another thread runs
+    with target.decoder.layers.applied():  # as while a pass of another thread runs
         found = model.generate(ids, **options, logits_processor=LogitsProcessorList([Call(interrupt)]))
     assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
     assert len(said) == 10

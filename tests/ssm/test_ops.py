@@ -32,7 +32,7 @@ def test_nodes_are_computed_alike_one_by_one(rule, monkeypatch):
     """As with static shapes, where the host does not read the tree."""
     i = draw(Case(nodes=20, batch=3))
     expected = rule.tree(rule.inputs(i), rule.state(i), i.tree.ancestors)
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     assert [nodes.tolist() for nodes in ops.tree_levels(i.tree.ancestors).nodes] == [
         [at, at + 20, at + 40] for at in range(20)
     ]

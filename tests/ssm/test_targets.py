@@ -66,7 +66,7 @@ def states(cache):
 
 def states_of(target):
     """The tensors with the convolutions' last inputs and the recurrent states, (rows, ...) each."""
-    return [part.data for part in (target.cache._conv.state, target.cache._state)]
+    return [part.data for part in (target.runner.cache._conv.state, target.runner.cache._scans.state)]
 
 
 @torch.inference_mode()
@@ -91,7 +91,7 @@ def assert_same_states(target, row, cache):
 @torch.inference_mode()
 def commit(target, paths):
     width = max(1, max(map(len, paths)))
-    target.commit_nodes(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
+    target.runner.commit_nodes(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
 
 
 # ---------------------------------------------------------------------- logits at nodes
@@ -326,7 +326,7 @@ def test_what_is_not_committed_leaves_no_trace(name):
 @pytest.mark.parametrize("static", [False, True])
 def test_sequences_join_and_leave(name, static, monkeypatch):
     """Those that stay go on from their own states, in whatever order."""
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: static)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
     model, target, rows = shared_model(name), TransformersTarget(shared_model(name)), []
     g = torch.Generator().manual_seed(2)
 
@@ -376,10 +376,10 @@ def test_nodes_behind_uncommitted_ones_are_refused():
     target = TransformersTarget(shared_model("bamba"))
     target.prefill(Prompt(torch.tensor([[5, 6]])), 8)
     one = torch.tensor([[7]])
-    target.forward_nodes(one, None, torch.ones(1, 1, 1, dtype=torch.bool))
-    target.keep_nodes(torch.zeros_like(one))
+    target.runner.forward_nodes(one, None, torch.ones(1, 1, 1, dtype=torch.bool))
+    target.runner.keep_nodes(torch.zeros_like(one))
     with pytest.raises(UserError, match="in one pass: got 1 nodes after 1 uncommitted ones"):
-        target.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
+        target.runner.forward_nodes(one, torch.ones_like(one), torch.ones(1, 1, 2, dtype=torch.bool))
 
 
 # ---------------------------------------------------------------------- sampling

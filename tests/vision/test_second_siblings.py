@@ -43,7 +43,7 @@ def doubtful():
 
 def drafted(network, fixed, patch):
     """One answer, its trees and the accepted paths; without those near its end, where varying shapes are shallower."""
-    patch.setattr(kernels, "fixed_shapes", lambda device: fixed)
+    patch.setattr(kernels, "static_shapes", lambda device: fixed)
     model = shared_model("llava")
     target = plugins.target_class(model.config)(model)
     drafter, trees, paths = Eagle(network, top_k=3, depth=3, total_tokens=12), [], []

@@ -154,7 +154,7 @@ class Eagle(HiddenStateDrafter):
         at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
         if visual is not None and mask is not None:
             visual = visual & mask  # an image at the start of a row has no entry for its first token
-        self.join(batch, kernels.fixed_shapes(hidden.device))
+        self.join(batch, kernels.static_shapes(hidden.device))
         entries = Entries(embeds, hidden, mask, at, visual)
         x = self.prompt_inputs(entries)
         self._rotary.reserve(length + AHEAD, x)

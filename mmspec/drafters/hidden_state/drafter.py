@@ -64,11 +64,11 @@ class HiddenStateDrafter(TrainedDrafter):
         self._scores: Callable[[Tensor], Tensor] | None = None
         super().__init__(network.eval().requires_grad_(False), draft_ids, **settings)
 
-    def reset(self, static: bool = False) -> None:
-        super().reset(static)
-        self.cache = TreeCache(self._layers, in_place=static)
-        self._output = RowTensor(static)  # (rows, hidden or 2 * hidden), at each row's last entry
-        self._position = RowTensor(static)  # (rows,) int64, of the next entry
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        self.cache = TreeCache(self._layers, static_shapes=static_shapes)
+        self._output = RowTensor(static_shapes)  # (rows, hidden or 2 * hidden), at each row's last entry
+        self._position = RowTensor(static_shapes)  # (rows,) int64, of the next entry
         self._history: list[list[int]] = []
 
     def attach(self, target: Target) -> None:
@@ -147,7 +147,7 @@ class HiddenStateDrafter(TrainedDrafter):
             allowed = mask[:, None, None] & torch.ones(entries, entries, device=x.device).tril().bool()
             # Padding attends to itself, so that no row of the mask is empty.
             allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
-        alone = not (self.static or self.cache.rows)
+        alone = not (self.static_shapes or self.cache.rows)
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
         outputs = run(self.network, x, rotation, allowed, cache)
         cache.commit_prompt(entries, mask, len(x))
@@ -189,7 +189,7 @@ class HiddenStateDrafter(TrainedDrafter):
         x = self.inputs(tokens, states)
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
         outputs = run(self.network, x, self.rotation(batch, width), allowed_slots(self.cache, chain), self.cache)
-        if self.static:
+        if self.static_shapes:
             self.cache.commit_on_device(path_of(length, width))
         else:
             self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])

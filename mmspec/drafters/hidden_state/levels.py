@@ -132,7 +132,7 @@ class Levels:
         drafter = self._drafter
         self._block.append((beam, self._predicted, origin))
         if len(self._block) < self._slots:
-            if drafter.native is not None and not drafter.static:
+            if drafter.native is not None and not drafter.static_shapes:
                 found = drafter.native(self._carried, origin, beam, drafter.top_k)
                 self._carried, self._predicted, tokens, log_probs = found
                 return drafter.adjusted(tokens, log_probs, self._predicted, self._carried)
@@ -172,7 +172,7 @@ class Levels:
     def _mask(self, reach: Tensor) -> Tensor:
         """See ``allowed_slots``; all passes share the prefix part."""
         drafter = self._drafter
-        if drafter.static:
+        if drafter.static_shapes:
             return allowed_slots(drafter.cache, reach)
         prefix = drafter.cache.length
         if self._passes == 0:

@@ -15,7 +15,7 @@ from mmspec.drafters.hidden_state.layer import Rotation
 
 def allowed_slots(cache: TreeCache, reach: Tensor) -> Tensor:
     """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, after the prefix unless shapes are static."""
-    if cache.in_place:
+    if cache.static_shapes:
         return reach[:, None]
     batch, nodes = reach.shape[:2]
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
@@ -35,13 +35,13 @@ def run(network: Any, x: Tensor, rotation: Rotation, allowed: Tensor | None, cac
     Returns:
         The network's outputs, (batch, nodes, any).
     """
-    if cache.in_place:
+    if cache.static_shapes:
         cache.set_write_slots(x.shape[1])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
         entry: Any = cache.layers[layer]
         keys, values = entry.update(k, v)
-        if cache.in_place:
+        if cache.static_shapes:
             assert cache.bounds is not None
             assert allowed is not None
             bounds = cache.bounds.first(len(q))

@@ -44,7 +44,7 @@ class PositionedDrafter(HiddenStateDrafter):
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
         x = self.prompt_inputs(prompt, step, on_device([[row[-1]] for row in history], prompt.input_ids.device))
-        self.join(len(history), kernels.fixed_shapes(x.device))
+        self.join(len(history), kernels.static_shapes(x.device))
         rotation, position = self._places(step, prompt, mask, x)
         self.start(x, rotation, mask, position, history)
 
@@ -63,7 +63,7 @@ class PositionedDrafter(HiddenStateDrafter):
         self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
         return self._rotary.by_axis(axes, self._axis), position
 
-    def join(self, rows: int, static: bool) -> None:
+    def join(self, rows: int, static_shapes: bool) -> None:
         if not self.rows:
             self.beyond = 0
-        super().join(rows, static)
+        super().join(rows, static_shapes)

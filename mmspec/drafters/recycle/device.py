@@ -89,9 +89,9 @@ class Recycled(CapturedDrafter):
         self._pairs = Rankings(_SLOTS if drafter.pairs else 0, 2 * drafter.top_k, device)
         super().__init__()
 
-    def reset(self, static: bool = False) -> None:
-        super().reset(static)
-        self.last = RowTensor(static)
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        self.last = RowTensor(static_shapes)
 
     @property
     def device(self) -> torch.device:

@@ -144,10 +144,10 @@ class Recycle(Drafter):
             self._vocab = step.logits.shape[-1]
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
         device = step.logits.device
-        static = kernels.fixed_shapes(device)
-        if self._recycled is not None and (not static or self._recycled.device != device):
+        static_shapes = kernels.static_shapes(device)
+        if self._recycled is not None and (not static_shapes or self._recycled.device != device):
             self._table, self._recycled = self._rankings(), None
-        if static:
+        if static_shapes:
             if self._recycled is None:
                 self._recycled = Recycled(self, self._vocab, device)
                 self._recycled.fill(self._table)

@@ -63,10 +63,10 @@ class Mamba(TrainedDrafter):
         tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
         super().__init__(network, draft_ids, **tree, verifier=verifier)
 
-    def reset(self, static: bool = False) -> None:
-        super().reset(static)
-        self._output = RowTensor(static)  # (rows, hidden), at each row's last token
-        self._state = [(RowTensor(static), RowTensor(static)) for _ in range(self.network.config.layers)]
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        self._output = RowTensor(static_shapes)  # (rows, hidden), at each row's last token
+        self._state = [(RowTensor(static_shapes), RowTensor(static_shapes)) for _ in range(self.network.config.layers)]
         self._buffers: list[list[Tensor]] = []  # states of even and odd tree levels
 
     @classmethod
@@ -106,7 +106,7 @@ class Mamba(TrainedDrafter):
     @torch.inference_mode()
     def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
         device = self._head.device
-        self.join(len(history), kernels.fixed_shapes(device))
+        self.join(len(history), kernels.static_shapes(device))
         prompts = replace(prompt, padding_in_history=False).histories()
         rows = [[*row, tokens[-1]] for row, tokens in zip(prompts, history, strict=True)]
         lengths = [len(row) for row in rows]
@@ -137,7 +137,7 @@ class Mamba(TrainedDrafter):
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         rows, width, levels = len(token), 1, 0
         state = self._first(rows)
-        if not self.static and (not self._buffers or len(self._buffers[0][0]) < rows * self.top_k):
+        if not self.static_shapes and (not self._buffers or len(self._buffers[0][0]) < rows * self.top_k):
             # On a CPU, allocating states costs more than computing them.
             self._buffers = [[s.new_empty(rows * self.top_k, *s.shape[1:]) for _, s in state] for _ in range(2)]
 

@@ -123,7 +123,7 @@ def test_an_output_layer_inside_the_language_model():
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "doge", "gemma4_text", "llama4_text"])
 def test_static_shapes(name, monkeypatch):
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     assert check(Model(TEXT, name)).outcome == EQUAL
 
 

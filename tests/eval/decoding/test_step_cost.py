@@ -1,6 +1,7 @@
 """The cost of a step: checks before timing, and the figures of every row."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 
 from mmspec.eval import hybrid_cost
 from mmspec.eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, shape_model
+from mmspec.targets.runner import Runner
 from mmspec.targets.transformers_target import TransformersTarget
 
 
@@ -48,9 +50,9 @@ def test_a_step_includes_its_commit(model, monkeypatch):
 
 def test_committed_paths_leave_the_first_branch(model, monkeypatch):
     benchmark, committed = StepBenchmark(model, 9, [4, 16]), []
-    commit = TransformersTarget.commit_nodes
+    commit = Runner.commit_nodes
     monkeypatch.setattr(
-        TransformersTarget, "commit_nodes", lambda self, path, rows: committed.append(rows) or commit(self, path, rows)
+        Runner, "commit_nodes", lambda self, path, rows: committed.append(rows) or commit(self, path, rows)
     )
     benchmark._commit_seconds(1)
     assert committed == [[[0]], [[0, 2, 6, 14]]]
@@ -58,17 +60,18 @@ def test_committed_paths_leave_the_first_branch(model, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["tree", "root"])
 def test_wrong_logits_are_refused(model, monkeypatch, wrong):
-    head = TransformersTarget.head
+    forward_tree = TransformersTarget.forward_tree
 
-    def corrupted(self, hidden):
-        logits = head(self, hidden)
-        if (type(self) is TransformersTarget and hidden.shape[1] > 1) if wrong == "tree" else hidden.shape[1] == 1:
+    def corrupted(self, tree):
+        step = forward_tree(self, tree)
+        logits, nodes = step.logits, tree.nodes
+        if (type(self) is TransformersTarget and nodes > 1) if wrong == "tree" else nodes == 1:
             logits = logits + torch.randn(logits.shape) * logits.std() * 0.01
-        return logits
+        return replace(step, logits=logits)
 
     benchmark = StepBenchmark(model, 9, [9])
     benchmark.check()
-    monkeypatch.setattr(TransformersTarget, "head", corrupted)
+    monkeypatch.setattr(TransformersTarget, "forward_tree", corrupted)
     with pytest.raises(AssertionError, match="logits differ"):
         benchmark.check()
 

@@ -179,7 +179,7 @@ def test_a_clip_fills_the_cache(small, frames):
     (clip,) = held_out_requests(0, 1, frames)
     target, claimed = small.target.fork(), prompt_tokens(small, clip)
     target.prefill(small.encode([clip]), 1)
-    assert target.cache.lengths == [claimed]
+    assert target.runner.cache.lengths == [claimed]
     assert claimed > frames * 36
 
 
@@ -192,7 +192,7 @@ def test_masked_tokens_are_no_claimed_slots(small, request_, monkeypatch):
     )
     monkeypatch.setattr(small, "encode", lambda requests: masked)
     target.prefill(masked, 1)
-    assert target.cache.lengths == [prompt_tokens(small, request_)] == [prompt.input_ids.shape[1]]
+    assert target.runner.cache.lengths == [prompt_tokens(small, request_)] == [prompt.input_ids.shape[1]]
 
 
 def test_silent_and_noisy_features_of_axes():

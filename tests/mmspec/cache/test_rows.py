@@ -25,12 +25,12 @@ def test_idle_rows_are_appended(shape):
     assert pad_rows(x, 2) is x
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("static_shapes", [False, True])
 @pytest.mark.parametrize("shape", [(), (3,)])
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_join_leave_and_are_written(in_place, shape, seed):
+def test_rows_join_leave_and_are_written(static_shapes, shape, seed):
     """The tensor moves, in place, only where it must grow; idle rows are 0."""
-    rnd, rows = random.Random(seed), RowTensor(in_place)
+    rnd, rows = random.Random(seed), RowTensor(static_shapes)
     expected: list[torch.Tensor] = []
     version, address, capacity = rows.version, 0, 0
     for _ in range(60):
@@ -46,11 +46,11 @@ def test_rows_join_leave_and_are_written(in_place, shape, seed):
             expected = [expected[row] for row in order]
         elif action == "write" and expected:
             new = torch.rand(len(expected), *shape)
-            rows.write(pad_rows(new, batch_bucket(len(new))) if in_place else new)
+            rows.write(pad_rows(new, batch_bucket(len(new))) if static_shapes else new)
             expected = list(new)
         assert rows.rows == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(rows.data[: rows.rows], expected, strict=True))
-        if in_place:
+        if static_shapes:
             assert len(rows.data) == batch_bucket(len(rows.data)) >= rows.rows
             assert not rows.data[rows.rows :].any()
             assert (rows.version is version) == (len(rows.data) == capacity)
@@ -61,7 +61,7 @@ def test_rows_join_leave_and_are_written(in_place, shape, seed):
 
 
 def test_entries_of_another_kind_begin_anew():
-    rows = RowTensor(in_place=True)
+    rows = RowTensor(static_shapes=True)
     rows.append(torch.rand(3, 2))
     rows.select([])
     version = rows.version

@@ -134,12 +134,12 @@ def test_padding_is_dropped(mask):
     check(cache, [[*rows[0], 20, 21], [5, 6, 7, 8, 30]])
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("static_shapes", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_sequences_join_and_leave(in_place, seed):
+def test_sequences_join_and_leave(static_shapes, seed):
     """Whoever leaves, in whatever order the others go on; buffers move only where ``version`` says so."""
     rnd, g = random.Random(seed), torch.Generator().manual_seed(seed)
-    cache, rows, counter = TreeCache(LAYERS, reserve=8, in_place=in_place), [], 1
+    cache, rows, counter = TreeCache(LAYERS, reserve=8, static_shapes=static_shapes), [], 1
     version, address = cache.version, None
 
     def numbers(batch, tokens):
@@ -168,15 +168,15 @@ def test_sequences_join_and_leave(in_place, seed):
         elif rows:
             tree = random_tree(g, len(rows), rnd.randint(1, 9), 50)
             ids = numbers(len(rows), tree.nodes)
-            idle = batch_bucket(len(rows)) if in_place else len(rows)
+            idle = batch_bucket(len(rows)) if static_shapes else len(rows)
             write(cache, pad_rows(ids, idle))
             paths = [root_path(tree, b, rnd.choice(valid_nodes(tree, b))) for b in range(len(rows))]
             commit(cache, paths)
             rows = [row + new[path].tolist() for row, new, path in zip(rows, ids, paths, strict=True)]
         if rows:
             check(cache, rows)
-        if in_place and cache.bounds is not None:
-            parts = [*cache._buffers, cache.bounds.lengths, cache.bounds.start]
+        if static_shapes and cache.bounds is not None:
+            parts = [*cache.kv.tensors, cache.bounds.lengths, cache.bounds.start]
             now = [part.data_ptr() for part in parts]
             assert (now == address) or cache.version is not version
             version, address = cache.version, now
@@ -195,8 +195,8 @@ def test_a_cache_without_attention_has_lengths_only():
 
 def test_a_moved_model_begins_anew():
     """Its keys have another precision; nothing decodes meanwhile."""
-    for in_place in (False, True):
-        cache = TreeCache(1, in_place=in_place)
+    for static_shapes in (False, True):
+        cache = TreeCache(1, static_shapes=static_shapes)
         for dtype in (torch.float32, torch.float64):
             prompts = TreeCache(1)
             keys = torch.randn(2, HEADS, 5, 3, dtype=dtype)
@@ -205,21 +205,21 @@ def test_a_moved_model_begins_anew():
             version = cache.version
             cache.append(prompts)
             assert cache.version is not version
-            (buffer,) = cache._buffers
+            (buffer,) = cache.kv.tensors
             assert buffer.dtype == dtype
             assert torch.equal(buffer[0, :2, :, :5], keys)
             cache.select([])
 
 
 def test_a_cache_in_place_grows_before_a_pass():
-    cache, (prompts, rows) = TreeCache(LAYERS, reserve=8, in_place=True), start(2, 5)
+    cache, (prompts, rows) = TreeCache(LAYERS, reserve=8, static_shapes=True), start(2, 5)
     cache.append(prompts)
-    before, capacity = cache.version, cache.capacity
+    before, capacity = cache.version, cache.kv.capacity
     cache.reserve_nodes(100)
-    assert (cache.version, cache.capacity) == (before, capacity)
+    assert (cache.version, cache.kv.capacity) == (before, capacity)
     cache.reserve_nodes(1000)
     assert cache.version is not before
-    assert cache.capacity > 1005
+    assert cache.kv.capacity > 1005
     check(cache, rows)
 
 
@@ -236,11 +236,11 @@ def test_nothing_is_copied_at_most_steps():
 
 def test_reserved_room_is_taken_at_once():
     cache, _ = start(1, 10, reserve=200)
-    assert cache.capacity == 200
+    assert cache.kv.capacity == 200
     for _ in range(40):
         write(cache, torch.zeros(1, 4))
         commit(cache, [[0, 1, 2, 3]])
-    assert cache.capacity == 200
+    assert cache.kv.capacity == 200
 
 
 def test_what_was_never_written_is_finite():
@@ -274,7 +274,7 @@ def test_tensors_of_one_shape_share_a_buffer(request):
     cache = TreeCache(LAYERS + 1, reserve=16)
     write(cache, torch.zeros(1, 4))
     cache.commit_prompt(4, None, 1)
-    shapes = [tuple(buffer.shape) for buffer in cache._buffers]
+    shapes = [tuple(buffer.shape) for buffer in cache.kv.tensors]
     alike, widths = [(4, 1, 2, 16, 3)], request.node.callspec.params["widths"]
     different = [(2, 1, 2, 16, 3), (1, 1, 2, 16, 5), (1, 1, 2, 16, 4)]
     assert shapes == {"alike": alike, "different": different, "indexed": [*alike, (2, 1, 1, 16, 2)]}[widths]

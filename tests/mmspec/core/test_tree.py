@@ -123,7 +123,7 @@ def scored_paths(tree, row):
 @pytest.mark.parametrize("sizes", [(1, 6), (7, 1), (2, 2), (9, 14), (12, 5, 8)])
 def test_merged_trees_hold_every_path_once(seed, sizes, fixed, monkeypatch):
     """Against dictionaries of paths; three tokens, so that many paths are shared."""
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: fixed)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: fixed)
     trees = [scored(seed * 10 + number, 3, nodes) for number, nodes in enumerate(sizes)]
     merged = merge(trees)
     TokenTree(merged.tokens, merged.parents, merged.valid, log_probs=merged.log_probs)  # validates

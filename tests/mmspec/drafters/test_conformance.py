@@ -1,7 +1,7 @@
 """Every registered drafter on a dense, a vision-language and a hybrid model: no draft changes the output.
 
 Requests that join and leave are in ``tests/mmspec/engine/test_schedules.py``, static shapes and captured steps in
-``tests/mmspec/engine/test_fixed_shapes.py`` and ``tests/mmspec/ops/test_graphs.py``; they run every drafter, too.
+``tests/mmspec/engine/test_static_shapes.py`` and ``tests/mmspec/ops/test_graphs.py``; they run every drafter, too.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def shapes(request, monkeypatch):
 
 
 def run_at(shapes, monkeypatch):
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: shapes != "varying")
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: shapes != "varying")
 
 
 # ---------------------------------------------------------------------- trees

@@ -23,7 +23,7 @@ def pair(monkeypatch, **settings):
 
     def turns():
         for fixed, drafter in zip((False, True), drafters, strict=True):
-            monkeypatch.setattr(kernels, "fixed_shapes", lambda device, fixed=fixed: fixed)
+            monkeypatch.setattr(kernels, "static_shapes", lambda device, fixed=fixed: fixed)
             yield drafter
 
     drafters = Recycle(**settings), Recycle(**settings)
@@ -146,7 +146,7 @@ def test_a_table_comes_from_the_host_and_goes_back(monkeypatch, tmp_path):
     device = drafter
     assert device._recycled is not None
     device.select([])
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: False)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: False)
     device.begin(Prompt(torch.tensor([[8, 9]])), Step(logits, {}), [[8, 9, 1]])
     assert device._recycled is None
     assert {context: device._table[context] for context in table} == table

@@ -157,7 +157,7 @@ def broken(engine, prompt, patch, owner, name, kind=FailError):
     (second,) = engine.add(prompt, Sampler(), Stopper(NEW))
     if not engine.target.prefix_cache:
         step(engine)
-        assert engine._prefilling is not None
+        assert engine.core._prefilling is not None
     (third,) = engine.add(prompt, Sampler(), Stopper(NEW))
 
     def breaks(*_, **__):
@@ -225,7 +225,7 @@ ENDINGS = [
 @pytest.mark.parametrize(("name", "drafter", "kind"), CASES)
 def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     if kind == "static":
-        monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+        monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     model = shared_model(name)
     target = plugins.target_class(model.config)(model)
     if kind == "cached":

@@ -350,12 +350,12 @@ def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
     target = Absorbing(table)
     engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), chunk=16)
     (first,) = engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(60))
-    engine.step()
+    engine.core.step()
     prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]
     joined = [row for prompt in prompts for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(5))]
     while not first.done:
         target.absorbed, before = 0, len(first.token_ids)
-        engine.step()
+        engine.core.step()
         assert target.absorbed <= 16
         assert len(first.token_ids) == before + 1
     assert [row.token_ids for row in joined] == [said_plainly(table, prompt, 5) for prompt in prompts]
@@ -415,8 +415,8 @@ def test_no_more_rows_than_slots_in_the_order_of_asking():
     rows = scheduled(engine, prompts)
     started = []
     while not all(row.done for row in rows):
-        engine.step()
-        assert len(engine.running) <= 3
+        engine.core.step()
+        assert len(engine.core.running) <= 3
         started += [n for n, row in enumerate(rows) if row.token_ids and n not in started]
     assert started == list(range(7))
     assert [shape[0] for shape, *_ in target.prefills] == [3, 3, 1]
@@ -432,8 +432,8 @@ def test_sequences_that_differ_wait_for_each_other(by):
         target.kinds = list(values)
     rows, batches = scheduled(engine, prompts, nodes=values if by == "nodes" else None), []
     while not all(row.done for row in rows):
-        engine.step()
-        batches.append({values[rows.index(row)] for row in engine.running})
+        engine.core.step()
+        batches.append({values[rows.index(row)] for row in engine.core.running})
     assert all(len(batch) <= 1 for batch in batches)
     assert [shape[0] for shape, *_ in target.prefills] == [2, 1, 1, 1]  # nobody is overtaken
     finished(engine, rows, prompts)
@@ -447,7 +447,7 @@ def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch
     engine.remove([rows[2]])
     started = []
     while not all(row.done for row in rows):
-        engine.step()
+        engine.core.step()
         started += [n for n, row in enumerate(rows) if row.token_ids and n not in started]
     assert started == [0, 1, 3]
     assert [shape[0] for shape, *_ in target.prefills] == [1, 1, 1]
@@ -458,7 +458,7 @@ def test_each_answer_has_its_own_room():
     target, engine = stacking()
     prompts, limits = [[1, 2, 3], [4, 5]], [Stopper(9), Stopper(30, context_limit=14)]
     scheduled(engine, prompts, limits)
-    engine.step()
+    engine.core.step()
     assert target.prefills[0][1] == [9, 12]
     remaining = []
 
@@ -469,10 +469,10 @@ def test_each_answer_has_its_own_room():
 
     engine = SteppedEngine(Stacking(target.table), Spy(), lambda batch, nodes: Budget(6, 4))
     rows = scheduled(engine, prompts, limits)
-    engine.step()
-    while engine.running:
+    engine.core.step()
+    while engine.core.running:
         left = max(row.room for row in rows if not row.done) - 1
-        engine.step()
+        engine.core.step()
         assert remaining[-1] == left  # a short answer does not cut the drafts of a long one
 
 
@@ -483,11 +483,11 @@ def test_prompts_of_any_number_of_chunks(length, busy):
     _, engine = stacking(chunk=8)
     other = scheduled(engine, [[1, 2]], [Stopper(30)]) if busy else []
     if busy:
-        engine.step()
+        engine.core.step()
     prompt = [n % VOCAB for n in range(length)]
     (row,), steps = scheduled(engine, [prompt]), 0
     while not row.token_ids:
-        engine.step()
+        engine.core.step()
         steps += 1
     assert steps == (-(-length // 8) if busy else 1)
     finished(engine, [row], [prompt])

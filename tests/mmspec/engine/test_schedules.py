@@ -112,15 +112,15 @@ def check(name, drafter, seeds):
                 engine.remove([row])
                 assert row.token_ids == said[: len(row.token_ids)]
             else:
-                engine.step()
-            assert len(engine.running) <= SLOTS
-            assert target.rows == len(engine.running)
+                engine.core.step()
+            assert len(engine.core.running) <= SLOTS
+            assert target.runner.rows == len(engine.core.running)
         while not all(row.done for row, _ in running):
-            engine.step()
+            engine.core.step()
         for row, said in running:
             assert row.error is None
             assert row.token_ids == said
             ended += 1
         engine.remove([])
-        assert target.rows == 0
+        assert target.runner.rows == 0
         assert ended > 2

@@ -59,12 +59,12 @@ def begun(pipe, prompt=PROMPTS[1], **keywords):
         type(engine).step(engine)
 
     engine.drain()
-    engine.step = step
+    engine.core.step = step
     try:
         stream = pipe.stream(prompt, **KEYWORDS | keywords)
         first = next(stream)
     finally:
-        del engine.step
+        del engine.core.step
         read.set()
     assert first.finish_reason is None
     return stream, first
@@ -73,7 +73,7 @@ def begun(pipe, prompt=PROMPTS[1], **keywords):
 def free(pipe):
     """Whether a pipeline's rows and drafter are free, once its engine is idle."""
     pipe.engine.drain()
-    return pipe.target.rows == 0 and id(pipe.drafter) not in speculation._OWNERS
+    return pipe.target.runner.rows == 0 and id(pipe.drafter) not in speculation._OWNERS
 
 
 def streamed(pieces):
@@ -169,7 +169,7 @@ def test_8_threads_with_24_requests_each():
         for answer in answers:
             for at, text, ids in answer.result(timeout=300):
                 assert (text, ids) == (expected[at].text, expected[at].token_ids)
-    assert not pipe.engine.running
+    assert not pipe.engine.core.running
 
 
 def test_threads_decode_together():
@@ -446,7 +446,7 @@ def test_ctrl_c_ends_one_request(alone, interruptible):
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt)
     stream, piece = begun(pipe)
-    main, steps, step = threading.main_thread().ident, itertools.count(), pipe.engine.step
+    main, steps, step = threading.main_thread().ident, itertools.count(), pipe.engine.core.step
 
     def interrupt():
         if next(steps) == 3:
@@ -454,7 +454,7 @@ def test_ctrl_c_ends_one_request(alone, interruptible):
             time.sleep(0.5)
         step()
 
-    pipe.engine.step = interrupt
+    pipe.engine.core.step = interrupt
     with pytest.raises(KeyboardInterrupt):
         pipe.generate(PROMPTS[0], max_new_tokens=40, nodes=6)
     assert streamed([piece, *stream]) == alone[PROMPTS[1]]
@@ -465,13 +465,13 @@ def test_requests_that_differ_in_their_drafter_wait_for_each_other(alone):
     """In one engine: while sequences of one drafter run, those of another stay in the queue, in order."""
     first, second, plain = shared_pipelines("target")
     assert first.engine is second.engine is plain.engine
-    sets, step = [], first.engine.step
+    sets, step = [], first.engine.core.step
 
     def watch():
         step()
-        sets.append({first.engine._mode.speculation for _ in first.engine.running})
+        sets.append({first.engine.core.mode.speculation for _ in first.engine.core.running})
 
-    first.engine.step = watch
+    first.engine.core.step = watch
     pipes = [first, second, first, plain, second]
     with ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(lambda pipe: pipe.generate(PROMPTS[1], **KEYWORDS).token_ids, pipes))

@@ -66,7 +66,7 @@ def budget_for(kind, steady):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_host_waits_once_per_step(name, kind, batch, sampling, steady, monkeypatch):
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
     as_launches(monkeypatch)
     running = steps(name, kind, batch, sampling, budget_for(kind, steady))
     next(running)  # the prompt

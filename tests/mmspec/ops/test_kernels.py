@@ -42,7 +42,7 @@ def test_an_old_gpu_or_no_triton(monkeypatch):
 def test_on_another_gpu_than_the_current_one(monkeypatch):
     assert kernels.in_use(torch.device("cuda", 1)) == "reference"
     assert kernels.in_use(torch.device("cuda")) == "triton"
-    assert kernels.fixed_shapes(torch.device("cuda", 1))
+    assert kernels.static_shapes(torch.device("cuda", 1))
     monkeypatch.setenv("MMSPEC_KERNELS", "triton")
     with pytest.raises(UserError, match="cannot run on cuda:1: expected the current CUDA device"):
         kernels.in_use(torch.device("cuda", 1))

@@ -249,7 +249,7 @@ def test_sequences_join_rows_with_and_without_processors(drafter):
         expected.append(plainly(model, inputs["input_ids"][0].tolist(), chain, NEW - number, seed))
         rows += engine.add(prompt_of(inputs), params.sampler(custom), Stopper(NEW - number))
         for _ in range(2):
-            engine.step()
+            engine.core.step()
     engine.wait(lambda: all(row.done for row in rows))
     assert [row.error for row in rows] == [None] * len(rows)
     assert [row.token_ids for row in rows] == expected

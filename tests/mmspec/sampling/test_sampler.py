@@ -293,7 +293,7 @@ def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, pa
         logits[range(3), node, token] += 3  # long paths
     found, counts = [], []
     for at_once in (True, False):
-        monkeypatch.setattr("mmspec.sampling.sampler.kernels.fixed_shapes", lambda _, at_once=at_once: at_once)
+        monkeypatch.setattr("mmspec.sampling.sampler.kernels.static_shapes", lambda _, at_once=at_once: at_once)
         for name in ("sample", "greedy"):
             op = getattr(ops, name)
             monkeypatch.setattr(ops, name, lambda x, *rest, op=op: counts.append(x.shape[:-1].numel()) or op(x, *rest))

@@ -229,7 +229,7 @@ def test_threads_and_dropped_streams_at_the_same_time():
         dropped = [pool.submit(drop) for _ in range(4)]
         assert [job.result() for job in jobs] == [reference("bytes", kind) for kind in kinds]
         assert [job.result() for job in dropped] == [None] * 4
-    assert not pipe.engine.running
+    assert not pipe.engine.core.running
 
 
 def test_outputs_are_valid():

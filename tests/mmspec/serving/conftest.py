@@ -26,7 +26,7 @@ def server(pipe: Pipeline) -> Iterator[Served]:
 @pytest.fixture
 def slow(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Makes every step of the engine take longer."""
-    step = pipe.engine.step
+    step = pipe.engine.core.step
 
     def delay(seconds: float) -> None:
         def slowly() -> None:

@@ -53,7 +53,7 @@ def test_synchronous(server: Served) -> None:
         assert unknown.value.code == "model_not_found"
         with client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY) as stream:
             next(iter(stream))
-    assert server.idle or not server.pipe.engine._queued
+    assert server.idle or not server.pipe.engine.core.queued
 
 
 def test_asynchronous(server: Served) -> None:

@@ -62,7 +62,7 @@ def test_answers_together_are_those_alone(server: Served, tmp_path: Any) -> None
 
     def watch() -> None:
         while not stop.wait(0.002):
-            together.append({len(server.pipe.engine.running)})
+            together.append({len(server.pipe.engine.core.running)})
 
     stop = threading.Event()
     watching = threading.Thread(target=watch)
@@ -92,7 +92,7 @@ def test_a_client_that_goes_away_frees_its_slot(narrow: Served, slow: Slow, stre
     connection = open_stream(narrow, body)
     if stream:
         assert b"200 OK" in connection.recv(1 << 16)
-    assert eventually(lambda: len(narrow.pipe.engine.running) == 1)
+    assert eventually(lambda: len(narrow.pipe.engine.core.running) == 1)
     connection.close()
     assert eventually(lambda: narrow.idle, 5)  # the answer would take 40 s
     assert text_of(narrow, question(max_tokens=4))
@@ -101,7 +101,7 @@ def test_a_client_that_goes_away_frees_its_slot(narrow: Served, slow: Slow, stre
 def test_all_choices_of_a_client_that_goes_away_end(server: Served, slow: Slow) -> None:
     slow(0.05)
     connection = open_stream(server, question(n=4, stream=True, **{**LONG, "seed": 4}))
-    assert eventually(lambda: len(server.pipe.engine.running) == 4)
+    assert eventually(lambda: len(server.pipe.engine.core.running) == 4)
     connection.close()
     assert eventually(lambda: server.idle, 5)
 

@@ -60,7 +60,7 @@ def test_passes_run_it_and_the_model_keeps_its_own(name, monkeypatch):
     before = attention_of(model)
     assert set(before.values()) == {"sdpa"}
     target = TransformersTarget(model)
-    assert target.attention.name == NAME
+    assert target.decoder.attention.name == NAME
     monkeypatch.setitem(
         ALL_ATTENTION_FUNCTIONS._global_mapping,
         NAME,

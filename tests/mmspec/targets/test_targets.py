@@ -121,12 +121,12 @@ def test_commit_at_every_node_is_the_sequential_state():
         branching, sequential = TransformersTarget(model), TransformersTarget(model)
         branching.prefill(prompt, 32)
         branching.forward_tree(tree)
-        branching.commit_nodes(path[None], [path.tolist()])
+        branching.runner.commit_nodes(path[None], [path.tolist()])
         sequential.prefill(prompt, 32)
         for token in tree.tokens[0, path]:
             sequential.forward_tree(TokenTree.root(token[None]))
-            sequential.commit_nodes(torch.zeros(1, 1, dtype=torch.long), [[0]])
-        for ours, theirs in zip(branching._cache.layers, sequential._cache.layers, strict=True):
+            sequential.runner.commit_nodes(torch.zeros(1, 1, dtype=torch.long), [[0]])
+        for ours, theirs in zip(branching.runner.cache.layers, sequential.runner.cache.layers, strict=True):
             nothing = torch.zeros(1, 2, 0, 12)
             for a, b in zip(ours.update(nothing, nothing), theirs.update(nothing, nothing), strict=True):
                 assert a.shape == b.shape
@@ -358,7 +358,7 @@ def test_a_padded_row_is_prefilled_the_same_in_chunks():
     for chunk in (None, 4):
         target = TransformersTarget(shared_model("llama"))
         *_, step = target.prefill_chunks(Prompt(**inputs), 8, chunk)
-        assert target.cache.lengths == [9]
+        assert target.runner.cache.lengths == [9]
         steps.append(step)
     assert torch.equal(steps[0].logits, steps[1].logits)
 

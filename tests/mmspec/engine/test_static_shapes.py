@@ -12,7 +12,8 @@ from mmspec.drafters.registry import drafter_spec
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
-from mmspec.targets.transformers_target import TransformersTarget, node_bucket
+from mmspec.targets.runner import node_bucket
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import decode
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
@@ -22,7 +23,7 @@ from tests.tiny.models import text_inputs, vision_inputs
 
 @pytest.fixture(autouse=True)
 def _fixed(monkeypatch):
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
 
 
 # ---------------------------------------------------------------------- targets
@@ -44,24 +45,24 @@ TARGETS += ["recurrent_gemma"]
 def test_every_node_equals_its_path(name, batch):
     model = shared_model(name)
     target = assert_trees_equal_paths(model, text_inputs(batch, 9), steps=3, nodes=9)
-    assert target._cache.in_place
+    assert target.runner.static_shapes
 
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "gemma3", "recurrent_gemma", "zaya"])
 def test_trees_deeper_than_a_window(name, fixed, monkeypatch):
     """Within the tree, too, a node attends to no more than its window: chains of 16 against windows of 5 and 6."""
-    monkeypatch.setattr(kernels, "fixed_shapes", lambda device: fixed)
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: fixed)
     model = shared_model(name)
     assert model.config.sliding_window < 8
     target = assert_trees_equal_paths(model, text_inputs(2, 9), steps=1, nodes=16, shape="chain")
-    assert target._cache.in_place == fixed
+    assert target.runner.static_shapes == fixed
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_bamba", "qwen2_5_vl"])
 def test_every_node_equals_its_path_behind_an_image(name):
     target = assert_trees_equal_paths(shared_model(name), vision_inputs(name, 2), steps=3)
-    assert target._cache.in_place
+    assert target.runner.static_shapes
 
 
 def test_padding_within_a_prompt_is_dropped():
@@ -71,8 +72,8 @@ def test_padding_within_a_prompt_is_dropped():
     ids = inputs["input_ids"][:, [0, 1, 5, 6, 7, 8]]
     steps = target.prefill(prompt_of(inputs), 8), fresh.prefill(Prompt(ids), 8)
     torch.testing.assert_close(steps[0].logits, steps[1].logits)
-    assert target.cache.in_place
-    assert target.cache.lengths == [6]
+    assert target.runner.static_shapes
+    assert target.runner.cache.lengths == [6]
     tree = random_tree(torch.Generator().manual_seed(1), 1, 6, 90)
     torch.testing.assert_close(target.forward_tree(tree).logits, fresh.forward_tree(tree).logits)
 
@@ -92,7 +93,7 @@ def test_further_prompts_find_everything_where_it_was():
         torch.testing.assert_close(fresh.forward_tree(tree).logits, step.logits)
         fresh.commit(verdict)
         torch.testing.assert_close(fresh.forward_tree(TokenTree.root(verdict.bonus)).logits, after.logits)
-        kept.append((target.version, target.cache.bounds))
+        kept.append((target.runner.version, target.runner.cache.bounds))
         target.select([])
     assert kept[0] == kept[1] == kept[2]
 
@@ -171,7 +172,7 @@ def test_drafts_are_those_of_varying_shapes(kind, monkeypatch):
             return self.asked not in (2, 5, 6) and super().drafts()
 
     for fixed in (True, False):
-        monkeypatch.setattr(kernels, "fixed_shapes", lambda device, fixed=fixed: fixed)
+        monkeypatch.setattr(kernels, "static_shapes", lambda device, fixed=fixed: fixed)
         target = plugins.target_class(model.config)(model)
         drafter = tiny_drafter(kind, model)
         drafter.attach(target)

@@ -1,0 +1,231 @@
+"""Buffers of keys and values, which grow with their sequences; ``static_buffers.py`` has those of static shapes.
+
+Keys and values of one shape share a buffer (tensors, rows, kv_heads, slots, head_dim). Where all layers are alike, a
+commit is thus one gather and one scatter for the whole model; latent attention (MLA) has a buffer for each of its two
+tensors, layers with an indexer have one more for its keys, and layers that reuse another layer's keys and values have
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.cache.rows import row_index
+
+
+class KVBuffers:
+    """Keys and values of the layers of a ``TreeCache``, which knows the rows' lengths.
+
+    Args:
+        layers: number of attention layers.
+        reserve: slots to allocate at first use; doubled when exceeded.
+
+    Attributes:
+        tensors: the buffers.
+        version: replaced whenever a buffer is reallocated.
+        device: of row lengths where no layer has keys and values.
+    """
+
+    def __init__(self, layers: int, reserve: int) -> None:
+        self.device = torch.device("cpu")
+        self.tensors: list[Tensor] = []
+        self.version = object()
+        self._layers, self._reserve = layers, reserve
+        self._used: list[int] = []  # tensors of each buffer
+        self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}  # buffer and tensor of each of a layer's states
+
+    @property
+    def capacity(self) -> int:
+        """Number of allocated slots."""
+        return self.tensors[0].shape[3] if self.tensors else 0
+
+    @property
+    def rows(self) -> int:
+        """Number of allocated rows."""
+        return self.tensors[0].shape[1] if self.tensors else 0
+
+    def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:
+        """A new buffer, like a tensor (..., kv_heads, any, head_dim)."""
+        self.version = object()
+        return like.new_zeros(tensors, rows, like.shape[-3], slots, like.shape[-1])
+
+    # ------------------------------------------------------------------ passes
+
+    def allocate(self, rows: int, slots: int, used: int) -> None:
+        """Grow the buffers to at least ``rows`` rows and ``slots`` slots, of which the first ``used`` are copied."""
+        if not self.tensors:
+            return
+        # One extra slot serves as a write sink for the padding of ragged commits.
+        allocated, capacity = self.rows, self.capacity
+        if slots < capacity and rows <= allocated:
+            return
+        slots = capacity if slots < capacity else max(slots + 1, 2 * capacity)
+        rows = allocated if rows <= allocated else max(rows, 2 * allocated)
+        for place, old in enumerate(self.tensors):
+            grown = self.tensors[place] = self._zeros(len(old), rows, slots, old)
+            grown[:, :allocated, :, :used] = old[:, :, :, :used]
+
+    def layer(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
+        """The tensors for a layer's states, (rows, kv_heads, slots, head_dim) each, with slots for the next pass.
+
+        Args:
+            states: of the pass, (rows, kv_heads, nodes, head_dim): keys and values, or an indexer's keys alone.
+            start: first slot of the pass.
+        """
+        rows, _, count, _ = states[0].shape
+        self.allocate(rows, start + count, start)
+        place = layer, len(states)
+        if place not in self._places:
+            alike = self._layers * sum(_kind(one) == _kind(states[0]) for one in states)
+            self._places[place] = [self._next_tensor(one, alike, start) for one in states]
+        return [self.tensors[buffer][tensor, :rows] for buffer, tensor in self._places[place]]
+
+    def write(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
+        """Write a layer's states of a pass to its slots; arguments as for ``layer``.
+
+        Returns:
+            The states of all slots up to the last one written, each.
+        """
+        end, buffers = start + states[0].shape[2], self.layer(layer, states, start)
+        for buffer, new in zip(buffers, states, strict=True):
+            buffer[:, :, start:end] = new
+        return [buffer[:, :, :end] for buffer in buffers]
+
+    def shared(self, layers: Sequence[int], rows: int, nodes: int, like: Tensor, start: int) -> Tensor:
+        """The buffer of layers that are all alike, with slots for the next pass, for kernels that write keys and values
+        themselves.
+
+        Args:
+            like: (kv_heads, any, head_dim), for shape, dtype and device.
+        """
+        states = like.expand(rows, *like.shape)
+        for layer in layers if not self._places else ():
+            self.layer(layer, (states, states), start)
+        self.allocate(rows, start + nodes, start)
+        return self.tensors[0]
+
+    def _next_tensor(self, states: Tensor, alike: int, start: int) -> tuple[int, int]:
+        """The next free tensor for keys or values of a shape, expected to be ``alike`` in all."""
+        kinds = [_kind(buffer) for buffer in self.tensors]
+        if _kind(states) not in kinds:
+            kinds.append(_kind(states))
+            rows, _, count, _ = states.shape
+            if self.tensors:
+                rows, slots = self.rows, self.capacity
+            else:
+                slots = max(start + count + 1, self._reserve)
+            self.tensors.append(self._zeros(alike, rows, slots, states))
+            self._used.append(0)
+        buffer = kinds.index(_kind(states))
+        if self._used[buffer] == len(self.tensors[buffer]):
+            self.tensors[buffer] = torch.cat([self.tensors[buffer], torch.zeros_like(self.tensors[buffer])])
+        self._used[buffer] += 1
+        return buffer, self._used[buffer] - 1
+
+    # ------------------------------------------------------------------ rows
+
+    def commit_prompt(self, kept: Sequence[Tensor] | None) -> None:
+        """Free what no layer needed, where shapes differ or layers share keys and values, and remove padding.
+
+        Args:
+            kept: of each row, the slots to keep; None without padding.
+        """
+        self.tensors = [
+            buffer if used == len(buffer) else buffer[:used].clone()
+            for buffer, used in zip(self.tensors, self._used, strict=True)
+        ]
+        for buffer in self.tensors if kept is not None else ():
+            for row, slots in enumerate(kept or ()):
+                buffer[:, row, :, : len(slots)] = buffer[:, row, :, slots]
+
+    def append(self, new: KVBuffers, chosen: Sequence[int], lengths: Sequence[int], slots: int, longest: int) -> None:
+        """Append rows of other buffers.
+
+        Args:
+            chosen: rows of ``new``.
+            lengths: of the rows already here.
+            slots: which the longest row may need.
+            longest: length of the longest new row.
+        """
+        if not new.tensors:
+            return
+        first, rows = len(lengths), len(lengths) + len(chosen)
+        kinds = [_kind(buffer) for buffer in new.tensors]
+        if self.tensors and [_kind(buffer) for buffer in self.tensors] != kinds:
+            self._drop()  # the model moved to another device or dtype
+        if not self.tensors:
+            size = max(slots + 1, self._reserve)
+            self.tensors = [self._zeros(len(buffer), rows, size, buffer) for buffer in new.tensors]
+            self._used, self._places = new._used[:], dict(new._places)
+        self.allocate(rows, slots, max(lengths, default=0))
+        whole = list(chosen) == list(range(len(chosen)))
+        for ours, theirs in zip(self.tensors, new.tensors, strict=True):
+            taken = theirs[:, : len(chosen)] if whole else theirs[:, row_index(chosen, theirs.device)]
+            ours[:, first:rows, :, :longest] = taken[:, :, :, :longest]
+
+    def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Keep these rows, in this order; free the others' slots.
+
+        Args:
+            lengths: of all rows.
+        """
+        if rows:
+            self._move(rows, lengths)
+        else:
+            self._drop()
+
+    def _move(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        length = max(lengths, default=0)
+        moved = any(new > old for new, old in enumerate(rows))
+        for buffer in self.tensors:
+            if moved:
+                index = row_index(rows, buffer.device)
+                buffer[:, : len(rows), :, :length] = buffer[:, index, :, :length]
+                continue
+            for new, old in enumerate(rows):  # rows only move to lower indices, whose content is no longer needed
+                if new != old:
+                    buffer[:, new, :, : lengths[old]] = buffer[:, old, :, : lengths[old]]
+
+    def _drop(self) -> None:
+        """Free the buffers, when no row is left or the model has moved."""
+        self.tensors, self._used, self._places = [], [], {}
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Note the row lengths after rows have joined, left or been cut."""
+
+    # ------------------------------------------------------------------ the accepted path
+
+    def commit(self, path: Tensor, rows: list[list[int]], lengths: Sequence[int]) -> None:
+        """Compact the accepted path of each row to the end of its prefix.
+
+        Args:
+            path: (batch, depth) int64, node indices padded with -1; node i is in the slot i after the longest row.
+            rows: the same paths as lists without padding; an empty one leaves its row unchanged.
+            lengths: of the rows.
+        """
+        if not self.tensors:
+            return
+        start, longest = max(lengths), max(map(len, rows))
+        if all(n == start for n in lengths) and all(r == list(range(len(r))) for r in rows):
+            return  # already in place
+        path = path[:, :longest]
+        if len(rows) == 1:
+            slot = lengths[0]
+            for buffer in self.tensors:
+                buffer[:, :1, :, slot : slot + longest] = buffer[:, :1, :, start + path[0]]
+            return
+        steps = torch.arange(longest, device=path.device)
+        ends = torch.tensor(lengths, device=path.device)[:, None]
+        target = torch.where(path >= 0, ends + steps, self.capacity - 1)
+        row = torch.arange(len(rows), device=path.device)[:, None]
+        for buffer in self.tensors:
+            buffer[:, row, :, target] = buffer[:, row, :, start + path.clamp(min=0)]
+
+
+def _kind(states: Tensor) -> tuple[Any, ...]:
+    """What tensors of one buffer have in common."""
+    return states.shape[-3], states.shape[-1], states.dtype, states.device

@@ -1,0 +1,271 @@
+"""Decode steps of an engine, without threads: prefill of waiting prompts, draft, verify, commit.
+
+A step drafts a tree per sequence, verifies all trees in one forward pass of the target and emits the accepted tokens.
+A sequence's tokens do not depend on the other sequences of the batch.
+"""
+
+from __future__ import annotations
+
+from threading import Condition
+from time import perf_counter as clock
+from typing import Any, TypeGuard
+
+import torch
+
+from mmspec.cache.rows import row_index
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, features
+from mmspec.core.target import KeepsPrefixes, Prompt, Step, Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import verify_greedy
+from mmspec.engine.constrain import constrain
+from mmspec.engine.scheduler import Mode, PromptBatch, Scheduler
+from mmspec.engine.sequence import Sequence
+from mmspec.engine.timing import mark, seconds
+from mmspec.engine.trace import judge
+from mmspec.sampling.sampler import BatchSampler
+
+_IDLE_CHUNKS = 4
+"""Chunks that one prefill pass takes while nothing decodes."""
+
+
+class EngineCore:
+    """Sequences of one target, and the steps that decode them. One thread at a time runs steps.
+
+    Args:
+        target: the target model.
+        slots: maximum batch size.
+        chunk: prompt tokens prefilled per step while other sequences decode.
+        lock: held by other threads that add to the scheduler.
+
+    Attributes:
+        scheduler: prompts that wait.
+        running: decoding sequences; their indices are the rows of target and drafter.
+        mode: of the running sequences.
+        touched: sequences that may have changed in this step.
+    """
+
+    def __init__(self, target: Target, slots: int, chunk: int, lock: Condition) -> None:
+        self.target, self.chunk = target, chunk
+        self.scheduler = Scheduler(slots, self._resumes)
+        self.running: list[Sequence] = []
+        self.mode: Mode | None = None
+        self.touched: dict[Sequence, None] = {}
+        self._lock = lock
+        self._prefilling: PromptBatch | None = None
+        self._prefilled: list[tuple[Prompt, Step, list[Sequence]]] = []  # not yet passed to the drafter
+        self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
+        self._sampler = BatchSampler()
+
+    @property
+    def queued(self) -> list[PromptBatch]:
+        """Prompts that wait for prefill or are in it."""
+        return [*self.scheduler, *([self._prefilling] if self._prefilling else [])]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.running) or not all(batch.done for batch in self.queued)
+
+    def clear(self) -> None:
+        """Forget finished prompts and give up the drafter."""
+        self.scheduler.clear()
+        self._prefilling = None
+        self._hold(None)
+
+    def _hold(self, mode: Mode | None) -> None:
+        """Use the drafter of a mode from now on, exclusively, and free the one before."""
+        held = self.mode.speculation if self.mode else None
+        new = mode.speculation if mode else None
+        self.mode = mode
+        if held is not new:
+            if held is not None:
+                held.__exit__()
+            if new is not None:
+                try:
+                    new.__enter__()
+                except BaseException:
+                    self.mode = None
+                    raise
+        self.target.features = features(new.drafter if new else None)
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        return self.mode.speculation.drafter if self.mode else None
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self) -> None:
+        """Prefill waiting prompts while rows are free, then run one decode step."""
+        start = clock()
+        running = list(self.running)
+        self.remove_finished()
+        # Clients get the first token before the first decode step.
+        if self._prefill() and not running:
+            self.remove_finished()
+            return
+        self.remove_finished()
+        if self.running:
+            self._decode()
+            self.remove_finished()
+        for sequence in running:
+            sequence.stats.wall_seconds += clock() - start
+
+    def _decode(self) -> None:
+        """One decode step: draft, verify, commit."""
+        start, rows, drafter, device = clock(), self.running, self._drafter, self._token.device
+        begun = mark(device)
+        budget = self._prepare()
+        prepared = mark(device)
+        budget.remaining = max(row.room for row in rows) - 1
+        drafting = drafter is not None and budget.drafts()
+        tree = TokenTree.root(self._token)
+        if drafter is not None and drafting:
+            tree = drafter.propose(self._token, budget)
+        if drafter is not None:
+            tree = budget.prune(constrain(rows, tree, budget, drafter))
+        drafted = mark(device)
+        step = self.target.forward_tree(tree)
+        verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
+        verified = mark(device)
+        accepted = verdict.host  # synchronises
+        draft_seconds, verify_seconds = seconds(begun, drafted), seconds(drafted, verified)
+        for number, row in enumerate(rows):
+            if row.trees is not None:
+                row.trees.append(judge(tree, number, verdict, step))
+        began = clock()
+        self.target.commit(verdict)
+        for number, (row, drafts, (path, tokens)) in enumerate(zip(rows, tree.drafted, accepted, strict=True)):
+            row.record_logprobs(step.logits[number], path, tokens)
+            emitted = row.append(path, tokens)
+            # Tokens after a stop are neither emitted nor counted as accepted.
+            row.stats.record_step(drafts, tree.max_depth, min(len(path) - 1, emitted), emitted)
+        if drafter is not None:
+            drafter.observe(tree, verdict, step)
+        self._token = verdict.bonus
+        paths = [path for path, _ in accepted]
+        proposing = seconds(prepared, drafted) if drafting or tree.nodes > 1 else 0.0
+        budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began)
+        wall = clock() - start
+        for row in rows:
+            row.stats.draft_seconds += draft_seconds
+            row.stats.verify_seconds += verify_seconds
+            row.stats.commit_seconds += wall - draft_seconds - verify_seconds
+
+    def _prepare(self) -> Budget:
+        """Begin prefilled sequences in the drafter, and return the step's budget."""
+        assert self.mode is not None
+        budget = self.mode.speculation.budget_of(len(self.running), self.mode.nodes)
+        if new := sum(len(sequences) for _, _, sequences in self._prefilled):
+            budget.begin(new / len(self.running))
+        for prompt, step, sequences in self._prefilled:
+            if self._drafter is not None:
+                self._drafter.begin(prompt, step, [sequence.history for sequence in sequences])
+        self._prefilled = []
+        return budget
+
+    # ------------------------------------------------------------------ scheduling
+
+    def _prefill(self) -> bool:
+        """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode.
+
+        Returns:
+            Whether the prefill of any prompt is complete.
+        """
+        if not len(self.scheduler) and self._prefilling is None:
+            return False
+        busy, tokens, complete = bool(self.running), 0, False
+        while not busy or tokens < self.chunk:
+            batch = self._prefilling or self._schedule(self.chunk - tokens if busy else _IDLE_CHUNKS * self.chunk)
+            if batch is None or (busy and tokens and tokens + batch.size > self.chunk):
+                break  # delay decode steps by at most one chunk
+            if batch.done:
+                self._prefilling = None
+                continue
+            started, step = clock(), None
+            try:
+                if batch.passes is None:
+                    room = [sequence.room for sequence in batch.sequences]
+                    batch.passes = self.target.prefill_chunks(batch.prompt, room, self.chunk if busy else None)
+                step = next(batch.passes)
+            except Exception as error:
+                for sequence in batch.sequences:
+                    sequence.error = error
+                self._prefilling = None
+                continue
+            tokens += min(batch.size, self.chunk)
+            batch.seconds += clock() - started
+            if step is not None:
+                self._prefilling, complete = None, True
+                self._start(batch, step)
+        return complete
+
+    def _schedule(self, tokens: int) -> PromptBatch | None:
+        """Take the next prompts to prefill from the queue, at most ``tokens`` tokens if they are stacked."""
+        if self.running and self.mode and self.mode.speculation.wanted:
+            return None  # another engine waits for the drafter
+        with self._lock:
+            batch = self._prefilling = self.scheduler.next(len(self.running), self.mode, tokens)
+        if batch is not None:
+            self.touched |= dict.fromkeys(batch.sequences)
+            self._hold(batch.mode)
+        return batch
+
+    def _start(self, batch: PromptBatch, step: Step) -> None:
+        """Emit the first token of each prefilled sequence and add them to the batch."""
+        sequences = batch.sequences
+        root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=step.logits.device))
+        first = BatchSampler().choose(sequences, root, step.logits)[:, 0]
+        self._token = torch.cat([self._token, first]) if self.running else first
+        self.running = [*self.running, *sequences]
+        self._prefilled.append((batch.prompt, step, sequences))
+        now = clock()
+        for row, (sequence, token) in enumerate(zip(sequences, first.tolist(), strict=True)):
+            sequence.record_logprobs(step.logits[row], [0], [token])
+            sequence.stats.num_cached_tokens = step.cached_tokens
+            sequence.stats.num_generated_tokens = sequence.append([0], [token])
+            sequence.stats.prefill_seconds = batch.seconds
+            sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added
+
+    def remove_finished(self) -> None:
+        """Remove finished sequences; the last rows move into the gaps."""
+        kept = [row for row, sequence in enumerate(self.running) if not sequence.done]
+        if len(kept) == len(self.running):
+            return
+        if kept and self._prefilled:
+            self._prepare()  # the drafter must have the target's rows
+        self._prefilled = []
+        if _keeps_prefixes(self.target):
+            ended = [row for row, sequence in enumerate(self.running) if sequence.done]
+            self.target.retain(ended, [self.running[row].history for row in ended])
+        order = [row for row in kept if row < len(kept)]
+        movers = iter(kept[len(order) :])
+        present = set(order)
+        order = [row if row in present else next(movers) for row in range(len(kept))]
+        self.running = [self.running[row] for row in order]
+        self._token = self._token[row_index(order, self._token.device)]
+        self.target.select(order)
+        if self._drafter is not None:
+            self._drafter.select(order)
+
+    def abort(self, error: Exception) -> None:
+        """Fail all sequences of a broken step and reset target and drafter."""
+        for sequence in [*self.running, *(self._prefilling.sequences if self._prefilling else [])]:
+            self.touched[sequence] = None
+            if not sequence.done:
+                sequence.error = error
+        self.running, self._prefilled, self._prefilling = [], [], None
+        self._token = self._token[:0]
+        self.target.select([])
+        if self._drafter is not None:
+            self._drafter.select([])
+
+    def _resumes(self, prompt: Prompt, earlier: list[Prompt]) -> bool:
+        """Whether a prompt or the first of those before it has a known prefix, which takes a prefill of its own."""
+        if not _keeps_prefixes(self.target):
+            return False
+        return self.target.resumes(prompt, earlier) or self.target.resumes(earlier[0], [])
+
+
+def _keeps_prefixes(target: Any) -> TypeGuard[KeepsPrefixes]:
+    return isinstance(target, KeepsPrefixes) and target.prefix_cache is not None

@@ -1,0 +1,127 @@
+"""Prefill of prompts: in one pass or in chunks, from the start or after a prefix whose states are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.cache.prefix_cache import Prefix, at_text
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.target import Feature, Prompt, Step
+from mmspec.errors import UserError
+from mmspec.targets.decoder import Decoder
+from mmspec.targets.head import Head
+
+
+@dataclass
+class Prefill:
+    """Prefill of one prompt into a cache of its own. Its generators yield between two passes.
+
+    Attributes:
+        prompt: one or several rows.
+        visual: (batch, length) bool, positions of image or video features; None without any.
+        names: features to return.
+        chunk: most tokens of a pass; None prefills in one pass.
+        cache: empty, or with the states of a prefix.
+        decoder, head, embed: of the target.
+    """
+
+    prompt: Prompt
+    visual: Tensor | None
+    names: Sequence[Feature]
+    chunk: int | None
+    cache: TreeCache
+    decoder: Decoder
+    head: Head
+    embed: Callable[[Tensor], Tensor]
+
+    def whole(self) -> Generator[None, None, Step]:
+        """Prefill into an empty cache."""
+        prompt, chunk, cache = self.prompt, self.chunk, self.cache
+        ids, mask = prompt.input_ids, prompt.attention_mask
+        batch, length = ids.shape
+        positions = self._positions()
+        call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        splits = chunk is not None and batch == 1 and length > chunk and mask is None
+        inputs = self.decoder.chunk_inputs(call, cache) if splits else None
+        if inputs is not None:
+            features, logits = yield from self._passes(inputs, 0)
+        else:
+            logits, inputs, features = self.decoder.prefill(call, cache, self.names)
+            cache.commit_prompt(length, mask, batch)
+            self.head.check(features["last"][:, -1:], logits)
+        features = {name: features[name] for name in self.names}
+        # Decoders without attention, or with ALiBi, have no position_ids.
+        known = inputs.get("position_ids") if self.decoder.takes_positions else positions
+        return Step(logits, features, self.visual, inputs.get("inputs_embeds"), known)
+
+    def rest(self, inputs: dict[str, Any], prefix: Prefix, first: int) -> Generator[None, None, Step]:
+        """Prefill the tokens after the ``first``, whose states are in the cache.
+
+        Args:
+            inputs: the decoder's, of the whole prompt.
+            prefix: which the first tokens are from.
+        """
+        ids = self.prompt.input_ids
+        if first == ids.shape[1]:
+            assert prefix.logits is not None
+            logits, features = prefix.logits, prefix.features
+        else:
+            rest, logits = yield from self._passes(inputs, first)
+            features = {name: torch.cat([prefix.features[name][:, :first], rest[name]], 1) for name in self.names}
+        features = {name: features[name] for name in self.names}
+        embeds = prefix.embeds
+        if embeds is not None:
+            embeds = torch.cat([embeds[:, :first], self.embed(ids[:, first:])], dim=1)
+        return Step(logits, features, self.visual, embeds, inputs["position_ids"], first)
+
+    def _positions(self) -> Tensor | None:
+        """``position_ids`` of the prompt, (batch, length) or (axes, batch, length); None if the model computes them."""
+        if (given := self.prompt.inputs.get("position_ids")) is not None:
+            return given
+        # Models with several position axes (Qwen-VL) compute those of visual tokens from the prompt.
+        if self.decoder.has_position_axes and self.visual is not None and bool(self.visual.any()):
+            return None
+        ids, mask = self.prompt.input_ids, self.prompt.attention_mask
+        if mask is None:
+            return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+    def _passes(
+        self, inputs: dict[str, Any], first: int
+    ) -> Generator[None, None, tuple[dict[Feature, Tensor], Tensor]]:
+        """Features and last logits of the tokens from ``first`` on, in passes over ``chunk`` of them."""
+        length, passes = self.prompt.input_ids.shape[1], []
+        chunk = self.chunk or length
+        for start in range(first, length, chunk):
+            if start > first:
+                yield
+            part = slice(start, min(start + chunk, length))
+            passes.append(self.decoder.prefill_chunk(inputs, part, self.cache, self.names))
+        last = passes[-1]["last"][:, -1:]
+        logits = self.head(last)
+        self.head.check(last, logits)
+        return {name: torch.cat([features[name] for features in passes], dim=1) for name in self.names}, logits
+
+
+def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
+    """(batch,) position of the first new token, from the decoder's ``position_ids`` of the prompt.
+
+    Args:
+        name: of the model's class, for the error.
+
+    Raises:
+        UserError: the decoder is not given any, or the prompt ends on an image or video of several position axes.
+    """
+    if positions is None:
+        raise UserError(f"the decoder must be given position_ids: that of {name} is not")
+    if not at_text(positions, -1):
+        raise UserError("a prompt with several position axes must end on text: got an image or video token")
+    if positions.ndim == 3:
+        # Text after a video may have lower positions than its last frames.
+        return positions[-1, :, -1] + 1
+    return positions[:, -1].expand(batch) + 1

@@ -1,0 +1,262 @@
+"""Verify passes over the sequences of a target: eager ones, and ones of static shapes that CUDA graphs capture."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.target import Feature, Step
+from mmspec.core.tree import TokenTree
+from mmspec.ops.graphs import Graphed
+from mmspec.ops.transfer import on_device
+from mmspec.targets.attention import PASS, TreePass
+from mmspec.targets.decoder import Decoder
+from mmspec.targets.head import Head
+from mmspec.targets.masks import tail_mask
+
+
+class Runner(ABC):
+    """Verify passes of a decoder, and the states of the sequences that they read.
+
+    Args:
+        decoder, head: of the target.
+
+    Attributes:
+        static_shapes: whether shapes and addresses of tensors are static.
+    """
+
+    static_shapes: ClassVar[bool]
+
+    def __init__(self, decoder: Decoder, head: Head) -> None:
+        self._decoder, self._head = decoder, head
+        self._cache: TreeCache | None = None
+        # (rows,) position of the next token, and the last position within the context limit
+        self._position, self._last_position = RowTensor(self.static_shapes), RowTensor(self.static_shapes)
+        self._tail_depth: Tensor | None = None  # (batch, offset) depths of uncommitted nodes of earlier passes
+
+    @property
+    def cache(self) -> TreeCache:
+        """KV and recurrent states of the sequences."""
+        assert self._cache is not None, "prefill comes first"
+        return self._cache
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences in the cache."""
+        return self._cache.rows if self._cache is not None else 0
+
+    @property
+    def version(self) -> tuple[Hashable, ...]:
+        """Changes when a buffer that captured graphs read has been reallocated."""
+        return self.cache.version, self._position.version, self._last_position.version
+
+    # ------------------------------------------------------------------ sequences join and leave
+
+    @property
+    @abstractmethod
+    def adopts(self) -> bool:
+        """Whether ``join`` may take over the cache of a prefill instead of copying its rows."""
+
+    def join(self, prompts: TreeCache, reserve: int, copy: bool, position: Tensor, last_position: Tensor) -> None:
+        """Add the rows of a prefilled cache.
+
+        Args:
+            reserve: KV slots that the longest row may need.
+            copy: leave the prefilled cache as it is.
+            position, last_position: (rows,) position of the next token, and the last one within the context limit.
+        """
+        self._add(prompts, reserve, copy)
+        self._position.append(position)
+        self._last_position.append(last_position)
+
+    @abstractmethod
+    def _add(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
+        """Add the rows to the cache; arguments as for ``join``."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and drop the others."""
+        if self._cache is not None:
+            self._tail_depth = None
+            for part in (self._cache, self._position, self._last_position):
+                part.select(rows)
+
+    # ------------------------------------------------------------------ passes
+
+    @abstractmethod
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> Step:
+        """Logits and the named features at every node.
+
+        Args:
+            width: nodes to pad the tree to, at least.
+        """
+
+    def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
+        """Last hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
+
+        Args:
+            tokens: (batch, nodes) int64.
+            depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
+            reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
+        """
+        return self._forward(tokens, depth, reach, ())["last"]
+
+    @abstractmethod
+    def _forward(
+        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
+    ) -> dict[Feature, Tensor]:
+        """The named features of new nodes, and ``"last"``; arguments as for ``forward_nodes``."""
+
+    def _inputs(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> dict[str, Any]:
+        """Inputs of the decoder, without the mask."""
+        batch = len(tokens)
+        position = self._position.data[:batch, None]
+        position = position.expand_as(tokens) if depth is None else position + depth
+        # Draft tokens may exceed the context limit, where a model may have no position embedding.
+        position = torch.minimum(position, self._last_position.data[:batch, None])
+        return {"input_ids": tokens, "position_ids": position, **self.cache.arguments(reach)}
+
+    def keep_nodes(self, depth: Tensor) -> None:
+        """Keep the nodes of the last ``forward_nodes`` uncommitted, so that further nodes can attend to them."""
+        self._tail_depth = depth if self._tail_depth is None else torch.cat([self._tail_depth, depth], dim=1)
+        self.cache.offset = self._tail_depth.shape[1]
+
+    def forget_nodes(self) -> None:
+        """Drop all uncommitted nodes."""
+        self.cache.offset, self._tail_depth = 0, None
+
+    def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
+        """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes."""
+        self._tail_depth = None
+        self._commit(path, rows)
+
+    @abstractmethod
+    def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
+        """Move the path's states to the prefix, and advance the positions."""
+
+
+class EagerRunner(Runner):
+    """Passes over exactly the nodes and rows there are."""
+
+    static_shapes = False
+
+    @property
+    def adopts(self) -> bool:
+        return not self.rows
+
+    def _add(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
+        if not self.rows:
+            self._position, self._last_position = RowTensor(), RowTensor()
+            self._cache = self._decoder.new_cache(reserve, False) if copy else prompts
+        if self._cache is not prompts:
+            self.cache.append(prompts, reserve)
+
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> Step:
+        nodes = tree.nodes
+        if width == nodes:
+            states = self._forward(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
+        else:
+            states = self._forward(*_padded(tree, width, tree.batch), names)
+            states = {name: state[:, :nodes] for name, state in states.items()}
+        return Step(self._head(states["last"]), {name: states[name] for name in names})
+
+    def _forward(
+        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
+    ) -> dict[Feature, Tensor]:
+        inputs = self._inputs(tokens, depth, reach)
+        inputs["attention_mask"] = self._decoder.mask(self.cache, depth, self._tail_depth, reach)
+        return self._decoder.forward(inputs, self.cache, names)
+
+    def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
+        self.cache.commit(path, rows)
+        position, accepted = self._position.data, [len(row) for row in rows]
+        position += accepted[0] if len(set(accepted)) == 1 else on_device(accepted, position.device)
+
+
+class StaticRunner(Runner):
+    """Passes padded to few shapes, over buffers that keep their addresses: captured as CUDA graphs."""
+
+    static_shapes = True
+
+    def __init__(self, decoder: Decoder, head: Head) -> None:
+        super().__init__(decoder, head)
+        self._graphed_pass = Graphed(self._pass)
+        self._graphed_commit = Graphed(self.commit_on_device)
+
+    @property
+    def adopts(self) -> bool:
+        return False
+
+    @property
+    def captured(self) -> tuple[int, int]:
+        """Number of captured graphs: of verify passes, and of commits."""
+        return self._graphed_pass.captured, self._graphed_commit.captured
+
+    def _add(self, prompts: TreeCache, reserve: int, copy: bool) -> None:
+        if self._cache is None:
+            self._cache = self._decoder.new_cache(reserve, True)
+        self._cache.append(prompts, reserve)
+
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> Step:
+        nodes, batch = tree.nodes, tree.batch
+        width, rows = node_bucket(width), batch_bucket(batch)
+        self.cache.reserve_nodes(width)
+        logits, *states = self._graphed_pass(
+            *_padded(tree, width, rows), version=(*self.version, *names), names=tuple(names)
+        )
+        features = {name: state[:batch, :nodes] for name, state in zip(names, states, strict=True)}
+        return Step(logits[:batch, :nodes], features)
+
+    def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor, names: tuple[Feature, ...]) -> tuple[Tensor, ...]:
+        """Logits and features of a whole tree; captured."""
+        states = self._forward(tokens, depth, reach, names)
+        return self._head(states["last"]), *[states[name] for name in names]
+
+    def _forward(
+        self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
+    ) -> dict[Feature, Tensor]:
+        cache, inputs = self.cache, self._inputs(tokens, depth, reach)
+        depth = torch.zeros_like(tokens) if depth is None else depth
+        cache.reserve_nodes(tokens.shape[1])
+        cache.set_write_slots(tokens.shape[1])
+        inputs["attention_mask"] = None
+        if cache.attending:
+            assert cache.bounds is not None
+            inputs["attention_mask"] = tail_mask(self._decoder.config, depth, self._tail_depth, reach)
+            inputs[PASS] = TreePass(self._decoder.config, cache.bounds.first(len(tokens)), depth)
+        return self._decoder.forward(inputs, cache, names)
+
+    def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
+        self._graphed_commit(pad_rows(path, batch_bucket(len(path)), -1), version=self.version)
+        self.cache.advance([len(row) for row in rows])
+
+    def commit_on_device(self, path: Tensor) -> tuple[Tensor, ...]:
+        """Device part of ``commit_nodes``; captured."""
+        self.cache.commit_on_device(path)
+        self._position.data[: len(path)] += (path >= 0).sum(1)
+        return ()
+
+
+def new_runner(decoder: Decoder, head: Head) -> Runner:
+    """A runner without sequences, of static shapes where the device pays for them and the layers can have them."""
+    return (StaticRunner if decoder.static_shapes else EagerRunner)(decoder, head)
+
+
+def node_bucket(nodes: int) -> int:
+    """Padded number of nodes of a pass with static shapes: a power of two, above 64 a multiple of 64."""
+    return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
+
+
+def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, depths and ancestors of a tree, with padding nodes and rows that attend to themselves only."""
+    extra, idle = (0, width - tree.nodes), (0, rows - tree.batch)
+    if not any(extra + idle):
+        return tree.tokens, tree.depth, tree.ancestors
+    reach = F.pad(tree.ancestors, extra + extra + idle) | torch.eye(width, dtype=torch.bool, device=tree.tokens.device)
+    return F.pad(tree.tokens, extra + idle), F.pad(tree.depth, extra + idle), reach
