@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from time import perf_counter as clock
 from typing import Any, Literal
 
+from mmspec.answer import Piece
 from mmspec.demos.methods import drafter_of
 from mmspec.demos.models import label
 from mmspec.drafters.registry import AUTO, PLAIN
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason
 from mmspec.engine.trace import JudgedTree
-from mmspec.pipeline import Piece, Pipeline
+from mmspec.pipeline import Pipeline
 
 Origin = Literal["first", "accepted", "bonus", "plain"]
 

@@ -24,11 +24,12 @@ import click
 import jsonschema
 
 import mmspec
+from mmspec.answer import Generation
 from mmspec.core.drafter import fork
 from mmspec.engine.calibrate import describe
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.schemas import SchemaRequest, schema_requests
-from mmspec.pipeline import Generation, Pipeline
+from mmspec.pipeline import Pipeline
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import SamplingParams
 

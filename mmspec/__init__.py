@@ -10,12 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mmspec.answer import Generation, Piece
     from mmspec.core.tree import TokenTree
     from mmspec.core.verify import Verdict, verify, verify_greedy
     from mmspec.engine.stats import Stats
     from mmspec.errors import UserError
     from mmspec.hook import decode, generate
-    from mmspec.pipeline import Generation, Piece, Pipeline, load
+    from mmspec.pipeline import Pipeline, load
     from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
 
@@ -39,7 +40,8 @@ __all__ = [
 _HOMES = {
     "errors": ("UserError",),
     "hook": ("decode", "generate"),
-    "pipeline": ("Generation", "Piece", "Pipeline", "load"),
+    "answer": ("Generation", "Piece"),
+    "pipeline": ("Pipeline", "load"),
     "sampling.processors": ("TreeProcessor",),
     "sampling.params": ("SamplingParams",),
     "engine.stats": ("Stats",),

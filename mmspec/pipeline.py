@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from os import PathLike, fspath
@@ -14,6 +11,7 @@ from typing import Any, Literal, overload
 from transformers import PreTrainedModel
 
 from mmspec import plugins
+from mmspec.answer import Answer, Generation, Piece, astream_answer, stream_answer
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, nearest, shown, whole
 from mmspec.core.drafter import Drafter, fork
@@ -25,52 +23,19 @@ from mmspec.engine.request import SLOT_COUNT, Call, parse
 from mmspec.engine.sequence import Sequence as RunningSequence
 from mmspec.engine.sequence import Wakeup
 from mmspec.engine.speculation import Speculation
-from mmspec.engine.stats import Stats
-from mmspec.engine.stopping import FinishReason, Stopper
-from mmspec.engine.trace import JudgedTree
+from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError, raising, returning
 from mmspec.loading import known_options, load_target
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
 from mmspec.sampling.grammar import Grammar, Grammars
-from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Sampler
-from mmspec.targets.processor import Detokenizer, Processor
+from mmspec.targets.processor import Processor
 
 Message = Mapping[str, Any]
 _BYTES = whole(0)
 _ATTEMPTS = {"raise": raising, "return": returning}
 _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer.
-
-    ``token_ids`` are the generated tokens. ``text`` is their decoding up to a stop string, without the blank that some
-    chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one per step, of a call
-    with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: Stats
-    trees: list[JudgedTree] = field(default_factory=list, repr=False)
-    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``. ``trees`` are those of the answer
-    so far, of a call with ``trace=True``. ``logprobs`` are those of ``token_ids``, of a call with ``logprobs=K``."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stats: Stats | None = None
-    trees: list[JudgedTree] = field(default_factory=list, repr=False)
-    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
 
 def load(
@@ -317,23 +282,23 @@ class Pipeline:
         """
         attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
         calls = parse(requests, keywords, self.io.options, attempt)
-        answers: list[_Answer | UserError] = []
+        answers: list[Answer | UserError] = []
         wakeup = Wakeup()
 
-        def started() -> list[_Answer]:
-            return [answer for answer in answers if isinstance(answer, _Answer) and answer.started]
+        def started() -> list[Answer]:
+            return [answer for answer in answers if isinstance(answer, Answer) and answer.started]
 
         def ready() -> bool:
-            unfinished = [answer for answer in answers if isinstance(answer, _Answer) and not answer.done]
+            unfinished = [answer for answer in answers if isinstance(answer, Answer) and not answer.done]
             return len(unfinished) < 2 * self.engine.slots
 
         def start() -> None:
             with self.engine.together():
                 for answer in answers:
-                    if isinstance(answer, _Answer) and not answer.started:
+                    if isinstance(answer, Answer) and not answer.started:
                         answer.start(wakeup)
 
-        def result(answer: _Answer) -> Generation:
+        def result(answer: Answer) -> Generation:
             wakeup.wait(lambda: answer.sequence.done)
             return answer.whole()
 
@@ -342,9 +307,9 @@ class Pipeline:
                 if not ready():  # the inputs of waiting requests take memory
                     start()
                     wakeup.wait(ready)
-                answers.append(attempt(partial(_Answer, self, call)) if isinstance(call, Call) else call)
+                answers.append(attempt(partial(Answer, self, call)) if isinstance(call, Call) else call)
             start()
-            return [attempt(partial(result, one)) if isinstance(one, _Answer) else one for one in answers]
+            return [attempt(partial(result, one)) if isinstance(one, Answer) else one for one in answers]
         finally:
             self.engine.remove(answer.sequence for answer in started())
 
@@ -356,136 +321,16 @@ class Pipeline:
         The request starts with the first ``next``. Closing or dropping the iterator cancels it.
         """
         (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords, self.io.options)
-        return self._pieces(call)
+        return stream_answer(self, call)
 
-    async def astream(
+    def astream(
         self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
         request = {"prompt": prompt, "images": images, "videos": videos}
-        changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(changed.set)
+        def begin(on_change: Callable[[], None]) -> Answer:
+            (call,) = parse([request], keywords, self.io.options)
+            return Answer(self, call).start(on_change)
 
-        made = asyncio.ensure_future(asyncio.to_thread(self._begin, request, keywords, wake))
-        try:
-            answer = await asyncio.shield(made)
-        except asyncio.CancelledError:
-            await asyncio.wait({made})  # the thread cannot be ended
-            _cancel(made)
-            raise
-        try:
-            while not answer.ended:
-                await changed.wait()
-                changed.clear()
-                piece = answer.next()
-                if piece is not None:
-                    yield piece
-        finally:
-            self.engine.remove([answer.sequence])
-
-    def _begin(self, request: Mapping[str, Any], keywords: Mapping[str, Any], on_change: Callable[[], None]) -> _Answer:
-        """Validate and queue a request."""
-        (call,) = parse([request], keywords, self.io.options)
-        return _Answer(self, call).start(on_change)
-
-    def _pieces(self, call: Call) -> Iterator[Piece]:
-        wakeup = Wakeup()
-        answer = _Answer(self, call).start(wakeup)
-        try:
-            while not answer.ended:
-                wakeup.wait(lambda: answer.sequence.has_output)
-                piece = answer.next()
-                if piece is not None:
-                    yield piece
-        finally:
-            self.engine.remove([answer.sequence])
-
-
-def _cancel(made: asyncio.Future[_Answer]) -> None:
-    """Removes a request whose task was cancelled while it was being queued."""
-    if made.exception() is None:
-        made.result().pipe.engine.remove([made.result().sequence])
-
-
-def _without(tokens: Container[int], decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
-    return decode([token for token in token_ids if token not in tokens])
-
-
-class _Answer:
-    """A request in the engine, and the text of its answer."""
-
-    def __init__(self, pipe: Pipeline, call: Call) -> None:
-        self.pipe = pipe
-        self.started = False
-        params, extras = pipe.defaults.complete(call.params), call.extras
-        constraint = pipe.grammar(params)
-        rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
-        prompt = pipe.encode([call.request], **call.inputs, **rendering)
-        length, limit = prompt.input_ids.shape[1], pipe.context_limit
-        if limit is not None and length >= limit:
-            raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        assert params.max_new_tokens is not None
-        stopper = Stopper(
-            params.max_new_tokens,
-            context_limit=limit,
-            eos_token_ids=pipe.target.eos_token_ids,
-            stop=params.stop_strings,
-            criteria=extras.stopping_criteria,
-            tokenizer=pipe.io.tokenizer,
-        )
-        sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
-        recorded = {"trace": extras.trace, "logprobs": extras.logprobs}
-        self._add = partial(pipe.add, prompt, sampler, stopper, extras.nodes, **recorded)
-        if extras.nodes is None:
-            pipe.calibrate()
-        self.ended = False
-        decode = partial(pipe.io.decode, **rendering)
-        if constraint is not None:
-            ends = stopper.eos_token_ids  # may be ordinary text, which the grammar does not contain
-            decode = partial(_without, ends, partial(decode, verbatim=True))
-        self._detokenizer = Detokenizer(decode, params.stop_strings)
-        self._pending: list[int] = []  # tokens of the next piece
-        self._sent = 0  # tokens of earlier pieces
-
-    def start(self, on_change: Callable[[], None]) -> _Answer:
-        """Queue the request; returns this."""
-        (self.sequence,) = self._add(on_change=on_change)
-        self.started = True
-        return self
-
-    @property
-    def done(self) -> bool:
-        return self.started and self.sequence.done
-
-    def check(self) -> None:
-        """Raises the sequence's error, if any."""
-        if self.sequence.error is not None:
-            raise self.sequence.error
-
-    def whole(self) -> Generation:
-        """The complete answer of an ended sequence. Raises the sequence's error, if any."""
-        self.check()
-        one, ids = self.sequence, self.sequence.token_ids
-        text = self._detokenizer.text(ids)
-        reason = one.finish_reason or "length"
-        return Generation(text, ids, reason, one.stats, one.trees or [], one.logprobs[: len(ids)])
-
-    def next(self) -> Piece | None:
-        """The tokens since the last call; None before a character is whole."""
-        sequence = self.sequence
-        self.check()
-        reason = sequence.finish_reason  # before the tokens: another thread may be adding some
-        self.ended = reason is not None
-        self._pending += sequence.take()
-        text = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
-        if text is None:
-            return None
-        stats = sequence.stats if reason else None
-        logprobs = sequence.logprobs[self._sent : self._sent + len(self._pending)]
-        piece = Piece(text, self._pending, reason, stats, list(sequence.trees or ()), logprobs)
-        self._sent += len(self._pending)
-        self._pending = []
-        return piece
+        return astream_answer(begin)

@@ -33,6 +33,7 @@ LAYERS = [
     {"targets"},
     {"drafters"},
     {"engine", "loading"},
+    {"answer"},
     {"pipeline"},
     {"compare", "hook"},
     {"mmspec"},

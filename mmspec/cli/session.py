@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mmspec import plugins
+from mmspec.answer import Generation, Piece
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.engine.engine import SLOTS
-from mmspec.pipeline import Generation, Piece, Pipeline, load
+from mmspec.pipeline import Pipeline, load
 from mmspec.sampling.defaults import MODELS
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub

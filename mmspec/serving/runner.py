@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from time import perf_counter as clock
 from typing import Any
 
-from mmspec.pipeline import Piece, Pipeline
+from mmspec.answer import Piece
+from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.grammars import Constraint, GrammarChecker
 from mmspec.serving.media import MediaReader, Medium

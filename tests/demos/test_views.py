@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mmspec.answer import Piece
 from mmspec.compare import Difference
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.endpoints import answer_result
@@ -17,7 +18,6 @@ from mmspec.demos.streaming import StreamedAnswer, Token
 from mmspec.demos.views import claim_html, result_html, stopped_html, tokens_html
 from mmspec.engine.stats import Stats
 from mmspec.engine.trace import JudgedTree
-from mmspec.pipeline import Piece
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from mmspec import compare as module
+from mmspec.answer import Generation
 from mmspec.compare import compare, first_difference, next_token_scores
 from mmspec.core.target import Prompt
 from mmspec.engine.stats import Stats
-from mmspec.pipeline import Generation, Pipeline
+from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmspec.answer import Generation
 from mmspec.distil import tasks
 from mmspec.distil.data import Conversation
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, frequent_tokens
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.pipeline import Generation
 from mmspec.training.sampler import TEXT
 
 

@@ -17,9 +17,10 @@ import httpx
 import psutil
 import pytest
 
+from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.prompts import picture
-from mmspec.pipeline import Piece, Pipeline
+from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.vision.scenes.conversations import one_image

@@ -1,0 +1,185 @@
+"""Answers of a pipeline: a request in the engine, its text, whole or piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Container, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmspec.engine.request import Call
+from mmspec.engine.sequence import Wakeup
+from mmspec.engine.stats import Stats
+from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.engine.trace import JudgedTree
+from mmspec.errors import UserError
+from mmspec.sampling.logprobs import TokenLogprob
+from mmspec.targets.processor import Detokenizer
+
+if TYPE_CHECKING:
+    from mmspec.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer.
+
+    ``token_ids`` are the generated tokens. ``text`` is their decoding up to a stop string, without the blank that some
+    chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one per step, of a call
+    with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+    trees: list[JudgedTree] = field(default_factory=list, repr=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``. ``trees`` are those of the answer
+    so far, of a call with ``trace=True``. ``logprobs`` are those of ``token_ids``, of a call with ``logprobs=K``."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stats: Stats | None = None
+    trees: list[JudgedTree] = field(default_factory=list, repr=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+
+
+class Answer:
+    """A request in the engine, and the text of its answer."""
+
+    def __init__(self, pipe: Pipeline, call: Call) -> None:
+        self.pipe = pipe
+        self.started = False
+        params, extras = pipe.defaults.complete(call.params), call.extras
+        constraint = pipe.grammar(params)
+        rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
+        prompt = pipe.encode([call.request], **call.inputs, **rendering)
+        length, limit = prompt.input_ids.shape[1], pipe.context_limit
+        if limit is not None and length >= limit:
+            raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
+        assert params.max_new_tokens is not None
+        stopper = Stopper(
+            params.max_new_tokens,
+            context_limit=limit,
+            eos_token_ids=pipe.target.eos_token_ids,
+            stop=params.stop_strings,
+            criteria=extras.stopping_criteria,
+            tokenizer=pipe.io.tokenizer,
+        )
+        sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
+        recorded = {"trace": extras.trace, "logprobs": extras.logprobs}
+        self._add = partial(pipe.add, prompt, sampler, stopper, extras.nodes, **recorded)
+        if extras.nodes is None:
+            pipe.calibrate()
+        self.ended = False
+        decode = partial(pipe.io.decode, **rendering)
+        if constraint is not None:
+            ends = stopper.eos_token_ids  # may be ordinary text, which the grammar does not contain
+            decode = partial(_decode_without, ends, partial(decode, verbatim=True))
+        self._detokenizer = Detokenizer(decode, params.stop_strings)
+        self._pending: list[int] = []  # tokens of the next piece
+        self._sent = 0  # tokens of earlier pieces
+
+    def start(self, on_change: Callable[[], None]) -> Answer:
+        """Queue the request; returns this.
+
+        Args:
+            on_change: called in another thread after each step in which it got tokens or ended.
+        """
+        (self.sequence,) = self._add(on_change=on_change)
+        self.started = True
+        return self
+
+    @property
+    def done(self) -> bool:
+        return self.started and self.sequence.done
+
+    def check(self) -> None:
+        """Raises the sequence's error, if any."""
+        if self.sequence.error is not None:
+            raise self.sequence.error
+
+    def whole(self) -> Generation:
+        """The complete answer of an ended sequence. Raises the sequence's error, if any."""
+        self.check()
+        one, ids = self.sequence, self.sequence.token_ids
+        text = self._detokenizer.text(ids)
+        reason = one.finish_reason or "length"
+        return Generation(text, ids, reason, one.stats, one.trees or [], one.logprobs[: len(ids)])
+
+    def next(self) -> Piece | None:
+        """The tokens since the last call; None before a character is whole."""
+        sequence = self.sequence
+        self.check()
+        reason = sequence.finish_reason  # before the tokens: another thread may be adding some
+        self.ended = reason is not None
+        self._pending += sequence.take()
+        text = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
+        if text is None:
+            return None
+        stats = sequence.stats if reason else None
+        logprobs = sequence.logprobs[self._sent : self._sent + len(self._pending)]
+        piece = Piece(text, self._pending, reason, stats, list(sequence.trees or ()), logprobs)
+        self._sent += len(self._pending)
+        self._pending = []
+        return piece
+
+    def cancel(self) -> None:
+        """Remove the request from the engine. No effect on an ended one."""
+        self.pipe.engine.remove([self.sequence])
+
+
+def stream_answer(pipe: Pipeline, call: Call) -> Iterator[Piece]:
+    """Pieces of an answer, as tokens are accepted. The request starts with the first ``next``; closing or dropping the
+    iterator cancels it."""
+    wakeup = Wakeup()
+    answer = Answer(pipe, call).start(wakeup)
+    try:
+        while not answer.ended:
+            wakeup.wait(lambda: answer.sequence.has_output)
+            if (piece := answer.next()) is not None:
+                yield piece
+    finally:
+        answer.cancel()
+
+
+async def astream_answer(begin: Callable[[Callable[[], None]], Answer]) -> AsyncIterator[Piece]:
+    """``stream_answer`` for asyncio. Cancelling the task or leaving the iteration cancels the request.
+
+    Args:
+        begin: starts the request, in another thread; takes a function for ``Answer.start``.
+    """
+    changed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(changed.set)
+
+    made = asyncio.ensure_future(asyncio.to_thread(begin, wake))
+    try:
+        answer = await asyncio.shield(made)
+    except asyncio.CancelledError:
+        await asyncio.wait({made})  # the thread cannot be ended
+        if made.exception() is None:
+            made.result().cancel()
+        raise
+    try:
+        while not answer.ended:
+            await changed.wait()
+            changed.clear()
+            if (piece := answer.next()) is not None:
+                yield piece
+    finally:
+        answer.cancel()
+
+
+def _decode_without(tokens: Container[int], decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
+    return decode([token for token in token_ids if token not in tokens])
