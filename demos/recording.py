@@ -8,7 +8,7 @@ from typing import Any
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.methods import label
 from mmspec.demos.streaming import StreamedAnswer
-from mmspec.engine.trace import JudgedTree
+from mmspec.engine.trace import TreeRecord
 
 _DIGITS = 4
 
@@ -66,7 +66,7 @@ def _shares(lane: StreamedAnswer) -> list[float]:
     return [round(stats.draft_seconds / total, 2), round(stats.verify_seconds / total, 2)]
 
 
-def _tree(step: JudgedTree) -> dict[str, Any]:
+def _tree(step: TreeRecord) -> dict[str, Any]:
     return {
         "tokens": step.tokens,
         "parents": step.parents,

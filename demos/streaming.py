@@ -13,7 +13,7 @@ from mmspec.demos.models import label
 from mmspec.drafters.registry import AUTO, PLAIN
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason
-from mmspec.engine.trace import JudgedTree
+from mmspec.engine.trace import TreeRecord
 from mmspec.pipeline import Pipeline
 
 Origin = Literal["first", "accepted", "bonus", "plain"]
@@ -55,7 +55,7 @@ class StreamedAnswer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
-    steps: list[JudgedTree] = field(default_factory=list)
+    steps: list[TreeRecord] = field(default_factory=list)
     seconds: float = 0.0
     pass_ends: list[float] = field(default_factory=list)
     ahead: int | None = None

@@ -69,7 +69,7 @@ def main(model: str, threads: tuple[int, ...], llama_server: str | None, **optio
             click.echo(f"{form}: speculative and plain decoding differ", err=True)
         divergences[form] = divergence(targets[form], expected, ids)
         click.echo(f"{form}: diverges by {divergences[form]:.5f} nats from float32", err=True)
-        start(targets[form], options["prefix"], room=max(options["nodes"]))
+        start(targets[form], options["prefix"], max_new_tokens=max(options["nodes"]))
     tables = {}
     for count in threads:
         torch.set_num_threads(count)

@@ -73,7 +73,7 @@ def peak_cpu_bytes(run: Callable[[], Any]) -> int:
 def step_bytes(target: TransformersTarget, tree: TokenTree) -> int:
     """Peak memory of one step after a prompt, in bytes."""
     target.select([])  # of earlier steps
-    target.prefill(Prompt(torch.arange(_PROMPT)[None] + 3), room=64)
+    target.prefill(Prompt(torch.arange(_PROMPT)[None] + 3), max_new_tokens=64)
     path = tree.ancestors[0, -1].nonzero().flatten()
 
     def verify_and_commit() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmspec.answer import Generation, Piece
     from mmspec.core.tree import TokenTree
-    from mmspec.core.verify import Verdict, verify, verify_greedy
+    from mmspec.core.verify import Verdict, accept_path, verify
     from mmspec.engine.stats import Stats
     from mmspec.errors import UserError
     from mmspec.hook import decode, generate
@@ -31,11 +31,11 @@ __all__ = [
     "TreeProcessor",
     "UserError",
     "Verdict",
+    "accept_path",
     "decode",
     "generate",
     "load",
     "verify",
-    "verify_greedy",
 ]
 _HOMES = {
     "errors": ("UserError",),
@@ -46,7 +46,7 @@ _HOMES = {
     "sampling.params": ("SamplingParams",),
     "engine.stats": ("Stats",),
     "core.tree": ("TokenTree",),
-    "core.verify": ("Verdict", "verify", "verify_greedy"),
+    "core.verify": ("Verdict", "verify", "accept_path"),
 }
 _HOME = {name: f"mmspec.{module}" for module, names in _HOMES.items() for name in names}
 

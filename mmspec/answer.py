@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmspec.engine.request import Call
-from mmspec.engine.sequence import Wakeup
+from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
-from mmspec.engine.trace import JudgedTree
+from mmspec.engine.trace import TreeRecord
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.targets.processor import Detokenizer
@@ -35,7 +35,7 @@ class Generation:
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
-    trees: list[JudgedTree] = field(default_factory=list, repr=False)
+    trees: list[TreeRecord] = field(default_factory=list, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
 
@@ -48,7 +48,7 @@ class Piece:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
-    trees: list[JudgedTree] = field(default_factory=list, repr=False)
+    trees: list[TreeRecord] = field(default_factory=list, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
 

@@ -175,10 +175,10 @@ def next_token_scores(
     The tokens are one verify pass over a chain.
     """
     target = target.fork()  # the other may have sequences
-    step = target.prefill(prompt, len(tokens))
+    output = target.prefill(prompt, len(tokens))
     if tokens:
         chain = torch.tensor([list(tokens)], device=prompt.input_ids.device)
         parents = torch.arange(-1, len(tokens) - 1, device=chain.device)[None]
-        step = target.forward_tree(TokenTree(chain, parents))
+        output = target.forward_tree(TokenTree(chain, parents))
     history = torch.tensor([prompt.histories()[0] + list(tokens)], device=prompt.input_ids.device)
-    return processors(history, step.logits[:, -1].float())[0]  # type: ignore[arg-type]
+    return processors(history, output.logits[:, -1].float())[0]  # type: ignore[arg-type]

@@ -26,8 +26,7 @@ from mmspec.checks import shown
 from mmspec.core.target import Prompt
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import NODES
-from mmspec.engine.sequence import Sequence as Row
-from mmspec.engine.sequence import Wakeup
+from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import JointCriteria, Stopper
 from mmspec.errors import UserError
@@ -98,7 +97,7 @@ def _decode(
     joint: JointCriteria | None,
     nodes: int | None,
     streamer: Any,
-) -> list[Row]:
+) -> list[RequestState]:
     """Decode all rows of a prompt until they end."""
     wakeup = Wakeup()
     rows = pipe.add(prompt, sampler, stopper, nodes, on_change=wakeup)
@@ -120,10 +119,10 @@ def _decode(
     return rows
 
 
-def _decode_jointly(pipe: Pipeline, rows: list[Row], wakeup: Wakeup, joint: JointCriteria) -> None:
+def _decode_jointly(pipe: Pipeline, rows: list[RequestState], wakeup: Wakeup, joint: JointCriteria) -> None:
     """Decode rows until criteria of all of them end; some get ahead of others, and so beyond their end."""
 
-    def lacking() -> list[Row]:
+    def lacking() -> list[RequestState]:
         return [rows[number] for number in joint.lacking([row.token_ids for row in rows])]
 
     while not joint.over:
@@ -242,7 +241,7 @@ def _padding(config: GenerationConfig) -> int:
     return 0 if pad is None else int(pad)
 
 
-def _join(input_ids: Tensor, rows: list[Row], padding: int) -> Tensor:
+def _join(input_ids: Tensor, rows: list[RequestState], padding: int) -> Tensor:
     longest = max(len(row.token_ids) for row in rows)
     new = [row.token_ids + [padding] * (longest - len(row.token_ids)) for row in rows]
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)

@@ -20,8 +20,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.engine import SLOTS, Engine
 from mmspec.engine.request import SLOT_COUNT, Call, parse
-from mmspec.engine.sequence import Sequence as RunningSequence
-from mmspec.engine.sequence import Wakeup
+from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError, raising, returning
@@ -219,7 +218,7 @@ class Pipeline:
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None, **options: Any
-    ) -> list[RunningSequence]:
+    ) -> list[RequestState]:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, nodes, **options)
 

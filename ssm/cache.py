@@ -120,7 +120,7 @@ class StateCache(_NoReads, TreeCache):
 
     @property
     def verifying(self) -> bool:
-        """Whether the current pass verifies a tree; otherwise it absorbs a prompt."""
+        """Whether the current pass verifies a tree; otherwise it prefills."""
         return self._tree is not None
 
     def arguments(self, reach: Tensor) -> dict[str, Any]:

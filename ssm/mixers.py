@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmspec.ssm.ops import Levels, commit_lru, commit_scan, tree_levels, tree_lru
+from mmspec.ssm.ops import DepthIndex, commit_lru, commit_scan, depth_index, tree_lru
 from mmspec.ssm.recurrences import Adapter, Functions, Mamba2
 
 if TYPE_CHECKING:
@@ -122,11 +122,11 @@ class RGLRU:
     }
 
     def __init__(self, layers: int) -> None:
-        self._levels: Levels | None = None
+        self._levels: DepthIndex | None = None
 
     def read(self, place: int, state: Tensor, ancestors: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         if place == 0:
-            self._levels = tree_levels(ancestors)
+            self._levels = depth_index(ancestors)
         assert self._levels is not None
         return tree_lru(x, a, state, self._levels).to(x.dtype), torch.cat([a, x], dim=-1)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from mmspec.ssm.ops import (
-    Levels,
+    DepthIndex,
     commit_delta,
     commit_kda,
     commit_scan,
     commit_selective,
+    depth_index,
     tree_delta,
     tree_kda,
-    tree_levels,
     tree_scan,
     tree_selective,
 )
@@ -141,7 +141,7 @@ class Mamba1:
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._a: Tensor | None = None  # (layers, channels, state), copy for the commit
-        self._levels: Levels | None = None
+        self._levels: DepthIndex | None = None
 
     def read(
         self,
@@ -161,7 +161,7 @@ class Mamba1:
     ) -> tuple[Tensor, Tensor]:
         """Arguments and output are (batch, channels or state, nodes)."""
         if place == 0:
-            self._levels = tree_levels(ancestors)
+            self._levels = depth_index(ancestors)
         assert self._levels is not None
         if self._a is None:
             self._a = A.new_empty(self._layers, *A.shape)

@@ -35,9 +35,9 @@ class Recorded:
         self._rows, self._trees = [], []
         begin, select, propose = drafter.begin, drafter.select, drafter.propose
 
-        def recorded_begin(prompt, step, history):
+        def recorded_begin(prompt, output, history):
             self._rows += history
-            begin(prompt, step, history)
+            begin(prompt, output, history)
 
         def recorded_select(rows):
             self._rows = [self._rows[row] for row in rows]
@@ -104,8 +104,8 @@ def chain_of_five(drafter, model, inputs, first):
     drafter.attach(target)
     target.features = drafter.features
     prompt = prompt_of(inputs)
-    step = target.prefill(prompt, 16)
-    drafter.begin(prompt, step, [[*inputs["input_ids"][0].tolist(), first]])
+    output = target.prefill(prompt, 16)
+    drafter.begin(prompt, output, [[*inputs["input_ids"][0].tolist(), first]])
     scores, seen = drafter._scores, []
 
     def noted(state):

@@ -51,15 +51,15 @@ def check_decoding(name: str, new: int = 14) -> None:
     prefill, forward_tree, commit = target.prefill_chunks, target.forward_tree, target.commit
 
     def noted_prefill(*asked: Any) -> Any:
-        for step in prefill(*asked):
-            if step is not None:
-                seen.append(step.logits[0])
-            yield step
+        for output in prefill(*asked):
+            if output is not None:
+                seen.append(output.logits[0])
+            yield output
 
     def noted_forward(tree: Any) -> Any:
-        step = forward_tree(tree)
-        seen.append(step.logits[0])
-        return step
+        output = forward_tree(tree)
+        seen.append(output.logits[0])
+        return output
 
     def noted_commit(verdict: Any) -> None:
         seen[-1] = seen[-1][verdict.host[0][0]]

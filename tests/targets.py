@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mmspec import TokenTree, plugins, verify_greedy
+from mmspec import TokenTree, accept_path, plugins
 from mmspec.core.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, valid_nodes
@@ -59,9 +59,9 @@ def assert_trees_equal_paths(
     said: list[list[int]] = [[] for _ in range(batch)]
     close = dict(atol=2e-4, rtol=2e-4)
 
-    step = target.prefill(prompt_of(inputs), 64)
+    output = target.prefill(prompt_of(inputs), 64)
     for b in range(batch):
-        torch.testing.assert_close(step.logits[b, 0], plain_logits(model, rows[b], [])[-1], **close)
+        torch.testing.assert_close(output.logits[b, 0], plain_logits(model, rows[b], [])[-1], **close)
     for number in range(steps):
         drafted = random_tree(g, batch, 1 if number == 1 else nodes, 90, shape=shape, ragged=shape == "random")
         tree = TokenTree(drafted.tokens + 3, drafted.parents, drafted.valid)
@@ -78,6 +78,6 @@ def assert_trees_equal_paths(
             for parent, child in pairwise(kept):
                 choices[b, parent] = tree.tokens[b, child]
             said[b] += [int(tree.tokens[b, i]) for i in kept]
-        verdict = verify_greedy(tree, choices)
+        verdict = accept_path(tree, choices)
         target.commit(verdict)
     return target

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
-from mmspec.core.target import Prompt, Step
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 
@@ -40,7 +40,7 @@ class Oracle(Drafter):
         self._rows: list[tuple[list[int], int, list[int]]] = []  # history, prompt length, reference
         self._begun = 0
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         self._begun = self._begun if self._rows else 0
         references = self.references[self._begun : self._begun + len(history)]
         self._begun += len(history)
@@ -59,7 +59,7 @@ class Oracle(Drafter):
             rows.append(self._shuffle(self._with_decoys(truth[:size], budget.max_depth, size)))
         return build_tree(token, rows)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """The histories passed to ``begin`` are updated by the engine."""
 
     def _with_decoys(self, truth: list[int], depth: int, size: int) -> list[tuple[int, int]]:

@@ -44,10 +44,10 @@ def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
     return float((expected.exp() * (expected - found)).sum(-1).mean())
 
 
-def start(target: TransformersTarget, prefix: int, room: int) -> None:
-    """Absorb a prompt of so many tokens; each size of a pass is then timed as it is."""
+def start(target: TransformersTarget, prefix: int, max_new_tokens: int) -> None:
+    """Prefill so many tokens; each size of a pass is then timed as it is."""
     target.cost = None
-    target.prefill(Prompt(torch.arange(prefix)[None] + 1000), room=room)
+    target.prefill(Prompt(torch.arange(prefix)[None] + 1000), max_new_tokens=max_new_tokens)
 
 
 def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:

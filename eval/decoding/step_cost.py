@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import verify_greedy
+from mmspec.core.verify import accept_path
 from mmspec.eval.decoding.unrolled import UnrolledTarget, unroll
 from mmspec.eval.harness.output import Column, make_table, milliseconds
 from mmspec.eval.harness.timing import interleaved_medians
@@ -69,7 +69,7 @@ class StepBenchmark:
         ids = torch.randint(vocab, (1, prefix), generator=random)
         self.token = torch.randint(vocab, (1,), generator=random)
         self.trees = {n: binary_tree(self.token, n, vocab, random) for n in nodes}
-        self.target.prefill(Prompt(ids), room=512)
+        self.target.prefill(Prompt(ids), max_new_tokens=512)
         self.unrolled = UnrolledTarget(self.target)
         self.cache = DynamicCache(config=model.config)
         self._transformers(ids)
@@ -117,7 +117,7 @@ class StepBenchmark:
         return out.logits[:, -1]
 
     def _verify(self, target: TransformersTarget, tree: TokenTree) -> None:
-        verify_greedy(tree, target.forward_tree(tree).logits.max(-1).indices).host  # noqa: B018
+        accept_path(tree, target.forward_tree(tree).logits.max(-1).indices).host  # noqa: B018
 
     def _commit_seconds(self, rounds: int) -> tuple[float, float]:
         """Median seconds of committing the root alone, and of committing a path of the largest tree."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmspec.core.target import Step
+from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.targets.transformers_target import TransformersTarget
@@ -26,11 +26,11 @@ class UnrolledTarget(TransformersTarget):
         self._copy = torch.zeros(1, 1, dtype=torch.long)
 
     @torch.inference_mode()
-    def forward_tree(self, tree: TokenTree) -> Step:
+    def forward_tree(self, tree: TokenTree) -> TargetOutput:
         chains, self._copy = unroll(tree)
-        step = super().forward_tree(chains)
-        features = {name: _gather_nodes(x, self._copy) for name, x in step.features.items()}
-        return Step(_gather_nodes(step.logits, self._copy), features)
+        output = super().forward_tree(chains)
+        features = {name: _gather_nodes(x, self._copy) for name, x in output.features.items()}
+        return TargetOutput(_gather_nodes(output.logits, self._copy), features)
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
-from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.registry import make_drafter
@@ -96,14 +96,14 @@ class ProfiledDrafter(Drafter):
     def attach(self, target: Target) -> None:
         self.drafter.attach(target)
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        self.drafter.begin(prompt, step, history)
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        self.drafter.begin(prompt, output, history)
 
     def select(self, rows: Sequence[int]) -> None:
         self.drafter.select(rows)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        self.drafter.observe(tree, verdict, step)
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        self.drafter.observe(tree, verdict, output)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         start = clock()

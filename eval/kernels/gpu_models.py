@@ -77,7 +77,7 @@ def time_passes(
     for drafter in drafters.values():
         drafter.attach(target)
     target.features = list(dict.fromkeys(name for one in drafters.values() for name in features(one)))
-    step = target.prefill(prompt, 256)
+    output = target.prefill(prompt, 256)
     target.features = ["last"]
     row: dict[str, Any] = {"batch": batch, "prefix": prefix, "pass_ms": {}, "draft_ms": {}}
     for count in (1, *nodes):
@@ -91,9 +91,9 @@ def time_passes(
     commit = partial(target.runner.commit_nodes, padding, [[] for _ in range(batch)])
     row["commit_ms"] = 1000 * _steady_seconds(commit, device)
     for name, drafter in drafters.items():
-        drafter.begin(prompt, step, [[*line, line[-1]] for line in ids.tolist()])
+        drafter.begin(prompt, output, [[*line, line[-1]] for line in ids.tolist()])
         grow = partial(drafter.propose, ids[:, -1], Budget(max(nodes) - 1))
-        # Without accepted tokens to absorb, which would need one more narrow pass of the drafter's layer.
+        # Without accepted tokens, which would need one more narrow pass of the drafter's layer.
         row["draft_ms"][name] = 1000 * _steady_seconds(grow, device)
         drafter.select([])
     target.select([])

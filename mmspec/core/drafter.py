@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmspec.core.budget import Budget
-from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
@@ -36,12 +36,12 @@ class Drafter(ABC):
         self._target = target
 
     @abstractmethod
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         """Append rows for new sequences.
 
         Args:
             prompt: their prompts.
-            step: the target's prefill.
+            output: the target's prefill.
             history: token list of each sequence, prompt and emitted tokens (so far the first). The engine appends to
                 these lists; drafters only read them.
         """
@@ -60,7 +60,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Update the drafter after verification.
 
         Args:
@@ -136,8 +136,8 @@ class PlainDrafter(Drafter):
         self.plain.attach(target)
         self._target = target
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        self.plain.begin(prompt, step, history)
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        self.plain.begin(prompt, output, history)
 
     def select(self, rows: Sequence[int]) -> None:
         self.plain.select(rows)
@@ -146,8 +146,8 @@ class PlainDrafter(Drafter):
         tree: TokenTree = self.plain.propose(token, budget)
         return tree
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        self.plain.observe(tree, verdict, step)
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        self.plain.observe(tree, verdict, output)
 
     @property
     def learns(self) -> bool:

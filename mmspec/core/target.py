@@ -120,7 +120,7 @@ class Prompt:
 
 
 @dataclass
-class Step:
+class TargetOutput:
     """Output of a verify pass or a prefill.
 
     Attributes:
@@ -200,10 +200,16 @@ class Target(Protocol):
     def fork(self) -> Target:
         """The same weights without sequences."""
 
-    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
-        """Compute and cache prompts, which become the last rows; ``room`` is the most new tokens, for all or each."""
+    def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
+        """Compute and cache prompts, which become the last rows.
 
-    def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
+        Args:
+            max_new_tokens: for all rows or each.
+        """
+
+    def prefill_chunks(
+        self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
+    ) -> Iterator[TargetOutput | None]:
         """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
 
         Yields:
@@ -217,7 +223,7 @@ class Target(Protocol):
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and drop the others."""
 
-    def forward_tree(self, tree: TokenTree) -> Step:
+    def forward_tree(self, tree: TokenTree) -> TargetOutput:
         """Verify pass: logits and features at every node. The cache keeps its lengths."""
 
     def commit(self, verdict: Verdict) -> None:

@@ -67,7 +67,7 @@ class Verdict:
         return [(row[2 : 2 + row[0]], row[start : start + row[0]]) for row in self.packed.tolist()]
 
 
-def verify_greedy(tree: TokenTree, choices: Tensor) -> Verdict:
+def accept_path(tree: TokenTree, choices: Tensor) -> Verdict:
     """Keep the longest path on which every token is the target's choice after its parent.
 
     Args:
@@ -99,14 +99,14 @@ def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None 
             f"probs must be (batch, nodes, vocab) for the tree's {tuple(tree.tokens.shape)}: got {tuple(probs.shape)}"
         )
     if tree.draft_probs is None:
-        return verify_greedy(tree, ops.quantile(probs, _uniforms(tree.tokens.shape, probs, generator)))
+        return accept_path(tree, ops.quantile(probs, _uniforms(tree.tokens.shape, probs, generator)))
     if tree.draft_probs.shape != probs.shape:
         raise ValueError(
             f"draft_probs must have the shape of probs {tuple(probs.shape)}: got {tuple(tree.draft_probs.shape)}"
         )
     # Per node, one number to accept it and one to sample if all of its children are rejected.
     chances, last = _uniforms((2, *tree.tokens.shape), probs, generator)
-    return verify_greedy(tree, ops.choose_drawn(tree, probs, chances, last))
+    return accept_path(tree, ops.choose_drawn(tree, probs, chances, last))
 
 
 def _uniforms(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -115,15 +115,15 @@ class Extractor:
         prompt = Prompt(ids.to(device), mask.to(device) if any(pads) else None, inputs)
         self.target.features = ("last", *self.layers)
         self.target.select([])
-        step = self.target.prefill(prompt, room=1)
+        output = self.target.prefill(prompt, max_new_tokens=1)
         self.target.select([])
         rows = []
         for index, (one, pad) in enumerate(zip(batch, pads, strict=True)):
             visual = one.visual.to(device)
             # Clones made outside of inference mode can be used in autograd.
-            hidden = step.features["last"][index, pad:].clone()
-            shown = hidden[:0] if step.embeds is None else step.embeds[index, pad:][visual].clone()
-            read = [step.features[name][index, pad:] for name in self.layers]
+            hidden = output.features["last"][index, pad:].clone()
+            shown = hidden[:0] if output.embeds is None else output.embeds[index, pad:][visual].clone()
+            read = [output.features[name][index, pad:] for name in self.layers]
             layers = torch.cat(read, dim=-1).clone() if read else None
             answer = (one.turn >= 0).to(device)
             rows.append(ConversationFeatures(one.tokens.to(device), hidden, shown, visual, answer, layers))

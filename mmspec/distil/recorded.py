@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
-from mmspec.core.target import Feature, Prompt, Step
+from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.distil import data
@@ -39,10 +39,10 @@ class Recorder(Drafter):
         self._rows: list[tuple[list[int], list[Tensor]]] = []
 
     @torch.inference_mode()
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         """See ``Drafter``."""
         for row, tokens in enumerate(history):
-            hidden = step.features["last"][row]
+            hidden = output.features["last"][row]
             mask = None if prompt.attention_mask is None else prompt.attention_mask[row].bool()
             self._rows.append((tokens, [hidden.clone() if mask is None else hidden[mask]]))
 
@@ -58,9 +58,9 @@ class Recorder(Drafter):
         return TokenTree.root(token)
 
     @torch.inference_mode()
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """See ``Drafter``."""
-        for (_, hidden), state in zip(self._rows, step.features["last"][:, :1].clone(), strict=True):
+        for (_, hidden), state in zip(self._rows, output.features["last"][:, :1].clone(), strict=True):
             hidden.append(state)
 
     def save(self, file: Path, conversations: Sequence[Conversation], pipe: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from mmspec.core.target import Prompt
 from mmspec.distil.answering import PendingConversation
-from mmspec.engine.sequence import Wakeup
+from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

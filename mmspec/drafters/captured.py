@@ -52,7 +52,7 @@ class CapturedDrafter(Drafter):
         """Drop all rows and captured graphs."""
         self.rows, self.static_shapes = 0, static_shapes
         self._pending: list[tuple[Inputs, list[int]]] = []  # inputs and accepted tokens per row of pending steps
-        self._grow, self._absorb = Graphed(self._grown), Graphed(self._absorbed)
+        self._grow, self._update = Graphed(self._grown), Graphed(self._updated)
 
     # ------------------------------------------------------------------ defined by subclasses
 
@@ -67,7 +67,7 @@ class CapturedDrafter(Drafter):
         """Maximum tree depth and number of drafted nodes."""
 
     @abstractmethod
-    def absorb(self, *inputs: Tensor) -> None:
+    def update(self, *inputs: Tensor) -> None:
         """Update the state with a step's accepted tokens. Captured."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class CapturedDrafter(Drafter):
         """Reserve buffers for a pass with ``width`` accepted tokens per row and a new tree."""
 
     def advance(self, accepted: list[int]) -> None:
-        """Advance the host's row lengths after a captured ``absorb``."""
+        """Advance the host's row lengths after a captured ``update``."""
 
     # ------------------------------------------------------------------ rows
 
@@ -115,10 +115,10 @@ class CapturedDrafter(Drafter):
             inputs = self._merged()
             self.reserve(inputs[0].shape[1] if inputs else 0)
             if inputs:
-                self.absorb(*inputs)
+                self.update(*inputs)
             return self.grow(token, budget)
         *earlier, (inputs, accepted) = self._pending or [((), [])]
-        self._absorb_all(earlier)
+        self._update_all(earlier)
         self._pending = []
         rows, (max_depth, max_nodes) = len(token), self.limits
         depth, nodes = min(max_depth, budget.depth), min(max_nodes, budget.nodes)
@@ -132,10 +132,10 @@ class CapturedDrafter(Drafter):
         tree.max_depth = min(depth, tree.nodes - 1)
         return tree
 
-    def _absorb_all(self, steps: list[tuple[Inputs, list[int]]]) -> None:
+    def _update_all(self, steps: list[tuple[Inputs, list[int]]]) -> None:
         for inputs, accepted in steps:
             self.reserve(inputs[0].shape[1])
-            self._absorb(*self._padded(inputs), version=self._version)
+            self._update(*self._padded(inputs), version=self._version)
             self.advance(accepted)
 
     def _merged(self) -> Inputs:
@@ -164,21 +164,21 @@ class CapturedDrafter(Drafter):
         return tuple(part.version for part in self.parts)
 
     def _grown(self, token: Tensor, *inputs: Tensor, nodes: int, depth: int) -> Inputs:
-        """Captured body of ``propose``: absorb a step, if given, and grow a tree (tokens, parents, log probs)."""
+        """Captured body of ``propose``: update with a step, if given, and grow a tree (tokens, parents, log probs)."""
         if inputs:
-            self.absorb(*inputs)
+            self.update(*inputs)
         tree = self.grow(token, Budget(nodes, depth))
         assert tree.log_probs is not None
         return tree.tokens, tree.parents, tree.log_probs
 
-    def _absorbed(self, *inputs: Tensor) -> Inputs:
-        self.absorb(*inputs)
+    def _updated(self, *inputs: Tensor) -> Inputs:
+        self.update(*inputs)
         return ()
 
     @property
     def captured(self) -> tuple[int, int]:
         """Number of captured graphs: with tree growth, and without."""
-        return self._grow.captured, self._absorb.captured
+        return self._grow.captured, self._update.captured
 
 
 def path_of(length: Tensor, width: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import Nodes, best_first
@@ -54,7 +54,7 @@ class Ngram(Drafter):
             self._target = target
             self.select([])
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         self._texts += [_Text(self._past, row, self.lengths) for row in history]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class Ngram(Drafter):
     def draft_chains(self, length: int) -> None:
         self.width = 1
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """No-op: the engine extends the history, which ``propose`` indexes."""
 
 

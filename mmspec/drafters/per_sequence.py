@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, fork, learns
-from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 
@@ -43,13 +43,13 @@ class PerSequence(Drafter):
         self._drafter.attach(target)
         self._target = target
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         assert self._target is not None
         for row, tokens in enumerate(history):
             mask = prompt.attention_mask
             alone = Prompt(prompt.input_ids[row : row + 1], None if mask is None else mask[row : row + 1])
             self._copies.append(fork(self._drafter, self._target))
-            self._copies[-1].begin(alone, _row(step, row), [tokens])
+            self._copies[-1].begin(alone, _row(output, row), [tokens])
 
     def select(self, rows: Sequence[int]) -> None:
         self._copies = [self._copies[row] for row in rows]
@@ -69,15 +69,15 @@ class PerSequence(Drafter):
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         return self._copies[row].continuations(0, path)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         for row, copy in enumerate(self._copies):
-            copy.observe(tree.select([row]), Verdict(verdict.packed[row : row + 1]), _row(step, row))
+            copy.observe(tree.select([row]), Verdict(verdict.packed[row : row + 1]), _row(output, row))
 
 
-def _row(step: Step, row: int) -> Step:
+def _row(output: TargetOutput, row: int) -> TargetOutput:
     """One row of a step."""
     one = slice(row, row + 1)
-    visual, embeds = (None if value is None else value[one] for value in (step.visual, step.embeds))
-    positions = None if step.positions is None else step.positions[..., one, :]
-    features = {name: value[one] for name, value in step.features.items()}
-    return Step(step.logits[one], features, visual, embeds, positions)
+    visual, embeds = (None if value is None else value[one] for value in (output.visual, output.embeds))
+    positions = None if output.positions is None else output.positions[..., one, :]
+    features = {name: value[one] for name, value in output.features.items()}
+    return TargetOutput(output.logits[one], features, visual, embeds, positions)

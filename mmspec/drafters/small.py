@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
@@ -96,10 +96,10 @@ class Small(CapturedDrafter):
     def limits(self) -> tuple[int, int]:
         return _DEPTH, _NODES
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
-        if step.visual is not None:
-            keep = keep * ~step.visual
+        if output.visual is not None:
+            keep = keep * ~output.visual
         first = on_device([[row[-1]] for row in history], keep.device)
         ids, keep = torch.cat([prompt.input_ids, first], dim=1), F.pad(keep, (0, 1), value=1)
         # Move the text tokens to the right, in order: left padding.
@@ -107,10 +107,10 @@ class Small(CapturedDrafter):
         width = int(keep.sum(1).max())
         ids, mask = self._readable(ids.gather(1, order)[:, -width:]), keep.gather(1, order)[:, -width:]
         self.join(len(history), self.lm.decoder.static_shapes)
-        read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), room=1024)
+        read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), max_new_tokens=1024)
         self._output.append(read.features["last"][:, -1])
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
         self.queue((verdict.tokens,), verdict)
 
@@ -120,7 +120,7 @@ class Small(CapturedDrafter):
     def advance(self, accepted: list[int]) -> None:
         self.lm.runner.cache.advance(accepted)
 
-    def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
+    def update(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Append accepted tokens, (batch, width), to the KV cache."""
         (batch, width), lm = tokens.shape, self.lm
         lm.runner.forget_nodes()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
-from mmspec.core.target import Prompt, Step
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import best_first
@@ -34,7 +34,7 @@ class Suffix(Drafter):
         self.width: int | None = None  # maximum children per node
         self._rows: list[_Row] = []
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         self._rows += map(_Row, history)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class Suffix(Drafter):
         found = [best_first(row.current(), row.text.children, *limits) for row in self._rows]
         return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """No-op: the engine extends the history, which ``propose`` indexes."""
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:

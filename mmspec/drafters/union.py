@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, as_drafter
-from mmspec.core.target import Feature, Prompt, Step, Target
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, merge
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
@@ -45,9 +45,9 @@ class Union(Drafter):
         for drafter in self.drafters:
             drafter.attach(target)
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         for drafter in self.drafters:
-            drafter.begin(prompt, step, history)
+            drafter.begin(prompt, output, history)
 
     def select(self, rows: Sequence[int]) -> None:
         for drafter in self.drafters:
@@ -65,6 +65,6 @@ class Union(Drafter):
         total = max(1.0, sum(found.values()))
         return [(token, p / total) for token, p in found.items()]
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         for drafter in self.drafters:
-            drafter.observe(tree, verdict, step)
+            drafter.observe(tree, verdict, output)

@@ -90,8 +90,8 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
     limit = target.context_limit or prefix + SIZES[-1]
     prefix = max(1, min(prefix, limit - SIZES[-1]))
     target.select([])
-    step = target.prefill(Prompt(torch.zeros(1, prefix, dtype=torch.long, device=device)), room=SIZES[-1])
-    vocab = step.logits.shape[-1]
+    output = target.prefill(Prompt(torch.zeros(1, prefix, dtype=torch.long, device=device)), max_new_tokens=SIZES[-1])
+    vocab = output.logits.shape[-1]
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for size in SIZES * (_WARM_UP if device.type == "cuda" else 0):
         target.forward_tree(_comb(size, vocab, device))

@@ -15,14 +15,14 @@ import torch
 from mmspec.cache.rows import row_index
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, features
-from mmspec.core.target import KeepsPrefixes, Prompt, Step, Target
+from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import verify_greedy
+from mmspec.core.verify import accept_path
 from mmspec.engine.constrain import constrain
+from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch, Scheduler
-from mmspec.engine.sequence import Sequence
 from mmspec.engine.timing import mark, seconds
-from mmspec.engine.trace import judge
+from mmspec.engine.trace import record_tree
 from mmspec.sampling.sampler import BatchSampler
 
 _IDLE_CHUNKS = 4
@@ -48,12 +48,12 @@ class EngineCore:
     def __init__(self, target: Target, slots: int, chunk: int, lock: Condition) -> None:
         self.target, self.chunk = target, chunk
         self.scheduler = Scheduler(slots, self._resumes)
-        self.running: list[Sequence] = []
+        self.running: list[RequestState] = []
         self.mode: Mode | None = None
-        self.touched: dict[Sequence, None] = {}
+        self.touched: dict[RequestState, None] = {}
         self._lock = lock
         self._prefilling: PromptBatch | None = None
-        self._prefilled: list[tuple[Prompt, Step, list[Sequence]]] = []  # not yet passed to the drafter
+        self._prefilled: list[tuple[Prompt, TargetOutput, list[RequestState]]] = []  # not yet passed to the drafter
         self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
         self._sampler = BatchSampler()
 
@@ -117,7 +117,7 @@ class EngineCore:
         begun = mark(device)
         budget = self._prepare()
         prepared = mark(device)
-        budget.remaining = max(row.room for row in rows) - 1
+        budget.remaining = max(row.remaining for row in rows) - 1
         drafting = drafter is not None and budget.drafts()
         tree = TokenTree.root(self._token)
         if drafter is not None and drafting:
@@ -125,23 +125,23 @@ class EngineCore:
         if drafter is not None:
             tree = budget.prune(constrain(rows, tree, budget, drafter))
         drafted = mark(device)
-        step = self.target.forward_tree(tree)
-        verdict = verify_greedy(tree, self._sampler.choose(rows, tree, step.logits))
+        output = self.target.forward_tree(tree)
+        verdict = accept_path(tree, self._sampler.choose(rows, tree, output.logits))
         verified = mark(device)
         accepted = verdict.host  # synchronises
         draft_seconds, verify_seconds = seconds(begun, drafted), seconds(drafted, verified)
         for number, row in enumerate(rows):
             if row.trees is not None:
-                row.trees.append(judge(tree, number, verdict, step))
+                row.trees.append(record_tree(tree, number, verdict, output))
         began = clock()
         self.target.commit(verdict)
         for number, (row, drafts, (path, tokens)) in enumerate(zip(rows, tree.drafted, accepted, strict=True)):
-            row.record_logprobs(step.logits[number], path, tokens)
+            row.record_logprobs(output.logits[number], path, tokens)
             emitted = row.append(path, tokens)
             # Tokens after a stop are neither emitted nor counted as accepted.
             row.stats.record_step(drafts, tree.max_depth, min(len(path) - 1, emitted), emitted)
         if drafter is not None:
-            drafter.observe(tree, verdict, step)
+            drafter.observe(tree, verdict, output)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
         proposing = seconds(prepared, drafted) if drafting or tree.nodes > 1 else 0.0
@@ -158,9 +158,9 @@ class EngineCore:
         budget = self.mode.speculation.budget_of(len(self.running), self.mode.nodes)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
             budget.begin(new / len(self.running))
-        for prompt, step, sequences in self._prefilled:
+        for prompt, output, sequences in self._prefilled:
             if self._drafter is not None:
-                self._drafter.begin(prompt, step, [sequence.history for sequence in sequences])
+                self._drafter.begin(prompt, output, [sequence.history for sequence in sequences])
         self._prefilled = []
         return budget
 
@@ -182,12 +182,14 @@ class EngineCore:
             if batch.done:
                 self._prefilling = None
                 continue
-            started, step = clock(), None
+            started, output = clock(), None
             try:
                 if batch.passes is None:
-                    room = [sequence.room for sequence in batch.sequences]
-                    batch.passes = self.target.prefill_chunks(batch.prompt, room, self.chunk if busy else None)
-                step = next(batch.passes)
+                    max_new_tokens = [sequence.remaining for sequence in batch.sequences]
+                    batch.passes = self.target.prefill_chunks(
+                        batch.prompt, max_new_tokens, self.chunk if busy else None
+                    )
+                output = next(batch.passes)
             except Exception as error:
                 for sequence in batch.sequences:
                     sequence.error = error
@@ -195,9 +197,9 @@ class EngineCore:
                 continue
             tokens += min(batch.size, self.chunk)
             batch.seconds += clock() - started
-            if step is not None:
+            if output is not None:
                 self._prefilling, complete = None, True
-                self._start(batch, step)
+                self._start(batch, output)
         return complete
 
     def _schedule(self, tokens: int) -> PromptBatch | None:
@@ -211,18 +213,18 @@ class EngineCore:
             self._hold(batch.mode)
         return batch
 
-    def _start(self, batch: PromptBatch, step: Step) -> None:
+    def _start(self, batch: PromptBatch, output: TargetOutput) -> None:
         """Emit the first token of each prefilled sequence and add them to the batch."""
         sequences = batch.sequences
-        root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=step.logits.device))
-        first = BatchSampler().choose(sequences, root, step.logits)[:, 0]
+        root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=output.logits.device))
+        first = BatchSampler().choose(sequences, root, output.logits)[:, 0]
         self._token = torch.cat([self._token, first]) if self.running else first
         self.running = [*self.running, *sequences]
-        self._prefilled.append((batch.prompt, step, sequences))
+        self._prefilled.append((batch.prompt, output, sequences))
         now = clock()
         for row, (sequence, token) in enumerate(zip(sequences, first.tolist(), strict=True)):
-            sequence.record_logprobs(step.logits[row], [0], [token])
-            sequence.stats.num_cached_tokens = step.cached_tokens
+            sequence.record_logprobs(output.logits[row], [0], [token])
+            sequence.stats.num_cached_tokens = output.cached_tokens
             sequence.stats.num_generated_tokens = sequence.append([0], [token])
             sequence.stats.prefill_seconds = batch.seconds
             sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added

@@ -14,8 +14,8 @@ import torch
 
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
+from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch
-from mmspec.engine.sequence import Sequence
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
@@ -83,7 +83,7 @@ class Engine:
         trace: bool = False,
         logprobs: int | None = None,
         on_change: Callable[[], None] = lambda: None,
-    ) -> list[Sequence]:
+    ) -> list[RequestState]:
         """Queue prompts for decoding; those of one call start together.
 
         Args:
@@ -107,7 +107,7 @@ class Engine:
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
         sequences = [
-            Sequence(history, sampler, stopper, index, generator)
+            RequestState(history, sampler, stopper, index, generator)
             for index, (history, generator) in enumerate(zip(histories, generators, strict=True))
         ]
         for sequence in sequences:
@@ -126,7 +126,7 @@ class Engine:
         """A block whose sequences are scheduled together: the next step begins after it."""
         return self._changed
 
-    def remove(self, sequences: abc.Iterable[Sequence]) -> None:
+    def remove(self, sequences: abc.Iterable[RequestState]) -> None:
         """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
         for sequence in sequences:
             sequence.cancelled = True

@@ -6,8 +6,8 @@ from collections import abc, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from mmspec.core.target import Prompt, Step
-from mmspec.engine.sequence import Sequence
+from mmspec.core.target import Prompt, TargetOutput
+from mmspec.engine.request_state import RequestState
 from mmspec.engine.speculation import Speculation
 
 
@@ -36,10 +36,10 @@ class PromptBatch:
     """
 
     prompt: Prompt
-    sequences: list[Sequence]
+    sequences: list[RequestState]
     mode: Mode
     seconds: float = 0.0
-    passes: abc.Iterator[Step | None] | None = None
+    passes: abc.Iterator[TargetOutput | None] | None = None
 
     @property
     def size(self) -> int:

@@ -50,7 +50,7 @@ class Stopper:
         # A token has at least one byte, so this many tokens cover any stop string.
         self._window = max((len(text.encode()) for text in stop), default=0) + 8
 
-    def room(self, prompt_length: int) -> int:
+    def limit(self, prompt_length: int) -> int:
         """Maximum new tokens after a prompt of ``prompt_length`` tokens, padding excluded."""
         if self.context_limit is None:
             return self.max_new_tokens
@@ -64,7 +64,7 @@ class Stopper:
         Returns:
             The appended tokens, and why the row ended, if it did.
         """
-        end = prompt_length + self.room(prompt_length)
+        end = prompt_length + self.limit(prompt_length)
         for count, token in enumerate(tokens, start=1):
             history.append(token)
             if token in self.eos_token_ids or self.at_stop_string(history, prompt_length) or self._criterion(history):

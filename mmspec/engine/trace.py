@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmspec.core.target import Step
+from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
 
 @dataclass(frozen=True)
-class JudgedTree:
+class TreeRecord:
     """Tree of one sequence in one step, with its verdict.
 
     Attributes:
@@ -32,10 +32,10 @@ class JudgedTree:
     guesses: list[float] | None = None
 
 
-def judge(tree: TokenTree, row: int, verdict: Verdict, step: Step) -> JudgedTree:
+def record_tree(tree: TokenTree, row: int, verdict: Verdict, output: TargetOutput) -> TreeRecord:
     """Record one row of a verified tree; ``step`` is the output of the verify pass."""
     path, emitted = verdict.host[row]
-    nodes, logits, bonus = tree.drafted[row] + 1, step.logits[row], emitted[-1]  # padding is at the end
+    nodes, logits, bonus = tree.drafted[row] + 1, output.logits[row], emitted[-1]  # padding is at the end
     tokens, parents = tree.tokens[row, :nodes], tree.parents[row, :nodes]
     norm = logits.float().logsumexp(-1)
     above = parents[1:]
@@ -46,4 +46,4 @@ def judge(tree: TokenTree, row: int, verdict: Verdict, step: Step) -> JudgedTree
     along = [1.0, *(tree.path_probs[row][: nodes - 1] if tree.log_probs is not None else ())]
     shown = len(along) == nodes > 1
     guesses = [1.0] + [along[i] / along[up[i]] for i in range(1, nodes)] if shown else None
-    return JudgedTree(tokens.tolist(), up, path, bonus, [1.0, *probs], bonus_prob, guesses)
+    return TreeRecord(tokens.tolist(), up, path, bonus, [1.0, *probs], bonus_prob, guesses)

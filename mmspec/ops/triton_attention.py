@@ -112,7 +112,7 @@ def _device(kind: str, index: int | None) -> _Device:
 
 
 @triton.jit
-def _absorb(
+def _fold_in(
     b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP: tl.constexpr
 ):  # one step of the online softmax, base 2
     b_score = tl.dot(b_q, b_k, input_precision=_PRECISION) * scale
@@ -212,7 +212,7 @@ def _attend_kernel(
         b_k = tl.load(p_k, mask=m_slot_in[None, :] & m_dim[:, None], other=0.0)
         p_v = value + i_slot[:, None] * v_slot + i_dim[None, :] * v_dim
         b_v = tl.load(p_v, mask=m_slot_in[:, None] & m_dim[None, :], other=0.0)
-        b_most, b_sum, b_read = _absorb(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
+        b_most, b_sum, b_read = _fold_in(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
 
     if i_split == splits - 1:
         i_start = slots - tail
@@ -228,7 +228,7 @@ def _attend_kernel(
             b_k = tl.load(p_k, mask=m_tail[None, :] & m_dim[:, None], other=0.0)
             p_v = value + (i_start + i_tail)[:, None] * v_slot + i_dim[None, :] * v_dim
             b_v = tl.load(p_v, mask=m_tail[:, None] & m_dim[None, :], other=0.0)
-            b_most, b_sum, b_read = _absorb(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
+            b_most, b_sum, b_read = _fold_in(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
 
     b_read /= tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
     i_out = (i_batch * nodes + i_node) * heads + i_head

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmspec.cache.prefix_cache import Prefix, at_text
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, Prompt, Step
+from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.errors import UserError
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
@@ -39,7 +39,7 @@ class Prefill:
     head: Head
     embed: Callable[[Tensor], Tensor]
 
-    def whole(self) -> Generator[None, None, Step]:
+    def whole(self) -> Generator[None, None, TargetOutput]:
         """Prefill into an empty cache."""
         prompt, chunk, cache = self.prompt, self.chunk, self.cache
         ids, mask = prompt.input_ids, prompt.attention_mask
@@ -57,9 +57,9 @@ class Prefill:
         features = {name: features[name] for name in self.names}
         # Decoders without attention, or with ALiBi, have no position_ids.
         known = inputs.get("position_ids") if self.decoder.takes_positions else positions
-        return Step(logits, features, self.visual, inputs.get("inputs_embeds"), known)
+        return TargetOutput(logits, features, self.visual, inputs.get("inputs_embeds"), known)
 
-    def rest(self, inputs: dict[str, Any], prefix: Prefix, first: int) -> Generator[None, None, Step]:
+    def rest(self, inputs: dict[str, Any], prefix: Prefix, first: int) -> Generator[None, None, TargetOutput]:
         """Prefill the tokens after the ``first``, whose states are in the cache.
 
         Args:
@@ -77,7 +77,7 @@ class Prefill:
         embeds = prefix.embeds
         if embeds is not None:
             embeds = torch.cat([embeds[:, :first], self.embed(ids[:, first:])], dim=1)
-        return Step(logits, features, self.visual, embeds, inputs["position_ids"], first)
+        return TargetOutput(logits, features, self.visual, embeds, inputs["position_ids"], first)
 
     def _positions(self) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length) or (axes, batch, length); None if the model computes them."""

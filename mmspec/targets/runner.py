@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, Step
+from mmspec.core.target import Feature, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
@@ -90,7 +90,7 @@ class Runner(ABC):
     # ------------------------------------------------------------------ passes
 
     @abstractmethod
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> Step:
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:
         """Logits and the named features at every node.
 
         Args:
@@ -157,14 +157,14 @@ class EagerRunner(Runner):
         if self._cache is not prompts:
             self.cache.append(prompts, reserve)
 
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> Step:
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:
         nodes = tree.nodes
         if width == nodes:
             states = self._forward(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
         else:
             states = self._forward(*_padded(tree, width, tree.batch), names)
             states = {name: state[:, :nodes] for name, state in states.items()}
-        return Step(self._head(states["last"]), {name: states[name] for name in names})
+        return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
 
     def _forward(
         self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
@@ -203,7 +203,7 @@ class StaticRunner(Runner):
             self._cache = self._decoder.new_cache(reserve, True)
         self._cache.append(prompts, reserve)
 
-    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> Step:
+    def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:
         nodes, batch = tree.nodes, tree.batch
         width, rows = node_bucket(width), batch_bucket(batch)
         self.cache.reserve_nodes(width)
@@ -211,7 +211,7 @@ class StaticRunner(Runner):
             *_padded(tree, width, rows), version=(*self.version, *names), names=tuple(names)
         )
         features = {name: state[:batch, :nodes] for name, state in zip(names, states, strict=True)}
-        return Step(logits[:batch, :nodes], features)
+        return TargetOutput(logits[:batch, :nodes], features)
 
     def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor, names: tuple[Feature, ...]) -> tuple[Tensor, ...]:
         """Logits and features of a whole tree; captured."""

@@ -185,7 +185,7 @@ _BELOW = ("dynamic", "temperature", "selection")
 _MOST_NODES = 512  # in a pass
 
 
-def refuse_rope_switch(config: Any, length: int, room: int) -> None:
+def refuse_rope_switch(config: Any, length: int, max_new_tokens: int) -> None:
     """Raise if a sequence may cross the length at which its rotary frequencies change.
 
     A pass has one set of frequencies, but the paths of a tree differ in length. The same holds for other properties of
@@ -195,10 +195,12 @@ def refuse_rope_switch(config: Any, length: int, room: int) -> None:
         UserError: prompt and answer are not on one side of that length (longrope), or below it (others).
     """
     for kind, switch in _rope_switches(config):
-        if (kind in _BELOW and length + room > switch) or (kind == "longrope" and length <= switch < length + room):
+        if (kind in _BELOW and length + max_new_tokens > switch) or (
+            kind == "longrope" and length <= switch < length + max_new_tokens
+        ):
             raise UserError(
                 f"{_SWITCHES[kind]} change at {switch} tokens: prompt and answer must "
-                f"{'fit below' if kind in _BELOW else 'stay on one side'}, got {length} and up to {room} more"
+                f"{'fit below' if kind in _BELOW else 'stay on one side'}, got {length} and up to {max_new_tokens} more"
             )
 
 
@@ -211,18 +213,18 @@ _SLOT_BIASES = ("inkling_text", "inkling2_text")
 """Model types with biases that depend on distances in slots, padding included."""
 
 
-def refuse_inner_padding(config: Any, mask: torch.Tensor, room: int) -> None:
+def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: int) -> None:
     """Raise if padding after tokens of a prompt separates tokens that layers compare by distance.
 
     Args:
         mask: (batch, length), the prompt's.
-        room: most new tokens.
+        max_new_tokens: most new tokens.
 
     Raises:
         UserError: it does: windows, chunks or biases of transformers count padding.
     """
     limit = 0 if config.model_type in _SLOT_BIASES else slot_limit(config)
-    last = mask.shape[1] + room - 1  # the last token is never read
+    last = mask.shape[1] + max_new_tokens - 1  # the last token is never read
     if limit is not None and last > limit and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise UserError(
             "attention_mask must have padding before tokens only where attention compares distances: "

@@ -12,15 +12,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import CostTable
-from mmspec.core.target import Feature, Prompt, Step
+from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
-from mmspec.targets.kept import KeptStates
 from mmspec.targets.prefill import Prefill, next_position
+from mmspec.targets.prefix_reuse import PrefixReuse
 from mmspec.targets.processor import Processor
 from mmspec.targets.runner import new_runner
 from mmspec.targets.support import refuse_inner_padding, refuse_rope_switch, rope_side, without_output_capture
@@ -62,7 +62,7 @@ class TransformersTarget:
         self.prefix_cache: PrefixCache | None = None
         self.features: Sequence[Feature] = ("last",)
         self._verified: dict[Feature, Tensor] = {}  # of the last tree
-        self._kept = KeptStates(self)
+        self._reuse = PrefixReuse(self)
         self.runner = new_runner(self.decoder, self.head)
 
     @classmethod
@@ -111,16 +111,18 @@ class TransformersTarget:
         """Changes when a buffer that captured graphs read has been reallocated."""
         return self.runner.version
 
-    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
-        *_, step = self.prefill_chunks(prompt, room, None)
+    def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
+        *_, step = self.prefill_chunks(prompt, max_new_tokens, None)
         assert step is not None
         return step
 
     @torch.inference_mode()
-    def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
+    def prefill_chunks(
+        self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
+    ) -> Iterator[TargetOutput | None]:
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
-        longest = room if isinstance(room, int) else max(room)
+        longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
         shortest = length if mask is None else int(mask.sum(1).min())
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
         if mask is not None:
@@ -129,46 +131,46 @@ class TransformersTarget:
         # Rows that are copied to another cache need no slots for the answer.
         if self.runner.static_shapes != self.decoder.static_shapes:  # the model moved to another device
             self.runner = new_runner(self.decoder, self.head)
-        copies = not self.runner.adopts or self._kept.looks_up(prompt)
+        copies = not self.runner.adopts or self._reuse.looks_up(prompt)
         cache = self.decoder.new_cache(length + 1 if copies else reserve, False)
-        resumed = self._kept.resume(prompt, cache)
+        resumed = self._reuse.resume(prompt, cache)
         prefill = Prefill(prompt, self.visual(prompt), self.features, chunk, cache, self.decoder, self.head, self.embed)
         if resumed is not None:
-            step = yield from prefill.rest(*resumed)
+            output = yield from prefill.rest(*resumed)
         else:
-            step = yield from prefill.whole()
-        position = next_position(step.positions, len(ids), type(self.model).__name__)
-        last_position = (position + on_device(room, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
+            output = yield from prefill.whole()
+        position = next_position(output.positions, len(ids), type(self.model).__name__)
+        last_position = (position + on_device(max_new_tokens, ids.device) - 1).clamp(min=(self.context_limit or 0) - 1)
         self.runner.join(cache, reserve, copies, position, last_position)
-        self._kept.start(prompt, step, cache)
-        yield step
+        self._reuse.start(prompt, output, cache)
+        yield output
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
-        return self._kept.resumes(prompt, others)
+        return self._reuse.resumes(prompt, others)
 
     @torch.inference_mode()
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        self._kept.retain(rows, histories)
+        self._reuse.retain(rows, histories)
 
     def kind(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1])
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
-        self._kept.select(rows)
+        self._reuse.select(rows)
         self.runner.select(rows)
 
     @torch.inference_mode()
-    def forward_tree(self, tree: TokenTree) -> Step:
+    def forward_tree(self, tree: TokenTree) -> TargetOutput:
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
-        step = self.runner.forward_tree(tree, width, self.features)
-        self._verified = step.features
-        return step
+        output = self.runner.forward_tree(tree, width, self.features)
+        self._verified = output.features
+        return output
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
-        self._kept.commit(verdict, self._verified)
+        self._reuse.commit(verdict, self._verified)
         self.runner.commit_nodes(verdict.path, [path for path, _ in verdict.host])
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:

@@ -6,10 +6,10 @@ from mmspec.ssm.ops.delta import commit_delta, tree_delta
 from mmspec.ssm.ops.kda import commit_kda, tree_kda
 from mmspec.ssm.ops.lru import commit_lru, tree_lru
 from mmspec.ssm.ops.scan import commit_scan, tree_scan
-from mmspec.ssm.ops.selective import Levels, commit_selective, tree_levels, tree_selective
+from mmspec.ssm.ops.selective import DepthIndex, commit_selective, depth_index, tree_selective
 
 __all__ = [
-    "Levels",
+    "DepthIndex",
     "commit_conv",
     "commit_delta",
     "commit_kda",
@@ -17,10 +17,10 @@ __all__ = [
     "commit_scan",
     "commit_selective",
     "conv_window",
+    "depth_index",
     "tree_conv",
     "tree_delta",
     "tree_kda",
-    "tree_levels",
     "tree_lru",
     "tree_scan",
     "tree_selective",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.selective import Levels
+from mmspec.ssm.ops.selective import DepthIndex
 
 
-def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: Levels) -> Tensor:
+def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     """State of a gated linear recurrence at every node of a tree.
 
     With h_p the state at the parent of node i, or the state before the tree at the root:
@@ -25,7 +25,7 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: Levels) -> Tensor:
         x: (batch, nodes, channels), after the input gate and its scaling.
         a: (batch, nodes, channels), the decays, from 0 to 1.
         state: (batch, channels) float32, before the root; not modified.
-        levels: from ``tree_levels``.
+        levels: from ``depth_index``.
 
     Returns:
         (batch, nodes, channels) float32.

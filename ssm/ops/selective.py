@@ -18,7 +18,7 @@ from mmspec.ssm.ops.tiles import tiles
 
 
 @dataclass(frozen=True)
-class Levels:
+class DepthIndex:
     """Order in which the nodes of a tree are computed; the same for all layers.
 
     Attributes:
@@ -34,14 +34,14 @@ class Levels:
     sources: tuple[Tensor, ...] = ()
 
 
-def tree_levels(ancestors: Tensor) -> Levels:
+def depth_index(ancestors: Tensor) -> DepthIndex:
     """The levels of a tree, from (batch, nodes, nodes) bool: [i, j] is True if j is i or an ancestor of i."""
     batch, nodes, _ = ancestors.shape
     index = torch.arange(nodes, device=ancestors.device)
     # The parent is the last proper ancestor, as parents precede their children.
     parents = torch.where(ancestors.tril(-1), index, -1).amax(-1)
     if kernels.in_use(ancestors.device) == "triton":
-        return Levels(parents)
+        return DepthIndex(parents)
     row = torch.arange(batch, device=ancestors.device)[:, None]
     if kernels.static_shapes(ancestors.device):  # node by node, without reading the tree on the host
         by_level = list((row * nodes + index).unbind(1))
@@ -49,11 +49,11 @@ def tree_levels(ancestors: Tensor) -> Levels:
         depth = ancestors.sum(-1).flatten()
         by_level = [(depth == level).nonzero()[:, 0] for level in range(1, int(depth.max()) + 1)]
     slots, sources = (row * (1 + nodes) + index + 1).flatten(), (row * (1 + nodes) + parents + 1).flatten()
-    return Levels(parents, tuple(by_level), *(tuple(one[at] for at in by_level) for one in (slots, sources)))
+    return DepthIndex(parents, tuple(by_level), *(tuple(one[at] for at in by_level) for one in (slots, sources)))
 
 
 def tree_selective(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: Levels
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: DepthIndex
 ) -> Tensor:
     """Output of the selective scan at every node of a tree.
 
@@ -71,7 +71,7 @@ def tree_selective(
         b, c: (batch, nodes, groups, state); groups divide channels, consecutive channels share a group.
         d: (channels,) or None.
         state: (batch, channels, state) float32, before the root; not modified.
-        levels: from ``tree_levels``.
+        levels: from ``depth_index``.
 
     Returns:
         (batch, nodes, channels) float32.

@@ -17,13 +17,13 @@ from mmspec.demos.recording import recording
 from mmspec.demos.streaming import StreamedAnswer, Token
 from mmspec.demos.views import claim_html, result_html, stopped_html, tokens_html
 from mmspec.engine.stats import Stats
-from mmspec.engine.trace import JudgedTree
+from mmspec.engine.trace import TreeRecord
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def judged(tokens, parents, path, bonus):
-    return JudgedTree(tokens, parents, path, bonus, [1.0] * len(tokens), 0.5)
+    return TreeRecord(tokens, parents, path, bonus, [1.0] * len(tokens), 0.5)
 
 
 STEPS = [

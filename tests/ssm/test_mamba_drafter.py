@@ -167,7 +167,7 @@ def test_a_prompt_with_images():
     check(shared_model("llava"), vision_inputs("llava", 2), Mamba(mamba_network(), top_k=3, depth=3), new=6)
 
 
-def test_accepted_tokens_are_absorbed_once():
+def test_accepted_tokens_are_cached_once():
     """A network trained for a moment has drafts accepted, rows differing in how many."""
     model, inputs = shared_model("llama"), text_inputs(3)
     ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -194,9 +194,9 @@ def test_drafting_leaves_the_committed_state_alone():
     target, drafter = TransformersTarget(model), Mamba(mamba_network(), top_k=5, depth=3, total_tokens=9)
     drafter.attach(target)
     prompt = prompt_of(text_inputs(2))
-    step = target.prefill(prompt, 32)
+    output = target.prefill(prompt, 32)
     history = [[*row, 7] for row in prompt.histories()]
-    drafter.begin(prompt, step, history)
+    drafter.begin(prompt, output, history)
     token = torch.tensor([7, 7])
     first = drafter.propose(token, Budget(64))
     before = [part.data.clone() for part in drafter.parts]

@@ -33,7 +33,7 @@ def test_nodes_are_computed_alike_one_by_one(rule, monkeypatch):
     i = draw(Case(nodes=20, batch=3))
     expected = rule.tree(rule.inputs(i), rule.state(i), i.tree.ancestors)
     monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-    assert [nodes.tolist() for nodes in ops.tree_levels(i.tree.ancestors).nodes] == [
+    assert [nodes.tolist() for nodes in ops.depth_index(i.tree.ancestors).nodes] == [
         [at, at + 20, at + 40] for at in range(20)
     ]
     torch.testing.assert_close(rule.tree(rule.inputs(i), rule.state(i), i.tree.ancestors), expected, **CLOSE)
@@ -64,7 +64,7 @@ def test_a_step_without_drafts_after_several_were_accepted(rule):
 
 
 @rules
-def test_rows_absorb_paths_of_different_lengths(rule):
+def test_rows_commit_paths_of_different_lengths(rule):
     i = draw(Case("chain", batch=4, nodes=5, groups=2))
     path, state = torch.tensor([[0, 1, 2, 3], [-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1]]), rule.state(i)
     rule.commit(rule.inputs(i), state, path)

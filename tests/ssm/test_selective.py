@@ -21,7 +21,7 @@ def test_tiles_of_channels(monkeypatch):
 
 def test_levels_are_parents_before_children():
     i = draw(Case(nodes=31, batch=3))
-    levels, done = ops.tree_levels(i.tree.ancestors), set()
+    levels, done = ops.depth_index(i.tree.ancestors), set()
     for nodes, slots, sources in zip(levels.nodes, levels.slots, levels.sources, strict=True):
         for node, slot, source in zip(nodes.tolist(), slots.tolist(), sources.tolist(), strict=True):
             row, at = divmod(node, 31)
@@ -37,7 +37,7 @@ def test_temporaries_are_limited(monkeypatch):
     monkeypatch.setattr(tiles, "_TILE", (1, 1))
     i = draw(Case(batch=1, nodes=64, heads=16, groups=2, head_dim=256, state=16, strided=False))
     inputs, state = i.selective, i.selective_state
-    levels = ops.tree_levels(i.tree.ancestors)
+    levels = ops.depth_index(i.tree.ancestors)
     with Allocations() as scanned:
         ops.tree_selective(*inputs, state, levels)
     with Allocations() as committed:
@@ -51,7 +51,7 @@ def test_temporaries_are_limited(monkeypatch):
 def test_wrong_shapes_are_named():
     i = draw(Case())
     x, dt, a, b, c, d = i.selective
-    state, levels = i.selective_state, ops.tree_levels(i.tree.ancestors)
+    state, levels = i.selective_state, ops.depth_index(i.tree.ancestors)
     with pytest.raises(ValueError, match=r"state must be \(2, 32, 16\) torch.float32: got .* torch.bfloat16"):
         ops.tree_selective(x, dt, a, b, c, d, state.bfloat16(), levels)
     with pytest.raises(ValueError, match="groups must divide channels: got 3 groups of 32 channels"):

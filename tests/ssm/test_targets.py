@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, InklingTextConfig, 
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import mmspec
-from mmspec import TokenTree, UserError, verify_greedy
+from mmspec import TokenTree, UserError, accept_path
 from mmspec.core.target import Prompt
 from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.ops import kernels
@@ -415,7 +415,7 @@ def test_samples_are_distributed_as_plain_ones(name):
     weights = begin()[torch.arange(4), choices].prod(-1)
     many = TokenTree(*(x.expand(len(choices), -1) for x in (tree.tokens, tree.parents)), check=False)
     outcomes: dict[tuple, float] = {}
-    for weight, outcome in zip(weights.tolist(), verify_greedy(many, choices).host, strict=True):
+    for weight, outcome in zip(weights.tolist(), accept_path(many, choices).host, strict=True):
         key = tuple(map(tuple, outcome))
         outcomes[key] = outcomes.get(key, 0.0) + weight
     assert len({path for path, _ in outcomes}) == 4

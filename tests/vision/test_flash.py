@@ -174,8 +174,8 @@ def test_rows_with_unequal_numbers_of_images():
     drafter.attach(target)
 
     def tree(prompt):
-        step = target.prefill(prompt, 32)
-        drafter.begin(prompt, step, [[*row, 7] for row in prompt.histories()])
+        output = target.prefill(prompt, 32)
+        drafter.begin(prompt, output, [[*row, 7] for row in prompt.histories()])
         found = drafter.propose(torch.tensor([7] * len(prompt.input_ids)), Budget(20, 5))
         target.select([])
         drafter.select([])
@@ -251,7 +251,7 @@ def test_checkpoints_from_before_latents_and_slots_load(tmp_path):
     assert (again.latents, again.slots) == (0, 1)
 
 
-def test_a_fork_shares_what_is_looked_up_and_not_what_is_absorbed():
+def test_a_fork_shares_what_is_looked_up_and_not_what_is_cached():
     pipe = mmspec.load("tiny-llava", dtype="float32")
     pipe.generate("What is it?", max_new_tokens=4)
     drafter = pipe.drafter

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from mmspec import plugins, verify_greedy
+from mmspec import accept_path, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.vision.drafters.msd.drafter import MSD, Flash
@@ -42,11 +42,11 @@ def test_drafting(kind, name):
     exact_drafter.network.load_state_dict(in_dtype(drafter.network.state_dict(), torch.float32))
 
     prompt, said = prompt_of(long_inputs(name)), [7]
-    prefill = step = target.prefill(prompt, 32)
-    assert step.features["last"].shape[1] > 256
+    prefill = output = target.prefill(prompt, 32)
+    assert output.features["last"].shape[1] > 256
     history = [[*row, *said] for row in prompt.histories()]
-    drafter.begin(prompt, step, history)
-    hidden = [step.features["last"][0]]
+    drafter.begin(prompt, output, history)
+    hidden = [output.features["last"][0]]
     for _ in range(2):
         tree = drafter.propose(torch.tensor(said[-1:]), Budget(5, 2))
         nodes = valid_nodes(tree, 0)[1:]
@@ -59,12 +59,12 @@ def test_drafting(kind, name):
         ]
         assert tree.path_probs[0] == pytest.approx(expected, abs=0.06)
         # The first child is accepted; the tree's states are those of the target.
-        step = target.forward_tree(tree)
-        verdict = verify_greedy(tree, tree.tokens[:, 1:2].expand_as(tree.tokens))
+        output = target.forward_tree(tree)
+        verdict = accept_path(tree, tree.tokens[:, 1:2].expand_as(tree.tokens))
         target.commit(verdict)
-        drafter.observe(tree, verdict, step)
+        drafter.observe(tree, verdict, output)
         ((path, tokens),) = verdict.host
-        hidden.append(step.features["last"][0, path])
+        hidden.append(output.features["last"][0, path])
         said += tokens
 
 

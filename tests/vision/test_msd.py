@@ -108,8 +108,8 @@ def test_a_tree_is_bounded_by_the_drafters_own_limits():
     drafter = MSD(network_for(model), top_k=5, depth=2, total_tokens=9)
     drafter.attach(target)
     prompt = prompt_of(vision_inputs("llava"))
-    step = target.prefill(prompt, 32)
-    drafter.begin(prompt, step, [[*prompt.input_ids[0].tolist(), 7]])
+    output = target.prefill(prompt, 32)
+    drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), 7]])
     tree = drafter.propose(torch.tensor([7]), Budget(64))
     assert (tree.nodes, tree.max_depth) == (10, 2)
 

@@ -452,8 +452,8 @@ def test_tokens_that_the_checkpoint_lacks_are_never_drafted(tmp_path):
     drafter.attach(target)
     inputs = vision_inputs("llava")
     prompt = prompt_of(inputs)
-    step = target.prefill(prompt, 16)
-    drafter.begin(prompt, step, [[*inputs["input_ids"][0].tolist(), 5]])
+    output = target.prefill(prompt, 16)
+    drafter.begin(prompt, output, [[*inputs["input_ids"][0].tolist(), 5]])
     assert bool((target.head(drafter.network.begin(drafter._output.data)[0]).topk(10).indices >= 60).any())
     tree = drafter.propose(torch.tensor([5]), Budget(30, 3))
     assert tree.nodes > 20

@@ -104,12 +104,12 @@ def test_text_after_a_video_of_many_frames(name):
 def test_visual_positions_and_what_was_fed_there(name):
     inputs = vision_inputs(name, 2, 1)
     target = plugins.target_class(shared_model(name).config)(shared_model(name))
-    step = target.prefill(prompt_of(inputs), 8)
+    output = target.prefill(prompt_of(inputs), 8)
     ids = inputs["input_ids"]
-    assert torch.equal(step.visual, (ids == IMAGE) | (ids == VIDEO))
-    assert step.embeds.shape == (*ids.shape, 48)
-    text = ~step.visual
+    assert torch.equal(output.visual, (ids == IMAGE) | (ids == VIDEO))
+    assert output.embeds.shape == (*ids.shape, 48)
+    text = ~output.visual
     with torch.no_grad():
-        torch.testing.assert_close(step.embeds[text], target.embed(ids)[text])
-        assert not torch.allclose(step.embeds[~text], target.embed(ids)[~text])
-    assert step.features["last"].shape == step.embeds.shape
+        torch.testing.assert_close(output.embeds[text], target.embed(ids)[text])
+        assert not torch.allclose(output.embeds[~text], target.embed(ids)[~text])
+    assert output.features["last"].shape == output.embeds.shape

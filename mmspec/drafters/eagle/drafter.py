@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
 from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
+from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
-from mmspec.drafters.hidden_state.levels import NativeCell, TokenLinear
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
@@ -121,8 +121,8 @@ class Eagle(HiddenStateDrafter):
         slots: int = self.network.config.slots
         return slots
 
-    def states(self, step: Step) -> Tensor:
-        read = [step.features[name] for name in self.features]
+    def states(self, output: TargetOutput) -> Tensor:
+        read = [output.features[name] for name in self.features]
         return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
@@ -141,16 +141,16 @@ class Eagle(HiddenStateDrafter):
         return inputs
 
     @torch.inference_mode()
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         target, network = self.target, self.network
-        hidden = network.states(self.states(step))
+        hidden = network.states(self.states(output))
         batch, length = prompt.input_ids.shape
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
         position = torch.full((batch,), length, device=hidden.device) if mask is None else mask.sum(1)
         first = on_device([[row[-1]] for row in history], hidden.device)
-        fed = target.embed(prompt.input_ids) if step.embeds is None else step.embeds  # None for text
+        fed = target.embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
         embeds = torch.cat([fed[:, 1:], target.embed(first)], dim=1)
-        visual = None if step.visual is None else F.pad(step.visual[:, 1:], (0, 1))
+        visual = None if output.visual is None else F.pad(output.visual[:, 1:], (0, 1))
         at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
         if visual is not None and mask is not None:
             visual = visual & mask  # an image at the start of a row has no entry for its first token

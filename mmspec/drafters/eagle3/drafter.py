@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
@@ -118,8 +118,8 @@ class Eagle3(PositionedDrafter):
         head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         return partial(network.scores, network.lm_head if network.config.head else head)
 
-    def states(self, step: Step) -> Tensor:
-        return torch.cat([step.features[name] for name in self.features], dim=-1)
+    def states(self, output: TargetOutput) -> Tensor:
+        return torch.cat([output.features[name] for name in self.features], dim=-1)
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         # The id of a placeholder may lie outside of the table.
@@ -132,11 +132,11 @@ class Eagle3(PositionedDrafter):
 
     # ------------------------------------------------------------------ rows
 
-    def prompt_inputs(self, prompt: Prompt, step: Step, first: Tensor) -> Tensor:
-        return self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(step))
+    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
+        return self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
-        super().observe(tree, verdict, step)
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        super().observe(tree, verdict, output)
         if self.published is not None and tree.nodes > 1 and self._passes < _WATCHED:
             self._watch(verdict)
 

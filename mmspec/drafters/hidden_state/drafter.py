@@ -17,15 +17,15 @@ from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.core.target import Feature, Step, Target
+from mmspec.core.target import Feature, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState, path_of, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear, TreeGrower
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation
-from mmspec.drafters.hidden_state.levels import Levels, NativeCell, TokenLinear
 from mmspec.drafters.hidden_state.passes import allowed_slots, run
 from mmspec.drafters.published import check_target
 from mmspec.drafters.trained import TrainedDrafter
@@ -104,7 +104,7 @@ class HiddenStateDrafter(TrainedDrafter):
         """
 
     @abstractmethod
-    def states(self, step: Step) -> Tensor:
+    def states(self, output: TargetOutput) -> Tensor:
         """The target's hidden states that an entry takes, (batch, nodes, any)."""
 
     @abstractmethod
@@ -178,11 +178,11 @@ class HiddenStateDrafter(TrainedDrafter):
     def advance(self, accepted: list[int]) -> None:
         self.cache.advance(accepted)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens and the target's hidden states at their parents."""
-        self.queue((verdict.tokens, take(self.states(step), verdict.path.clamp(min=0))), verdict)
+        self.queue((verdict.tokens, take(self.states(output), verdict.path.clamp(min=0))), verdict)
 
-    def absorb(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
+    def update(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Append accepted tokens, (batch, width), with the target's states before them, (batch, width, any)."""
         self.cache.offset = 0  # reset after a failed capture
         batch, width = tokens.shape
@@ -200,7 +200,7 @@ class HiddenStateDrafter(TrainedDrafter):
         self.cache.offset = 0
         predicted, carried = self.network.begin(self._output.data[: len(token)])
         first = self.children(predicted, carried)
-        levels = Levels(self, predicted, carried)
+        levels = TreeGrower(self, predicted, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
         if self.draft_ids is not None:

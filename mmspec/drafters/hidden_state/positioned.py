@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.core.target import Prompt, Step
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.rope import rotary_of
@@ -31,7 +31,7 @@ class PositionedDrafter(HiddenStateDrafter):
         super().__init__(network, rotary, layers, draft_ids, **settings)
 
     @abstractmethod
-    def prompt_inputs(self, prompt: Prompt, step: Step, first: Tensor) -> Tensor:
+    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
         """Network inputs of a prompt's entries, (batch, length, any).
 
         Args:
@@ -41,22 +41,22 @@ class PositionedDrafter(HiddenStateDrafter):
         """
 
     @torch.inference_mode()
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
-        x = self.prompt_inputs(prompt, step, on_device([[row[-1]] for row in history], prompt.input_ids.device))
+        x = self.prompt_inputs(prompt, output, on_device([[row[-1]] for row in history], prompt.input_ids.device))
         self.join(len(history), kernels.static_shapes(x.device))
-        rotation, position = self._places(step, prompt, mask, x)
+        rotation, position = self._places(output, prompt, mask, x)
         self.start(x, rotation, mask, position, history)
 
-    def _places(self, step: Step, prompt: Prompt, mask: Tensor | None, x: Tensor) -> tuple[Rotation, Tensor]:
+    def _places(self, output: TargetOutput, prompt: Prompt, mask: Tensor | None, x: Tensor) -> tuple[Rotation, Tensor]:
         """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
         batch, length = prompt.input_ids.shape
         tokens = torch.full((batch,), length, device=x.device) if mask is None else mask.sum(1)
-        if self._axis is None or step.positions is None or step.positions.ndim < 3:
+        if self._axis is None or output.positions is None or output.positions.ndim < 3:
             self._rotary.reserve(length + AHEAD, x)
             at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
             return self._rotary(at), tokens
-        axes = step.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
+        axes = output.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
         position = axes.amax((0, 2)) + 1
         # Positions of a video's frames follow their times, and may exceed the number of tokens.
         self.beyond = max(self.beyond, int((position - tokens).max()))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters import checkpoint
 from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
@@ -66,13 +66,13 @@ class MTP(PositionedDrafter):
         self.fuse = self.inputs
         return target.head
 
-    def states(self, step: Step) -> Tensor:
-        return step.features["last"]
+    def states(self, output: TargetOutput) -> Tensor:
+        return output.features["last"]
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         return self.network.combine(self.target.embed(tokens), states)
 
-    def prompt_inputs(self, prompt: Prompt, step: Step, first: Tensor) -> Tensor:
+    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
         target = self.target
-        fed = target.embed(prompt.input_ids) if step.embeds is None else step.embeds  # None for text
-        return self.network.combine(torch.cat([fed[:, 1:], target.embed(first)], dim=1), self.states(step))
+        fed = target.embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
+        return self.network.combine(torch.cat([fed[:, 1:], target.embed(first)], dim=1), self.states(output))

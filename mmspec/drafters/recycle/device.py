@@ -15,7 +15,7 @@ from torch import Tensor
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.core.budget import Budget
-from mmspec.core.target import Step
+from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState
@@ -111,7 +111,7 @@ class Recycled(CapturedDrafter):
         self._pairs.key.fill_(-1)
 
     @torch.inference_mode()
-    def begin(self, ends: Tensor, step: Step, first: Tensor) -> None:  # type: ignore[override]
+    def begin(self, ends: Tensor, output: TargetOutput, first: Tensor) -> None:  # type: ignore[override]
         """Append rows for new sequences.
 
         Args:
@@ -121,21 +121,21 @@ class Recycled(CapturedDrafter):
         self.join(len(ends), True)
         ends = ends.clamp(0, self._vocab - 1)  # -1 before a prompt of one token; prompt tokens outside the vocabulary
         self.last.append(torch.stack([ends[:, 1], first], dim=1))
-        ranked = ops.top_log_probs(step.logits[:, 0], self._drafter.top_k)
+        ranked = ops.top_log_probs(output.logits[:, 0], self._drafter.top_k)
         self._learn(ends[:, 0], ends[:, 1], torch.ones_like(first, dtype=torch.bool), *ranked)
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
         steps, self._pending = self._pending, []
-        self._absorb_all(steps)  # removed rows still update the table
+        self._update_all(steps)  # removed rows still update the table
         super().select(rows)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the rankings at every node, and the accepted tokens."""
-        ranked = ops.top_log_probs(step.logits, self._drafter.top_k)
+        ranked = ops.top_log_probs(output.logits, self._drafter.top_k)
         self.queue((tree.tokens, tree.parents, *ranked, verdict.tokens), verdict)
 
-    def absorb(  # type: ignore[override]
+    def update(  # type: ignore[override]
         self, tokens: Tensor, parents: Tensor, ranked: Tensor, log_probs: Tensor, emitted: Tensor, length: Tensor
     ) -> None:
         """Update the table with the rankings, (batch, nodes, k), at a tree's nodes, (batch, nodes), and advance

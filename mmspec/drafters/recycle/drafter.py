@@ -20,7 +20,7 @@ from torch import Tensor
 from mmspec import ops
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
@@ -138,12 +138,12 @@ class Recycle(Drafter):
     def _rankings(self) -> dict[Context, Ranking]:
         return self._table if self._recycled is None else dict(self._recycled.entries())
 
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
-        if self._vocab != step.logits.shape[-1]:  # the vocabulary has changed
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        if self._vocab != output.logits.shape[-1]:  # the vocabulary has changed
             self._table, self._recycled, self._last = {}, None, []
-            self._vocab = step.logits.shape[-1]
+            self._vocab = output.logits.shape[-1]
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
-        device = step.logits.device
+        device = output.logits.device
         static_shapes = kernels.static_shapes(device)
         if self._recycled is not None and (not static_shapes or self._recycled.device != device):
             self._table, self._recycled = self._rankings(), None
@@ -152,10 +152,10 @@ class Recycle(Drafter):
                 self._recycled = Recycled(self, self._vocab, device)
                 self._recycled.fill(self._table)
             first = on_device([row[-1] for row in history], device)
-            self._recycled.begin(on_device(ends, device), step, first)
+            self._recycled.begin(on_device(ends, device), output, first)
             return
         self._last += [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
-        self._learn(ends, step.logits.flatten(0, 1))
+        self._learn(ends, output.logits.flatten(0, 1))
 
     def select(self, rows: Sequence[int]) -> None:
         if self._recycled is not None:
@@ -180,9 +180,9 @@ class Recycle(Drafter):
     def draft_chains(self, length: int) -> None:
         self.width = 1
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         if self._recycled is not None:
-            self._recycled.observe(tree, verdict, step)
+            self._recycled.observe(tree, verdict, output)
             return
         contexts: list[Context] = [
             (row[parent] if parent >= 0 else before, token)
@@ -196,7 +196,7 @@ class Recycle(Drafter):
         asked, self._asked = self._asked, False
         # While drafting does not pay, only new tokens are worth the time.
         if asked or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):
-            self._learn(contexts, step.logits.flatten(0, 1))
+            self._learn(contexts, output.logits.flatten(0, 1))
 
     @torch.inference_mode()
     def fit(self, texts: Iterable[tuple[Sequence[int], Tensor]], contexts: int | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Step, Target
+from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
@@ -104,7 +104,7 @@ class Mamba(TrainedDrafter):
         return self._output, *(part for layer in self._state for part in layer)
 
     @torch.inference_mode()
-    def begin(self, prompt: Prompt, step: Step, history: list[list[int]]) -> None:
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         device = self._head.device
         self.join(len(history), kernels.static_shapes(device))
         prompts = replace(prompt, padding_in_history=False).histories()
@@ -120,11 +120,11 @@ class Mamba(TrainedDrafter):
             for part, value in zip(buffers, new, strict=True):
                 part.append(value)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, step: Step) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
         self.queue((verdict.tokens,), verdict)
 
-    def absorb(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
+    def update(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Advance the state by accepted tokens, (batch, width)."""
         batch, width = tokens.shape
         keep = torch.arange(width, device=tokens.device) < length[:, None]

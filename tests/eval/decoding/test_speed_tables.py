@@ -73,8 +73,8 @@ def test_drafters_are_copied_without_their_target(folder, monkeypatch):
     assert method.equal == 2
 
 
-def negated(step):
-    return replace(step, logits=-step.logits)
+def negated(output):
+    return replace(output, logits=-output.logits)
 
 
 def test_a_wrong_answer_is_counted(folder, monkeypatch):
@@ -97,14 +97,14 @@ def test_no_prompt_is_drafted_from_its_own_answer(folder):
 class RootDrafter(Drafter):
     """Drafts no tokens, so every step emits one token whatever the budget."""
 
-    def begin(self, prompt, step, history): ...
+    def begin(self, prompt, output, history): ...
 
     def select(self, rows): ...
 
     def propose(self, token, budget):
         return TokenTree.root(token)
 
-    def observe(self, tree, verdict, step): ...
+    def observe(self, tree, verdict, output): ...
 
 
 def test_a_budget_learns_from_one_round_per_prompt(folder, monkeypatch):

@@ -63,11 +63,11 @@ def test_wrong_logits_are_refused(model, monkeypatch, wrong):
     forward_tree = TransformersTarget.forward_tree
 
     def corrupted(self, tree):
-        step = forward_tree(self, tree)
-        logits, nodes = step.logits, tree.nodes
+        output = forward_tree(self, tree)
+        logits, nodes = output.logits, tree.nodes
         if (type(self) is TransformersTarget and nodes > 1) if wrong == "tree" else nodes == 1:
             logits = logits + torch.randn(logits.shape) * logits.std() * 0.01
-        return replace(step, logits=logits)
+        return replace(output, logits=logits)
 
     benchmark = StepBenchmark(model, 9, [9])
     benchmark.check()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmspec import TokenTree, verify_greedy
+from mmspec import TokenTree, accept_path
 from mmspec.core.target import Prompt
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.unrolled import UnrolledTarget, unroll
@@ -65,7 +65,7 @@ def test_logits_and_commits_equal_those_of_trees(name, batch):
             path = root_path(tree, row, int(torch.where(tree.valid[row], tree.depth[row], -1).argmax()))
             accepted += len(path) - 1
             choices[row, path[:-1]] = tree.tokens[row, path[1:]]
-        verdict = verify_greedy(tree, choices)
+        verdict = accept_path(tree, choices)
         for target in targets:
             target.commit(verdict)
     assert accepted > 3

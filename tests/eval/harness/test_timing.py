@@ -21,7 +21,7 @@ def pipe(tmp_path, monkeypatch):
     now = [0.0]
     for module in (
         "mmspec.engine.engine",
-        "mmspec.engine.sequence",
+        "mmspec.engine.request_state",
         "mmspec.eval.harness.timing",
         "mmspec.eval.harness.drafters",
     ):

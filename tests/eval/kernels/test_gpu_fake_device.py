@@ -11,7 +11,7 @@ import mmspec
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt
 from mmspec.engine.engine import Engine
-from mmspec.engine.sequence import Wakeup
+from mmspec.engine.request_state import Wakeup
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
 from mmspec.eval.kernels.gpu_parts import run_parts

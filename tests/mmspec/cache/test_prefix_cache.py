@@ -16,7 +16,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
-from mmspec.engine.sequence import Wakeup
+from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
@@ -249,7 +249,7 @@ def test_prompts_that_share_a_video_of_many_frames(name):
 @pytest.mark.parametrize("name", ["llama", "bamba"])
 @pytest.mark.parametrize("length", SIZES)
 def test_prompts_of_any_length_go_on(name, length):
-    """A prompt, one that it begins, the same one again; absorbed in chunks of 8 beside another sequence."""
+    """A prompt, one that it begins, the same one again; prefilled in chunks of 8 beside another sequence."""
     model = shared_model(name)
     plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
     target.prefix_cache = PrefixCache(BYTES)

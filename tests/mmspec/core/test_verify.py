@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from mmspec import TokenTree, ops, verify, verify_greedy
+from mmspec import TokenTree, accept_path, ops, verify
 from tests.tiny import random_tree, valid_nodes
 
 module = import_module("mmspec.core.verify")
@@ -54,7 +54,7 @@ def test_greedy_equals_a_loop(shape, nodes, batch):
             for i in valid_nodes(tree, b)[1:]:
                 if torch.rand((), generator=g) < 0.8:
                     choices[b, tree.parents[b, i]] = tree.tokens[b, i]
-        verdict = verify_greedy(tree, choices)
+        verdict = accept_path(tree, choices)
         assert verdict.path.shape == verdict.tokens.shape == (batch, tree.max_depth + 1)
         assert verdict.length.shape == verdict.bonus.shape == (batch,)
         for b in range(batch):
@@ -67,14 +67,14 @@ def test_greedy_equals_a_loop(shape, nodes, batch):
 
 def test_padding_is_never_accepted():
     tree = TokenTree(torch.tensor([[3, 7, 7]]), torch.tensor([[-1, 0, 0]]), valid=torch.tensor([[True, False, False]]))
-    verdict = verify_greedy(tree, torch.tensor([[7, 7, 7]]))
+    verdict = accept_path(tree, torch.tensor([[7, 7, 7]]))
     assert verdict.host == [([0], [7])]
 
 
 def test_shapes_are_checked():
     tree = TokenTree(torch.tensor([[3, 7]]), torch.tensor([[-1, 0]]))
     with pytest.raises(ValueError, match=r"choices must be \(batch, nodes\) = \(1, 2\): got \(1, 3\)"):
-        verify_greedy(tree, torch.zeros(1, 3, dtype=torch.long))
+        accept_path(tree, torch.zeros(1, 3, dtype=torch.long))
     with pytest.raises(ValueError, match=r"probs must be .*\(1, 2\): got \(1, 3, 5\)"):
         verify(tree, torch.ones(1, 3, 5))
     drawn = TokenTree(tree.tokens, tree.parents, draft_probs=torch.ones(1, 2, 6))
@@ -113,7 +113,7 @@ def choices_of(verifier, tree, probs, chances):
     """What the verifier puts after each node, (batch, nodes), and the distribution behind the undecided ones."""
     seen, drawn_from = [], []
     with prescribed(tree, chances, drawn_from), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "verify_greedy", lambda _, choices: seen.append(choices))
+        patch.setattr(module, "accept_path", lambda _, choices: seen.append(choices))
         verifier(tree, probs)
     return seen[0], drawn_from[0]
 
@@ -166,7 +166,7 @@ def emitted_distribution(verifier, trees, weights, bigram):
             trees.parents[row].expand(len(combinations), -1),
             check=False,
         )
-        verdict = verify_greedy(many, combinations)
+        verdict = accept_path(many, combinations)
         for w, (_, tokens) in zip(weight, verdict.host, strict=True):
             tail = w * _chain_rule(bigram, tokens[-1], 3 - len(tokens))
             result[tuple(tokens[:3])] += tail

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec import Pipeline, TokenTree, UserError, plugins, verify_greedy
+from mmspec import Pipeline, TokenTree, UserError, accept_path, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import features, fork
 from mmspec.core.target import Prompt
@@ -188,10 +188,10 @@ class Batch:
 
     def join(self, new):
         prompt = new[0].prompt if len(new) == 1 else Prompt.stack([one.prompt for one in new])
-        step = self.target.prefill(prompt, 200)
+        output = self.target.prefill(prompt, 200)
         for one, history in zip(new, prompt.histories(), strict=True):
             one.history += [*history, one.number]
-        self.drafter.begin(prompt, step, [one.history for one in new])
+        self.drafter.begin(prompt, output, [one.history for one in new])
         self.rows += new
 
     def leave(self, kept):
@@ -204,7 +204,7 @@ class Batch:
         """Any node may be accepted, and any token follow it: as the sequence and its step say."""
         token = torch.tensor([row.history[-1] for row in self.rows])
         tree = self.drafter.propose(token, budget()) if draft else TokenTree.root(token)
-        step = self.target.forward_tree(tree)
+        output = self.target.forward_tree(tree)
         choices = torch.full_like(tree.tokens, -1)
         for number, row in enumerate(self.rows):
             rnd = random.Random(f"{row.number}, {len(row.trees)}")
@@ -216,11 +216,11 @@ class Batch:
             choices[number, path[-1]] = rnd.choice([t for t in range(3, 19) if t not in children])
             probs = {path_of(tree, number, node): float(tree.log_probs[number, node]) for node in nodes[1:]}
             row.trees.append(probs if draft else None)
-        verdict = verify_greedy(tree, choices)
+        verdict = accept_path(tree, choices)
         self.target.commit(verdict)
         for row, (_, tokens) in zip(self.rows, verdict.host, strict=True):
             row.history += tokens
-        self.drafter.observe(tree, verdict, step)
+        self.drafter.observe(tree, verdict, output)
 
 
 def budget():

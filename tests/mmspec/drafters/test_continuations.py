@@ -21,8 +21,8 @@ def begun(drafter, history):
     target = TransformersTarget(shared_model("llama"))
     drafter.attach(target)
     prompt = Prompt(torch.tensor([history[:-1]]))
-    step = target.prefill(prompt, 8)
-    drafter.begin(prompt, step, [list(history)])
+    output = target.prefill(prompt, 8)
+    drafter.begin(prompt, output, [list(history)])
     return drafter
 
 

@@ -12,9 +12,9 @@ import mmspec
 from mmspec import TokenTree, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
-from mmspec.core.target import Prompt, Step
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
-from mmspec.core.verify import verify_greedy
+from mmspec.core.verify import accept_path
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
@@ -29,7 +29,7 @@ from tests.tiny.models import text_inputs
 def begun(drafter, rows, vocab=30):
     prompt = Prompt(torch.tensor(rows))
     logits = torch.randn(len(rows), 1, vocab, generator=torch.Generator().manual_seed(0))
-    drafter.begin(prompt, Step(logits, {}), rows)
+    drafter.begin(prompt, TargetOutput(logits, {}), rows)
     return logits
 
 
@@ -267,7 +267,7 @@ def test_recycle_learns_from_every_node():
     logits = torch.full((1, 3, 9), -20.0)
     for node, successor in enumerate((5, 7, 8)):
         logits[0, node, successor] = 20.0
-    drafter.observe(tree, verify_greedy(tree, torch.tensor([[5, 7, 8]])), Step(logits, {}))
+    drafter.observe(tree, accept_path(tree, torch.tensor([[5, 7, 8]])), TargetOutput(logits, {}))
     for token, successor in ((2, 5), (4, 7), (6, 8)):
         drafter._last = [(0, token)]
         assert paths(drafter.propose(torch.tensor([token]), Budget(1, 1))) == [[successor]]
@@ -280,7 +280,7 @@ def test_recycle_averages_what_the_target_ranked():
     rankings = [torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.0, 0.5, 0.1, 0.4])]
     for ranking in rankings:
         prompt = Prompt(torch.tensor([[1, 2]]))
-        drafter.begin(prompt, Step(ranking.log().view(1, 1, 4), {}), [[1, 2, 3]])
+        drafter.begin(prompt, TargetOutput(ranking.log().view(1, 1, 4), {}), [[1, 2, 3]])
     expected = dict(enumerate((0.7 * rankings[0] + 0.3 * rankings[1]).tolist()))
     for context in ((1, 2), (-1, 2)):
         assert {token: p for token, p, _ in drafter._successors(context)} == pytest.approx(expected)
@@ -294,7 +294,7 @@ def test_copies_of_a_table_learn_apart():
     before = copy.deepcopy(drafter._table)
     first, second = (fork(drafter, target) for _ in range(2))
     for one, row in ((first, [1, 2, 3]), (second, [2, 1, 0])):
-        one.begin(Prompt(torch.tensor([row])), Step(torch.tensor([[[9.0, 0, 0, 0]]]), {}), [[*row, 0]])
+        one.begin(Prompt(torch.tensor([row])), TargetOutput(torch.tensor([[[9.0, 0, 0, 0]]]), {}), [[*row, 0]])
     assert drafter._table == before
     assert first._table[2, 3] != before[2, 3]
     assert second._table == {**before, (-1, 0): second._table[1, 0], (1, 0): second._table[1, 0]}
@@ -381,10 +381,10 @@ def test_smalls_path_probabilities_are_its_own_models(top_k):
     drafter.attach(target)
     rows = [[5, 6, 7, 8], [9, 10, 11, 12]]
     prompt = Prompt(torch.tensor(rows))
-    step = target.prefill(prompt, 30)
+    output = target.prefill(prompt, 30)
     for row, token in zip(rows, (20, 21), strict=True):
         row.append(token)
-    drafter.begin(prompt, step, rows)
+    drafter.begin(prompt, output, rows)
     for new in ([], [[30, 31, 32], [33, 34]], [[40]], [[41]]):
         if new:
             observe(drafter, rows, new)
@@ -412,9 +412,9 @@ def observe(drafter, rows, emitted):
         tokens[b, len(new) :] = 99  # which is not accepted
         rows[b] += new
     tree = TokenTree(tokens, torch.arange(-1, nodes - 1).expand_as(tokens))
-    verdict = verify_greedy(tree, choices)
+    verdict = accept_path(tree, choices)
     assert [tokens for _, tokens in verdict.host] == emitted
-    drafter.observe(tree, verdict, Step(torch.zeros(1), {}))
+    drafter.observe(tree, verdict, TargetOutput(torch.zeros(1), {}))
 
 
 def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():

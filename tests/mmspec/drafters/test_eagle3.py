@@ -162,14 +162,14 @@ def test_an_output_is_read_before_visual_features_are_added_to_it():
     model, inputs = shared_model("qwen3_vl"), vision_inputs("qwen3_vl")
     target = plugins.target_class(model.config)(model)
     target.features = (output_of(0), 1, output_of(1), 0, "last")
-    step = target.prefill(prompt_of(inputs), 4)
-    before, after = step.features[output_of(0)], step.features[1]
-    at = step.visual[0]
+    output = target.prefill(prompt_of(inputs), 4)
+    before, after = output.features[output_of(0)], output.features[1]
+    at = output.visual[0]
     assert torch.equal(before[0, ~at], after[0, ~at])
     assert not torch.isclose(before[0, at], after[0, at]).all(-1).any()
     read, _ = states_read(model, row_of(inputs, 0), [], [0, 1], outputs=True)
     for layer in (0, 1):
-        torch.testing.assert_close(step.features[output_of(layer)][0], read[layer], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.features[output_of(layer)][0], read[layer], atol=1e-5, rtol=1e-5)
 
 
 def test_layers_that_the_target_lacks_are_named(tmp_path):
@@ -229,10 +229,10 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     token = torch.tensor([5, 6])
     for number, last in ((0, 1022), (1, 11)):
         prompt = prompt_of(text_inputs(1, 12, number))
-        step = target.prefill(prompt, 64)
-        step.positions = torch.arange(12).expand(3, 1, 12).clone()
-        step.positions[..., 6:] += last - 11
-        drafter.begin(prompt, step, [[*prompt.input_ids[0].tolist(), int(token[number])]])
+        output = target.prefill(prompt, 64)
+        output.positions = torch.arange(12).expand(3, 1, 12).clone()
+        output.positions[..., 6:] += last - 11
+        drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), int(token[number])]])
     assert drafter.propose(token, ample).nodes == 10
 
 

@@ -26,8 +26,8 @@ _ROOM = 200_000_000  # bytes that a refusal may take at most
 
 def _recycle(target):
     drafter = Recycle(top_k=3)
-    step = target.prefill(prompt_of(text_inputs(1, 9)), 8)
-    drafter.begin(prompt_of(text_inputs(1, 9)), step, [[5]])
+    output = target.prefill(prompt_of(text_inputs(1, 9)), 8)
+    drafter.begin(prompt_of(text_inputs(1, 9)), output, [[5]])
     return drafter
 
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from mmspec import TokenTree, verify_greedy
+from mmspec import TokenTree, accept_path
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Step
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.drafters.recycle import device as recycled
 from mmspec.drafters.recycle.device import Rankings
 from mmspec.drafters.recycle.drafter import Recycle
@@ -64,7 +64,7 @@ def test_it_learns_what_the_table_of_the_host_learns(batch, pairs, monkeypatch):
     roots = torch.arange(40, 40 + batch)
     history = [[*row, int(root)] for row, root in zip(ids.tolist(), roots, strict=True)]
     for drafter in turns():
-        drafter.begin(Prompt(ids), Step(logits, {}), history)
+        drafter.begin(Prompt(ids), TargetOutput(logits, {}), history)
     for number, (tree, said, logits) in enumerate(trees):
         if number == 8:
             kept = list(range(batch))[::-2]
@@ -72,11 +72,11 @@ def test_it_learns_what_the_table_of_the_host_learns(batch, pairs, monkeypatch):
                 drafter.select(kept)
         if number >= 8:
             tree, said, logits = TokenTree(tree.tokens[kept], tree.parents[kept], check=False), said[kept], logits[kept]
-        verdict = verify_greedy(tree, said)
+        verdict = accept_path(tree, said)
         for drafter in turns():
             if drafter._recycled is not None:
-                drafter.propose(tree.tokens[:, 0], Budget(5, 3))  # absorbs the step before
-            drafter.observe(tree, verdict, Step(logits, {}))
+                drafter.propose(tree.tokens[:, 0], Budget(5, 3))  # updates with the step before
+            drafter.observe(tree, verdict, TargetOutput(logits, {}))
     host, device = turns()
     device.propose(tree.tokens[:, 0], Budget(5, 3))
     same_rankings(host, device)
@@ -109,7 +109,7 @@ def test_it_drafts_the_likeliest_paths(width, monkeypatch):
         }
         drafter._table[int(ids[0, -1]), 5] = {11: 0.7, 12: 0.2}
         drafter._vocab = VOCAB
-        drafter.begin(Prompt(ids), Step(logits, {}), history)
+        drafter.begin(Prompt(ids), TargetOutput(logits, {}), history)
         trees.append(drafter.propose(torch.tensor([5, 5]), Budget(9, 4)))
     for b in range(2):
         paths = [
@@ -126,7 +126,7 @@ def test_of_contexts_that_share_a_slot_the_later_one_stays(monkeypatch):
     for token in (3, 4):
         logits = torch.full((1, 1, VOCAB), -20.0)
         logits[..., token + 10] = 20.0
-        drafter.begin(Prompt(torch.tensor([[1, token]])), Step(logits, {}), [[1, token, 9]])
+        drafter.begin(Prompt(torch.tensor([[1, token]])), TargetOutput(logits, {}), [[1, token, 9]])
         drafter.select([])
     found = drafter._rankings()
     assert found.keys() == {(-1, 3), (-1, 4), (1, 4)}
@@ -140,14 +140,14 @@ def test_a_table_comes_from_the_host_and_goes_back(monkeypatch, tmp_path):
     for drafter in turns():
         drafter._table = {context: dict(ranking) for context, ranking in table.items()}
         drafter._vocab = VOCAB
-        drafter.begin(Prompt(torch.tensor([[8, 9]])), Step(logits, {}), [[8, 9, 1]])
+        drafter.begin(Prompt(torch.tensor([[8, 9]])), TargetOutput(logits, {}), [[8, 9, 1]])
         found = drafter._rankings()
         assert {context: found[context] for context in table} == table
     device = drafter
     assert device._recycled is not None
     device.select([])
     monkeypatch.setattr(kernels, "static_shapes", lambda device: False)
-    device.begin(Prompt(torch.tensor([[8, 9]])), Step(logits, {}), [[8, 9, 1]])
+    device.begin(Prompt(torch.tensor([[8, 9]])), TargetOutput(logits, {}), [[8, 9, 1]])
     assert device._recycled is None
     assert {context: device._table[context] for context in table} == table
     for drafter in turns():
@@ -160,10 +160,10 @@ def test_steps_without_a_request_for_drafts_teach_new_tokens_only():
 
     def step(number, token, after):
         tree = TokenTree.root(torch.tensor([token]))
-        drafter.observe(tree, verify_greedy(tree, torch.tensor([[after]])), Step(logits[number], {}))
+        drafter.observe(tree, accept_path(tree, torch.tensor([[after]])), TargetOutput(logits[number], {}))
         return {context: dict(ranking) for context, ranking in drafter._rankings().items()}
 
-    drafter.begin(Prompt(torch.tensor([[3, 4]])), Step(logits[0], {}), [[3, 4, 5]])
+    drafter.begin(Prompt(torch.tensor([[3, 4]])), TargetOutput(logits[0], {}), [[3, 4, 5]])
     first = step(1, 5, 4)
     assert (4, 5) in first
     assert step(2, 4, 4) == first  # 4 is known since the prompt

@@ -143,7 +143,9 @@ def test_prefix_leaves_room_within_the_context(monkeypatch):
     seen = []
     prefill = target.prefill
     monkeypatch.setattr(
-        target, "prefill", lambda prompt, room: seen.append(prompt.input_ids.shape) or prefill(prompt, room)
+        target,
+        "prefill",
+        lambda prompt, max_new_tokens: seen.append(prompt.input_ids.shape) or prefill(prompt, max_new_tokens),
     )
     calibrate.measure(target, prefix=128, seconds=0.01)
     assert seen == [torch.Size([1, 6])]

@@ -11,7 +11,7 @@ from mmspec import SamplingParams, TokenTree
 from mmspec.core.budget import Budget
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
-from mmspec.engine.sequence import Sequence
+from mmspec.engine.request_state import RequestState
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from tests.tiny import byte_model, byte_tokenizer
@@ -156,7 +156,7 @@ class Branches:
     def attach(self, target):
         """Serves any."""
 
-    def begin(self, prompt, step, history):
+    def begin(self, prompt, output, history):
         self._rows += len(history)
 
     def select(self, rows):
@@ -172,7 +172,7 @@ class Branches:
             rows.append(([*one, *other[1:]], [0, 1, 2, 1, 4]) if one[1] != other[1] else (one, [0, 1, 2]))
         return build_tree(token, rows)
 
-    def observe(self, tree, verdict, step):
+    def observe(self, tree, verdict, output):
         """Learns nothing."""
 
 
@@ -238,6 +238,6 @@ def test_drawn_trees_under_a_grammar():
 
 
 def test_a_sequence_holds_the_state():
-    one = Sequence([9], Sampler(constraint=grammar()), None)
+    one = RequestState([9], Sampler(constraint=grammar()), None)
     assert one.constraint is not None
-    assert Sequence([9], Sampler(), None).constraint is None
+    assert RequestState([9], Sampler(), None).constraint is None

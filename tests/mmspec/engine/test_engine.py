@@ -9,7 +9,7 @@ from transformers import StoppingCriteria
 
 from mmspec import TokenTree
 from mmspec.core.budget import Budget, CostTable
-from mmspec.core.target import Prompt, Step
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
@@ -31,14 +31,14 @@ class TableTarget:
 
     def __init__(self, table):
         self.table = table
-        self.rows = []  # tokens that each row has absorbed
+        self.rows = []  # tokens that each row has cached
         self.features = ()
         self.passes = []  # (rows, nodes) of every verify pass
 
     def kind(self, prompt):
         return None
 
-    def prefill_chunks(self, prompt, room, chunk):
+    def prefill_chunks(self, prompt, max_new_tokens, chunk):
         new = [list(row) for row in prompt.histories()]
         for _ in range(chunk or len(new[0]), len(new[0]), chunk or 1):
             yield None
@@ -67,7 +67,7 @@ class TableTarget:
 
     def _step(self, pairs):
         logits = self.table[pairs[..., 0], pairs[..., 1]]
-        return Step(logits, {"last": torch.zeros(*logits.shape[:2], 4)})
+        return TargetOutput(logits, {"last": torch.zeros(*logits.shape[:2], 4)})
 
 
 def prompt_of(rows):
@@ -89,7 +89,7 @@ def run(table, rows, drafter, stopper, sampler=None, budget=None):
     for result in decode(target, drafter, prompt_of(rows), sampler or Sampler(), stopper, budget or Budget(10, 6)):
         steps.append([list(row.emitted) for row in result])
         alive = [row for row in result if not row.done]
-        # The target has absorbed everything but the last token of each row, and holds no other rows after a step.
+        # The target has cached everything but the last token of each row, and holds no other rows after a step.
         assert len(steps) == 1 or sorted(row.history[:-1] for row in alive) == sorted(target.rows)
     assert target.rows == []
     return result, steps
@@ -201,7 +201,7 @@ class Fixed:
 
     def attach(self, target): ...
 
-    def begin(self, prompt, step, history):
+    def begin(self, prompt, output, history):
         self.history = history
 
     def select(self, rows):
@@ -211,9 +211,9 @@ class Fixed:
         assert token.tolist() == [row[-1] for row in self.history]
         return build_tree(token, self.trees.pop(0)) if self.trees else TokenTree.root(token)
 
-    def observe(self, tree, verdict, step):
+    def observe(self, tree, verdict, output):
         self.observed.append(
-            ([len(row) for row in self.history], verdict.length.tolist(), tree.nodes, step.logits.shape[1])
+            ([len(row) for row in self.history], verdict.length.tolist(), tree.nodes, output.logits.shape[1])
         )
 
 
@@ -277,7 +277,7 @@ class Drawn:
 
     def attach(self, target): ...
 
-    def begin(self, prompt, step, history): ...
+    def begin(self, prompt, output, history): ...
 
     def select(self, rows): ...
 
@@ -287,7 +287,7 @@ class Drawn:
         tokens = torch.cat([token[:, None], first, below], dim=1)
         return TokenTree(tokens, torch.tensor([[-1, 0, 0, 1]]).expand_as(tokens), draft_probs=self.q[tokens])
 
-    def observe(self, tree, verdict, step): ...
+    def observe(self, tree, verdict, output): ...
 
 
 @pytest.mark.parametrize("name", ["plain", "oracle", "drawn", "recycle"])
@@ -331,15 +331,15 @@ def test_samples_are_distributed_as_plain_ones(name):
     assert cells > 20
 
 
-class Absorbing(TableTarget):
-    """Counts the tokens of prompts that were absorbed since the last look."""
+class Counting(TableTarget):
+    """Counts the tokens of prompts that were prefilled since the last look."""
 
-    absorbed = 0
+    prefilled = 0
 
-    def prefill_chunks(self, prompt, room, chunk):
+    def prefill_chunks(self, prompt, max_new_tokens, chunk):
         left = prompt.input_ids.numel()
-        for step in super().prefill_chunks(prompt, room, chunk):
-            self.absorbed += min(left, chunk or left)
+        for step in super().prefill_chunks(prompt, max_new_tokens, chunk):
+            self.prefilled += min(left, chunk or left)
             left -= min(left, chunk or left)
             yield step
 
@@ -347,16 +347,16 @@ class Absorbing(TableTarget):
 @pytest.mark.parametrize("lengths", [[3, 30, 5, 7, 40, 1], [9, 9, 9, 9], [17], [2, 15, 2, 15]])
 def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
     table = table_model(VOCAB)
-    target = Absorbing(table)
+    target = Counting(table)
     engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), chunk=16)
     (first,) = engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(60))
     engine.core.step()
     prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]
     joined = [row for prompt in prompts for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(5))]
     while not first.done:
-        target.absorbed, before = 0, len(first.token_ids)
+        target.prefilled, before = 0, len(first.token_ids)
         engine.core.step()
-        assert target.absorbed <= 16
+        assert target.prefilled <= 16
         assert len(first.token_ids) == before + 1
     assert [row.token_ids for row in joined] == [said_plainly(table, prompt, 5) for prompt in prompts]
 
@@ -376,9 +376,9 @@ class Stacking(TableTarget):
     def kind(self, prompt):
         return None if self.kinds is None else self.kinds.pop(0)
 
-    def prefill_chunks(self, prompt, room, chunk):
-        self.prefills.append((prompt.input_ids.shape, list(room), chunk))
-        return super().prefill_chunks(prompt, room, chunk)
+    def prefill_chunks(self, prompt, max_new_tokens, chunk):
+        self.prefills.append((prompt.input_ids.shape, list(max_new_tokens), chunk))
+        return super().prefill_chunks(prompt, max_new_tokens, chunk)
 
 
 def scheduled(engine, prompts, stoppers=None, nodes=None):
@@ -471,7 +471,7 @@ def test_each_answer_has_its_own_room():
     rows = scheduled(engine, prompts, limits)
     engine.core.step()
     while engine.core.running:
-        left = max(row.room for row in rows if not row.done) - 1
+        left = max(row.remaining for row in rows if not row.done) - 1
         engine.core.step()
         assert remaining[-1] == left  # a short answer does not cut the drafts of a long one
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmspec import TokenTree, plugins, verify_greedy
+from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.rows import batch_bucket
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
@@ -84,13 +84,13 @@ def test_further_prompts_find_everything_where_it_was():
         prompt = prompt_of(text_inputs(2, length, seed=length))
         first = target.prefill(prompt, 30)
         tree = random_tree(torch.Generator().manual_seed(length), 2, 6, 90)
-        verdict = verify_greedy(tree, tree.tokens)
-        step = target.forward_tree(tree)
+        verdict = accept_path(tree, tree.tokens)
+        output = target.forward_tree(tree)
         target.commit(verdict)
         after = target.forward_tree(TokenTree.root(verdict.bonus))
         fresh = TransformersTarget(shared_model("bamba"))
         torch.testing.assert_close(fresh.prefill(prompt, 30).logits, first.logits)
-        torch.testing.assert_close(fresh.forward_tree(tree).logits, step.logits)
+        torch.testing.assert_close(fresh.forward_tree(tree).logits, output.logits)
         fresh.commit(verdict)
         torch.testing.assert_close(fresh.forward_tree(TokenTree.root(verdict.bonus)).logits, after.logits)
         kept.append((target.runner.version, target.runner.cache.bounds))

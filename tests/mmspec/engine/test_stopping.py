@@ -87,8 +87,8 @@ def test_custom_criteria_see_every_token_once(form):
 
 def test_each_row_has_room_up_to_the_context_limit():
     stopper = Stopper(5, context_limit=10)
-    assert [stopper.room(length) for length in (1, 5, 6, 9)] == [5, 5, 4, 1]
-    assert Stopper(5).room(1000) == 5
+    assert [stopper.limit(length) for length in (1, 5, 6, 9)] == [5, 5, 4, 1]
+    assert Stopper(5).limit(1000) == 5
     history = list(range(8))
     assert stopper.append(history, 8, [20, 21, 22]) == ([20, 21], "length")
 

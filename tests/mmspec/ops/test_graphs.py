@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from mmspec import TokenTree, plugins, verify_greedy
+from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.drafters.captured import CapturedDrafter
@@ -193,9 +193,9 @@ def check_answers(name, kind, batch, device="cpu"):
     assert all(target.runner.captured)
     if kind in CAPTURED:
         steps = drafter._recycled if kind == "recycle" else drafter
-        grown, absorbed = steps.captured
+        grown, updated = steps.captured
         assert grown > 0
-        assert absorbed > 0
+        assert updated > 0
 
 
 @pytest.mark.long
@@ -222,7 +222,7 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
             side.prefill(prompt, 60)
             for _ in range(4):
                 side.forward_tree(tree)
-                side.commit(verify_greedy(tree, tokens.roll(-1, 1)))
+                side.commit(accept_path(tree, tokens.roll(-1, 1)))
     root = TokenTree.root(tokens[:, 0])
     torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
 

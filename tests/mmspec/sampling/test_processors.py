@@ -459,7 +459,7 @@ def test_drawn_trees_path_by_path(seed):
         sampler = Sampler([made(0.7)], do_sample=True, generator=torch.Generator().manual_seed(seed))
         assert sampler.by_path == (made is Warmer)
         rows = [Sampled([5, 6], sampler) for _ in range(3)]
-        found.append(mmspec.verify_greedy(tree, BatchSampler().choose(rows, tree, logits)).host)
+        found.append(mmspec.accept_path(tree, BatchSampler().choose(rows, tree, logits)).host)
     assert found[0] == found[1]
     assert max(len(path) for path, _ in found[0]) > 1
 
@@ -597,7 +597,7 @@ def test_every_node_whose_path_is_allowed_is_asked_once(in_place, seed):
             expected += paths.values()
         assert sorted(processor.asked) == sorted(expected)
         processor.asked.clear()
-        for row, (_, tokens) in zip(rows, mmspec.verify_greedy(tree, choices).host, strict=True):
+        for row, (_, tokens) in zip(rows, mmspec.accept_path(tree, choices).host, strict=True):
             row.history += tokens
         if step == 0:
             tree = random_tree(g, 3, 20, 7)

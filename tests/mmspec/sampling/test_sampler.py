@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process as hf
 
-from mmspec import SamplingParams, TokenTree, UserError, ops, verify, verify_greedy
+from mmspec import SamplingParams, TokenTree, UserError, accept_path, ops, verify
 from mmspec.ops import quantile
 from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
@@ -35,7 +35,7 @@ def rows_of(sampler, history=HISTORIES):
 
 
 def verdict_of(sampler, history, tree, logits):
-    return verify_greedy(tree, BatchSampler().choose(rows_of(sampler, history), tree, logits))
+    return accept_path(tree, BatchSampler().choose(rows_of(sampler, history), tree, logits))
 
 
 def processed(monkeypatch, processors, history, tree, logits):
@@ -191,7 +191,7 @@ def test_rows_of_a_request_may_have_left(monkeypatch, name, order):
         monkeypatch.setattr(ops, "sample", lambda x, _, seen=seen: seen.append(x.softmax(-1)) or x.argmax(-1))
         rows = rows_of(Sampler(PROCESSORS[name](), do_sample=True), history)
         choices = BatchSampler().choose([rows[b] for b in kept], tree.select(kept), logits[list(kept)])
-        host = verify_greedy(tree.select(kept), choices).host
+        host = accept_path(tree.select(kept), choices).host
         found.append((dict(zip(kept, host, strict=True)), seen))
     assert {b: found[0][0][b] for b in order} == found[1][0]
     if len(found[0][1]) == 1:  # all nodes at once
@@ -298,7 +298,7 @@ def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, pa
             op = getattr(ops, name)
             monkeypatch.setattr(ops, name, lambda x, *rest, op=op: counts.append(x.shape[:-1].numel()) or op(x, *rest))
         rows = [Sampled(list(row), SamplingParams(**params, seed=seed).sampler()) for row in history]
-        found.append(verify_greedy(tree, BatchSampler().choose(rows, tree, logits)))
+        found.append(accept_path(tree, BatchSampler().choose(rows, tree, logits)))
         monkeypatch.undo()
     assert found[0].host == found[1].host
     assert counts[0] == tree.tokens.numel()

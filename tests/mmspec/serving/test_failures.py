@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.engine.sequence import Sequence
+from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
@@ -46,10 +46,10 @@ STAGES: dict[str, tuple[Callable[[Pipeline], Any], str, int]] = {
     "key of the batch": (lambda pipe: pipe.target, "kind", 0),
     "queue": (lambda pipe: pipe.engine, "add", 0),
     "prefill": (lambda pipe: pipe.target, "prefill_chunks", 0),
-    "first token": (lambda pipe: Sequence, "append", 0),
+    "first token": (lambda pipe: RequestState, "append", 0),
     "verify pass": (lambda pipe: pipe.target, "forward_tree", 1),
     "commit": (lambda pipe: pipe.target, "commit", 1),
-    "later token": (lambda pipe: Sequence, "append", 3),
+    "later token": (lambda pipe: RequestState, "append", 3),
     "text": (lambda pipe: pipe.io, "decode", 0),
     "later text": (lambda pipe: pipe.io, "decode", 2),
     "figures of the first token": (lambda pipe: Metrics, "first_token", 0),

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, 
 import mmspec
 from mmspec.core.target import Prompt, output_of
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import verify_greedy
+from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.targets.decoder_layer import MergedLayer, merge_layers
 from mmspec.targets.packing import pack_model, weights_kind
@@ -58,8 +58,8 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
     )
     found = mmspec.generate(model, drafter=Ngram(), input_ids=ids, max_new_tokens=24, eos_token_id=None)
     assert found.tolist() == plain.tolist()
-    step = target.prefill(Prompt(ids), room=4)
-    assert torch.equal(step.logits[:, -1].argmax(-1), plain[:, ids.shape[1]])
+    output = target.prefill(Prompt(ids), max_new_tokens=4)
+    assert torch.equal(output.logits[:, -1].argmax(-1), plain[:, ids.shape[1]])
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def test_logits_of_a_tree_have_the_bits_of_plain_decoding(config_class, kind):
         kept.append(len(tokens) - 1)
     target = TransformersTarget(model)
     target.cost = None
-    target.prefill(Prompt(ids), room=40)
+    target.prefill(Prompt(ids), max_new_tokens=40)
     found = target.forward_tree(TokenTree(torch.tensor([tokens]), torch.tensor([parents]))).logits[0, kept]
     assert found.dtype == torch.float32
     for token, expected in zip(path, found, strict=True):
         tree = TokenTree.root(torch.tensor([token]))
-        step = target.forward_tree(tree)
-        assert torch.equal(step.logits[0, 0], expected)
-        target.commit(verify_greedy(tree, step.logits.argmax(-1)))
+        output = target.forward_tree(tree)
+        assert torch.equal(output.logits[0, 0], expected)
+        target.commit(accept_path(tree, output.logits.argmax(-1)))
 
 
 @needs_kernels
@@ -114,7 +114,7 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
         target.cost = None
         target.features = names
     tree = TokenTree(torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[-1, 0, 0]]).expand(2, 3))
-    found, expected = [(target.prefill(Prompt(ids), room=9), target.forward_tree(tree)) for target in steps]
+    found, expected = [(target.prefill(Prompt(ids), max_new_tokens=9), target.forward_tree(tree)) for target in steps]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.logits, other.logits, atol=0.03, rtol=0.03)
         for name in names:
@@ -132,7 +132,7 @@ def test_hooks_change_what_the_layers_after_them_compute():
         with layers[1].register_forward_hook(lambda *args: factor * args[2]):
             target = TransformersTarget(model)
             target.cost = None
-            target.prefill(Prompt(torch.arange(9)[None]), room=4)
+            target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=4)
             return target.forward_tree(TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))).logits
 
     whole, halved = logits(1.0), logits(0.5)
@@ -149,13 +149,13 @@ def passes_of(model, hook=None):
     with decoder.register_forward_hook(lambda *args: calls.append(1) or (hook(args[2]) if hook else None)):
         target = TransformersTarget(model)
         target.cost = None
-        target.prefill(Prompt(torch.arange(9)[None]), room=9)
+        target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=9)
         calls.clear()
         tree = TokenTree(torch.tensor([[3, 4, 5]]), torch.tensor([[-1, 0, 1]]))
         found = []
         for _ in range(3):
             found.append(target.forward_tree(tree).logits)
-            target.commit(verify_greedy(tree, torch.tensor([[4, 6, 7]])))
+            target.commit(accept_path(tree, torch.tensor([[4, 6, 7]])))
     return torch.cat(found), len(calls)
 
 
@@ -180,7 +180,7 @@ def test_a_hook_on_a_layer_takes_effect_between_passes():
     pack_model(model, "int8")
     target = TransformersTarget(model)
     target.cost = None
-    target.prefill(Prompt(torch.arange(9)[None]), room=9)
+    target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=9)
     tree = TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))
     plain = target.forward_tree(tree).logits
     with model.get_decoder().layers[1].register_forward_hook(lambda *args: 0.5 * args[2]):

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import verify_greedy
+from mmspec.core.verify import accept_path
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
@@ -45,13 +45,13 @@ def logits_of(model, ids, trees):
     calls = []
     target = target_of(model)
     with model.get_decoder().register_forward_hook(lambda *_: calls.append(1)):
-        target.prefill(Prompt(ids), room=3 * trees)
+        target.prefill(Prompt(ids), max_new_tokens=3 * trees)
         calls.clear()
         tree = TokenTree(torch.tensor([[3, 4, 5]]), torch.tensor([[-1, 0, 1]]))
         found = []
         for _ in range(trees):
             found.append(target.forward_tree(tree).logits)
-            target.commit(verify_greedy(tree, torch.tensor([[4, 5, 7]])))
+            target.commit(accept_path(tree, torch.tensor([[4, 5, 7]])))
     return torch.cat(found), len(calls)
 
 
@@ -84,13 +84,13 @@ def test_passes_at_every_position_around_the_doublings_of_the_table(first):
     apart = layer_by_layer(copy.deepcopy(model))
     targets = [target_of(one) for one in (model, apart)]
     for target in targets:
-        target.prefill(Prompt(ids), room=60)
+        target.prefill(Prompt(ids), max_new_tokens=60)
     for position in range(first, 4 * first + 6):
         tree = TokenTree.root(torch.tensor([position]))
         mine, theirs = (target.forward_tree(tree).logits for target in targets)
         assert torch.equal(mine, theirs), f"position {position}"
         for target in targets:
-            target.commit(verify_greedy(tree, torch.tensor([[position + 1]])))
+            target.commit(accept_path(tree, torch.tensor([[position + 1]])))
     assert len(model.get_decoder().layers[0].stack._rotations) > 4 * first
 
 
@@ -169,7 +169,7 @@ def test_prompts_of_any_number_of_rows(kind, rows):
     found, _ = logits_of(model, ids, trees=1)
     expected, _ = logits_of(plain, ids, trees=1)
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
-    last = [target_of(one).prefill(Prompt(ids), room=4).logits[:, -1] for one in (model, plain)]
+    last = [target_of(one).prefill(Prompt(ids), max_new_tokens=4).logits[:, -1] for one in (model, plain)]
     torch.testing.assert_close(last[0], last[1].float(), atol=0.1, rtol=0.05)
 
 
@@ -204,9 +204,9 @@ def test_a_batch_of_more_rows_than_a_chunk(kind):
     model = model_of(LlamaConfig)
     pack_model(model, kind)
     ids = torch.randint(VOCAB, (3, 50))
-    together = target_of(model).prefill(Prompt(ids), room=4).logits[:, -1]
+    together = target_of(model).prefill(Prompt(ids), max_new_tokens=4).logits[:, -1]
     for row, expected in zip(ids, together, strict=True):
-        alone = target_of(model).prefill(Prompt(row[None]), room=4).logits[0, -1]
+        alone = target_of(model).prefill(Prompt(row[None]), max_new_tokens=4).logits[0, -1]
         assert torch.equal(alone, expected)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mmspec import Pipeline
 from mmspec.core.budget import CostTable
-from mmspec.core.target import Prompt, Step
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.ngram import Ngram
@@ -43,16 +43,18 @@ class Sums:
     def fork(self) -> Sums:
         return Sums()
 
-    def prefill(self, prompt: Prompt, room: int | Sequence[int]) -> Step:
-        (step,) = self.prefill_chunks(prompt, room, None)
+    def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
+        (step,) = self.prefill_chunks(prompt, max_new_tokens, None)
         assert step is not None
         return step
 
-    def prefill_chunks(self, prompt: Prompt, room: int | Sequence[int], chunk: int | None) -> Iterator[Step | None]:
+    def prefill_chunks(
+        self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
+    ) -> Iterator[TargetOutput | None]:
         new = prompt.histories()
         self.rows += new
         hidden = torch.zeros(*prompt.input_ids.shape, 1)
-        yield Step(torch.stack([scores(row) for row in new])[:, None], {"last": hidden})
+        yield TargetOutput(torch.stack([scores(row) for row in new])[:, None], {"last": hidden})
 
     def kind(self, prompt: Prompt) -> None:
         return None
@@ -68,11 +70,11 @@ class Sums:
             paths.append([*(paths[parent] if parent >= 0 else []), tokens[node]])
         return paths
 
-    def forward_tree(self, tree: TokenTree) -> Step:
+    def forward_tree(self, tree: TokenTree) -> TargetOutput:
         self.tree = tree
         rows = [[scores(history + path) for path in self._paths(row)] for row, history in enumerate(self.rows)]
         logits = torch.stack([torch.stack(row) for row in rows]) if rows else torch.zeros(0, tree.nodes, VOCAB)
-        return Step(logits, {"last": torch.zeros(*tree.tokens.shape, 1)})
+        return TargetOutput(logits, {"last": torch.zeros(*tree.tokens.shape, 1)})
 
     def commit(self, verdict: Verdict) -> None:
         for row, (kept, _) in enumerate(verdict.host):

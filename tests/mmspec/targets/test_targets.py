@@ -137,13 +137,13 @@ def test_hidden_states_and_embeddings_are_the_models_own():
     model = shared_model("llama")
     target = TransformersTarget(model)
     ids = torch.tensor([[5, 6, 7]])
-    step = target.prefill(Prompt(ids), 8)
+    output = target.prefill(Prompt(ids), 8)
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)
-        torch.testing.assert_close(step.features, {"last": out.hidden_states[-1]})
-        torch.testing.assert_close(target.head(step.features["last"]), out.logits)
+        torch.testing.assert_close(output.features, {"last": out.hidden_states[-1]})
+        torch.testing.assert_close(target.head(output.features["last"]), out.logits)
         assert torch.equal(target.embed(ids), model.get_input_embeddings()(ids))
-    assert step.visual is None
+    assert output.visual is None
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "bamba", "falcon_mamba"])
@@ -172,10 +172,10 @@ def test_inputs_and_outputs_of_layers_are_the_models_own(name):
     for chunk in (None, 4):
         target = plugins.target_class(model.config)(model)
         target.features = names
-        *_, step = target.prefill_chunks(Prompt(ids[:, :7]), 8, chunk)
+        *_, output = target.prefill_chunks(Prompt(ids[:, :7]), 8, chunk)
         tree = target.forward_tree(TokenTree(ids[:, 7:], torch.arange(-1, 3)[None]))
         for one in names:
-            got = torch.cat([step.features[one], tree.features[one]], dim=1)
+            got = torch.cat([output.features[one], tree.features[one]], dim=1)
             torch.testing.assert_close(got, expected[one], atol=1e-4, rtol=1e-4)
 
 
@@ -417,7 +417,7 @@ def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit,
     with pytest.raises(
         UserError, match=f"^{kind} rotary embeddings change at 16 tokens: .*{expected}, got 9 and up to 9 more$"
     ):
-        target.prefill(Prompt(torch.arange(9)[None]), room=9)
+        target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=9)
 
 
 @pytest.mark.parametrize(
@@ -448,14 +448,14 @@ def test_rows_ahead_of_others_stay_within_learned_positions():
 
 
 @pytest.mark.parametrize(("limit", "room"), [(512, 2), (10, 8)])
-def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, room):
+def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, max_new_tokens):
     """Eight nodes in sequence: beyond what is asked for but within the context, and the other way round."""
     torch.manual_seed(0)
     config = TEXT_CONFIGS["llama"]()
     config.max_position_embeddings = limit
     model, inputs = AutoModelForCausalLM.from_config(config).eval(), text_inputs(3, 9)
     target = TransformersTarget(model)
-    target.prefill(prompt_of(inputs), room)
+    target.prefill(prompt_of(inputs), max_new_tokens)
     tree = random_tree(torch.Generator().manual_seed(0), 3, 8, 90, ragged=False, shape="chain")
     logits = target.forward_tree(tree).logits
     for b in range(3):

@@ -114,7 +114,7 @@ class NativeCell:
         return state, asked.to(self._dtype), tokens, log_probs
 
 
-class Levels:
+class TreeGrower:
     """Levels of one tree. A beam's predictions come from the cell while the last pass of the layer has slots left,
     else from a new pass. Tokens are draft-vocabulary indices."""
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from mmspec.cache.prefix_cache import Answer, Prefix, at_text, common, continued, media_key
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.core.target import Feature, Prompt, Step
+from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.core.verify import Verdict
 
 if TYPE_CHECKING:
     from mmspec.targets.transformers_target import TransformersTarget
 
 
-class KeptStates:
+class PrefixReuse:
     """What a target with a prefix cache does at each step of a sequence: look up, record, keep.
 
     Without a prefix cache, its methods do nothing.
@@ -66,23 +66,23 @@ class KeptStates:
             shared.append(found[1])
         return 2 * max(shared, default=0) >= len(ids)
 
-    def start(self, prompt: Prompt, step: Step, cache: TreeCache) -> None:
+    def start(self, prompt: Prompt, output: TargetOutput, cache: TreeCache) -> None:
         """Keep the states of a prefilled prompt of one row, and follow the answers of its rows.
 
         Args:
-            step: of the prefill.
+            output: of the prefill.
             cache: after the prompt; only the rows of this prompt.
         """
         prefixes = self._target.prefix_cache
         if prefixes is None or not prompt.singles:
             self._answers += [None] * len(prompt.input_ids)
             return
-        parts = step.embeds, step.positions, step.features
+        parts = output.embeds, output.positions, output.features
         answers = [Answer.of(row, one, self._key(one), *parts) for row, one in enumerate(prompt.singles)]
         self._answers += answers
         if len(answers) == 1:
             tokens, key = prompt.input_ids[0].tolist(), answers[0].key
-            whole = Prefix(tokens, key, cache, step.logits, step.features, step.embeds, step.positions)
+            whole = Prefix(tokens, key, cache, output.logits, output.features, output.embeds, output.positions)
             prefixes.add(whole, self._uncuttable)
 
     def commit(self, verdict: Verdict, verified: dict[Feature, Tensor]) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
-from mmspec.engine.trace import JudgedTree
+from mmspec.engine.trace import TreeRecord
 from mmspec.sampling.logprobs import TokenLogprob, token_logprobs
 from mmspec.sampling.sampler import Sampled, Sampler
 
 
-class Sequence(Sampled):
+class RequestState(Sampled):
     """One sequence of a batch: history, stopping, statistics and unread output.
 
     Attributes:
@@ -44,7 +44,7 @@ class Sequence(Sampled):
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.added = clock()
-        self.trees: list[JudgedTree] | None = None
+        self.trees: list[TreeRecord] | None = None
         self.logprobs: list[TokenLogprob] = []
         self.top_logprobs: int | None = None
         self.on_change: Callable[[], None] = lambda: None
@@ -56,9 +56,9 @@ class Sequence(Sampled):
         return self.history[self.prompt_length :]
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Tokens left to generate."""
-        return self.stopper.room(self.prompt_length) - (len(self.history) - self.prompt_length)
+        return self.stopper.limit(self.prompt_length) - (len(self.history) - self.prompt_length)
 
     @property
     def done(self) -> bool:
