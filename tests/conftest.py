@@ -37,4 +37,4 @@ def one_thread():
 @pytest.fixture
 def at_every_node(monkeypatch):
     """The target's token is chosen at every node, as with static shapes, not only at those that are reached."""
-    monkeypatch.setattr("mmspec.sampling.sampler.kernels", SimpleNamespace(static_shapes=lambda device: True))
+    monkeypatch.setattr("mmspec.sampling.batch_sampler.kernels", SimpleNamespace(static_shapes=lambda device: True))

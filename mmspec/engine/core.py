@@ -23,7 +23,7 @@ from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch, Scheduler
 from mmspec.engine.timing import mark, seconds
 from mmspec.engine.trace import record_tree
-from mmspec.sampling.sampler import BatchSampler
+from mmspec.sampling.batch_sampler import BatchSampler
 
 _IDLE_CHUNKS = 4
 """Chunks that one prefill pass takes while nothing decodes."""

@@ -12,8 +12,9 @@ from mmspec.core.budget import Budget
 from mmspec.core.tree import build_tree
 from mmspec.engine.constrain import constrain
 from mmspec.engine.request_state import RequestState
+from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.grammar import Grammars
-from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
+from mmspec.sampling.sampler import Sampled, Sampler
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259

@@ -4,7 +4,8 @@ import pytest
 
 from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
-from mmspec.sampling.sampler import BatchSampler, Sampler
+from mmspec.sampling.batch_sampler import BatchSampler
+from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.mmspec.engine.test_engine import VOCAB, Fixed, TableTarget, prompt_of, said_plainly
 from tests.tiny import table_model

@@ -12,7 +12,8 @@ from mmspec.core.verify import Verdict
 from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
-from mmspec.sampling.sampler import BatchSampler, Sampler
+from mmspec.sampling.batch_sampler import BatchSampler
+from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.device import as_launches, on_a_gpu, waiting
 from tests.mmspec.ops.test_graphs import CASES as CAPTURED

@@ -23,8 +23,9 @@ from mmspec.drafters.union import Union
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling import sampler as sampler_module
+from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.processors import tree_form
-from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
+from mmspec.sampling.sampler import Sampled, Sampler
 from tests.decoding import SteppedEngine
 from tests.targets import prompt_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model, valid_nodes

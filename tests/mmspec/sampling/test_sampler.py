@@ -9,7 +9,8 @@ from transformers.generation import logits_process as hf
 
 from mmspec import SamplingParams, TokenTree, UserError, accept_path, ops, verify
 from mmspec.ops import quantile
-from mmspec.sampling.sampler import BatchSampler, Sampled, Sampler
+from mmspec.sampling.batch_sampler import BatchSampler
+from mmspec.sampling.sampler import Sampled, Sampler
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
 
 pytestmark = pytest.mark.usefixtures("at_every_node")
@@ -293,7 +294,7 @@ def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, pa
         logits[range(3), node, token] += 3  # long paths
     found, counts = [], []
     for at_once in (True, False):
-        monkeypatch.setattr("mmspec.sampling.sampler.kernels.static_shapes", lambda _, at_once=at_once: at_once)
+        monkeypatch.setattr("mmspec.sampling.batch_sampler.kernels.static_shapes", lambda _, at_once=at_once: at_once)
         for name in ("sample", "greedy"):
             op = getattr(ops, name)
             monkeypatch.setattr(ops, name, lambda x, *rest, op=op: counts.append(x.shape[:-1].numel()) or op(x, *rest))

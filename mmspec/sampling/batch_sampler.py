@@ -1,0 +1,280 @@
+"""The target's token choice at every tree node: logits processors, then argmax or sampling.
+
+Every node has its own token history (prompt, emitted tokens, path to the node), so that repetition penalties and n-gram
+bans are exact on trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec import ops
+from mmspec.core.tree import TokenTree
+from mmspec.errors import UserError
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+from mmspec.sampling.histories import Histories
+from mmspec.sampling.processors import TreeProcessor
+from mmspec.sampling.sampler import Sampled, Sampler
+
+
+class BatchSampler:
+    """Samples the target's tokens for a batch of sequences with different samplers."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, _Group] = {}
+
+    def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        """Sample the target's token after each node.
+
+        Args:
+            rows: the sequences; each history ends with the root.
+            tree: the draft.
+            logits: (batch, nodes, vocab), raw logits of the target.
+
+        Returns:
+            (batch, nodes) int64. Undefined at nodes where a processor raised (see ``failures``), and at nodes not
+            reachable by chosen tokens.
+        """
+        members: dict[Hashable, list[int]] = {}
+        for place, row in enumerate(rows):
+            row.failures = {}
+            members.setdefault(row.sampler.key, []).append(place)
+        self._groups = {
+            key: self._groups.get(key) or _Group(rows[places[0]].sampler) for key, places in members.items()
+        }
+        if len(members) == 1:
+            (group,) = self._groups.values()
+            return group.choose(rows, tree, logits)
+        choices = torch.zeros_like(tree.tokens)
+        for key, places in members.items():
+            chosen = [rows[place] for place in places]
+            choices[places] = self._groups[key].choose(chosen, tree.select(places), logits[places])
+        return choices
+
+
+class _Group:
+    """Rows with equal processors."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._histories = Histories()
+
+    def choose(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        numbers = self._numbers(rows, tree, logits.device)
+        if self._sampler.by_path:
+            return self._by_path(rows, tree, logits, numbers)
+        try:
+            # Masks at reached nodes suffice, unless processors come after them.
+            drawn = numbers is not None and tree.draft_probs is not None
+            later = _at_reached_nodes(tree, logits.device) and not drawn and not self._sampler.before_warpers
+            if not later and any(row.constraint for row in rows):
+                logits = self._mask(None, rows, tree, logits.to(torch.float32, copy=True))
+            scores = self._process(rows, tree, logits)
+            choices = self._pick(tree, scores, numbers, rows if later else ())
+            self._find_empty(rows, scores, choices)
+            return choices
+        except Exception as error:
+            for row in rows:
+                row.failures = {0: error}
+            return torch.zeros_like(tree.tokens)
+
+    def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> Tensor | None:
+        """Random numbers of a step: (batch, nodes), for drawn trees (batch, 2, nodes), None in greedy decoding."""
+        if not self._sampler.do_sample:
+            return None
+        if tree.draft_probs is not None:
+            # One number decides about each node at its parent, another draws after a node whose children are rejected.
+            return torch.stack([row.drawn(2 * tree.nodes, device).view(2, -1) for row in rows])
+        uniforms = torch.stack([row.uniforms(tree.max_depth + 1, device) for row in rows])
+        return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
+
+    def _pick(
+        self, tree: TokenTree, scores: Tensor, numbers: Tensor | None, constrained: Sequence[Sampled] = ()
+    ) -> Tensor:
+        """Choose tokens.
+
+        Args:
+            scores: (batch, nodes, vocab), to which all processors but the warpers were applied.
+            constrained: the rows, if their grammars are still to be applied.
+        """
+        if numbers is not None and tree.draft_probs is not None:
+            return ops.choose_drawn(tree, self._warped(scores).softmax(-1), *numbers.unbind(1))
+        if not _at_reached_nodes(tree, scores.device):
+            return self._tokens(scores, numbers)
+        return self._along_paths(tree, scores, numbers, constrained)
+
+    def _along_paths(
+        self, tree: TokenTree, scores: Tensor, numbers: Tensor | None, constrained: Sequence[Sampled]
+    ) -> Tensor:
+        """Choose tokens at reached nodes only, level by level: on a CPU, every node takes time."""
+        choices = [[0] * tree.nodes for _ in range(tree.batch)]
+        scores, numbers = scores.flatten(0, 1), None if numbers is None else numbers.flatten()
+        reached: list[tuple[int, int, tuple[int, ...]]] = [(row, 0, ()) for row in range(tree.batch)]
+        while reached:
+            at = [row * tree.nodes + node for row, node, _ in reached]
+            drawn = None if numbers is None else _rows(numbers, at)
+            level, below = _rows(scores, at), []
+            if any(row.constraint for row in constrained):
+                level = _allowed_only(constrained, reached, level)
+            for (row, node, path), token in zip(reached, self._tokens(level, drawn).tolist(), strict=True):
+                choices[row][node] = token
+                if (child := tree.children[row][node].get(token)) is not None:
+                    below.append((row, child, (*path, token)))
+            reached = below
+        return torch.tensor(choices)
+
+    def _tokens(self, scores: Tensor, numbers: Tensor | None) -> Tensor:
+        """Choose a token each from scores, (..., vocab), and random numbers, (...)."""
+        scores = self._warped(scores)
+        return ops.greedy(scores) if numbers is None else ops.sample(scores, numbers)
+
+    def _warped(self, scores: Tensor) -> Tensor:
+        if self._sampler.do_sample or self._sampler.warpers:
+            scores = scores.float()
+        for warper in self._sampler.warpers:
+            scores = warper(None, scores)
+        return scores
+
+    def _process(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor) -> Tensor:
+        """Apply all processors but the warpers at all nodes."""
+        forms = self._sampler.before_warpers
+        if not forms:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        seen = self._histories.at([row.history for row in rows], tree, [row.index for row in rows])
+        for place, form in enumerate(forms):
+            if isinstance(form, TreeProcessor):
+                scores = self._mask(place, rows, tree, scores)
+            else:
+                assert form is not None
+                scores = form(seen, scores)
+        return scores
+
+    def _mask(self, place: int | None, rows: Sequence[Sampled], tree: TokenTree, scores: Tensor) -> Tensor:
+        """Mask the scores of visited nodes, in place, by a tree processor; None is the rows' grammars."""
+        nodes: list[int] = []
+        found: list[Tensor] = []
+        for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
+            if place is None and row.constraint is None:
+                continue
+            try:
+                matcher: Any = row.constraint if place is None else row.own(place)
+                masks, failures = matcher.walk(row.history, children, scores.shape[-1])
+            except Exception as error:
+                masks, failures = {}, {0: error}
+            row.failures = failures | row.failures
+            nodes += [at_row * tree.nodes + node for node in masks]
+            found += masks.values()
+        if not found:
+            return scores
+        allowed, at = torch.stack(found).to(scores.device), on_device(nodes, scores.device)
+        flat = scores.flatten(0, 1)
+        flat[at] = flat[at].masked_fill(~allowed, -torch.inf)
+        return flat.view(scores.shape)
+
+    def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
+        """Choose tokens along the accepted path only, as plain decoding does."""
+        choices = [[0] * tree.nodes for _ in rows]
+        for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
+            history, node = list(row.history), 0
+            while True:
+                ids = torch.tensor([history], device=logits.device)
+                scores = logits[at_row, node][None].to(torch.float32, copy=True)
+                try:
+                    if row.constraint is not None:
+                        scores = row.constraint(ids, scores)
+                    scores = self._called(row, ids, scores)
+                except Exception as error:
+                    row.failures[node] = error
+                    break
+                # Rejection sampling at a node needs its children.
+                at = [node, *(children[node].values() if tree.draft_probs is not None else ())]
+                scores = torch.cat([scores, scores.new_zeros(len(at) - 1, scores.shape[-1])])
+                drawn = None if numbers is None else numbers[at_row, None][..., at]
+                token = int(self._pick(_star(tree, at_row, at), scores[None], drawn)[0, 0])
+                choices[at_row][node] = token
+                if token not in children[node]:
+                    break
+                history.append(token)
+                node = children[node][token]
+        return on_device(choices, logits.device)
+
+    def _called(self, row: Sampled, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores, (1, vocab), after all processors but the warpers, called one by one.
+
+        Raises:
+            UserError: one of them has left no token to choose.
+        """
+        culprit = None
+        for place, processor in enumerate(self._sampler.processors[: len(self._sampler.before_warpers)]):
+            before, scores = scores, row.own(place)(ids, scores)
+            if not _empty(scores):
+                culprit = None
+            elif culprit is None and not _empty(before):
+                culprit = processor
+        if culprit is not None and _empty(self._warped(scores)):  # a warper may remove NaN
+            raise _empty_error([culprit])
+        return scores
+
+    def _find_empty(self, rows: Sequence[Sampled], scores: Tensor, choices: Tensor) -> None:
+        """Record failures at nodes whose chosen token has no score, unless this needs a host sync."""
+        if not self._sampler.before_warpers or kernels.static_shapes(scores.device):
+            return
+        chosen = scores.gather(2, choices[..., None])[..., 0]
+        for row, node in (chosen.isnan() | (chosen == -torch.inf)).nonzero().tolist():
+            if _empty(self._warped(scores[row, node])):
+                rows[row].failures.setdefault(node, _empty_error(self._sampler.processors))
+
+
+def _empty(scores: Tensor) -> bool:
+    """Whether no token can be chosen: all scores are -inf, or some are NaN."""
+    best = float(scores.max())
+    return best != best or best == -torch.inf
+
+
+def _empty_error(processors: Sequence[Any]) -> UserError:
+    names = ", ".join(type(processor).__name__ for processor in processors)
+    return UserError(f"logits processors must return scores without NaN, and one above -inf: got others from {names}")
+
+
+def _at_reached_nodes(tree: TokenTree, device: torch.device) -> bool:
+    """Whether tokens are chosen at reached nodes only: after a host sync per level."""
+    return tree.nodes > 1 and not kernels.static_shapes(device)
+
+
+def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[int, ...]]], scores: Tensor) -> Tensor:
+    """Mask scores, (reached, vocab), with the rows' grammars.
+
+    Args:
+        rows: of the tree.
+        reached: row, node and path of each of the scores.
+    """
+    scores = scores.clone()
+    for one, (place, node, path) in zip(scores, reached, strict=True):
+        row = rows[place]
+        if row.constraint is None:
+            continue
+        try:
+            one.masked_fill_(~row.constraint.allowed(row.history, path, len(one)), -torch.inf)
+        except Exception as error:
+            row.failures[node] = error
+    return scores
+
+
+def _rows(x: Tensor, places: list[int]) -> Tensor:
+    """Rows of a tensor, without a copy if there is one."""
+    return x[places[0] : places[0] + 1] if len(places) == 1 else x[torch.tensor(places)]
+
+
+def _star(tree: TokenTree, row: int, nodes: list[int]) -> TokenTree:
+    """Tree of a node, the first of ``nodes``, and its children, the others."""
+    tokens = tree.tokens[row, nodes][None]
+    parents = torch.zeros_like(tokens)
+    parents[:, 0] = -1
+    probs = None if tree.draft_probs is None else tree.draft_probs[row, nodes][None]
+    return TokenTree(tokens, parents, draft_probs=probs, check=False)
