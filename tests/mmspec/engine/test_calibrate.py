@@ -137,9 +137,8 @@ def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
 
 
 def test_prefix_leaves_room_within_the_context(monkeypatch):
-    model = shared_model("llama")
-    target = TransformersTarget(model)
-    monkeypatch.setattr(model.config, "max_position_embeddings", 70)
+    target = TransformersTarget(shared_model("llama"))
+    monkeypatch.setattr(target, "context_limit", 70)
     seen = []
     prefill = target.prefill
     monkeypatch.setattr(

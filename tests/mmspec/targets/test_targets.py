@@ -231,7 +231,7 @@ def test_threads_share_a_model():
 def test_attention_that_takes_trees_is_kept(asked, got):
     model = text_model("llama")
     model.set_attn_implementation(asked)
-    assert TransformersTarget(model).attention.name == got
+    assert TransformersTarget(model).decoder.attention.name == got
     assert model.config._attn_implementation == asked
 
 
@@ -241,7 +241,7 @@ def test_attention_that_takes_none_is_switched(name, model_name):
     model = text_model(model_name)
     model.config._attn_implementation_internal = name  # what from_pretrained(attn_implementation=...) leaves behind
     targets = TransformersTarget(model), TransformersTarget(text_model(model_name))
-    assert targets[0].attention.name in ("mmspec_tree", "eager")
+    assert targets[0].decoder.attention.name in ("mmspec_tree", "eager")
     tree = random_tree(torch.Generator().manual_seed(0), 1, 9, 90)
     for run in (
         lambda target: target.prefill(prompt_of(text_inputs(1, 5)), 9),
