@@ -104,16 +104,22 @@ class RequestState(Sampled):
 
 
 class Wakeup:
-    """Blocks a thread until its sequences have changed; an instance is their ``on_change``."""
+    """Blocks a thread until its sequences are in a certain state; an instance is their ``on_change``.
+
+    The worker's thread tests the state, so that the waiting thread does not compete with it for the interpreter.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._ready: Callable[[], bool] = lambda: True
 
     def __call__(self) -> None:
-        self._event.set()
+        if self._ready():
+            self._event.set()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready()``, which is asked again after every change."""
+        """Wait until ``ready()``, which is also called by the worker's thread after every change."""
+        self._ready = ready
         while True:
             self._event.clear()
             if ready():

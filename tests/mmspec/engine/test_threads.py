@@ -56,7 +56,7 @@ def begun(pipe, prompt=PROMPTS[1], **keywords):
     def step():
         if next(steps):
             assert read.wait(60)
-        type(engine).step(engine)
+        type(engine.core).step(engine.core)
 
     engine.drain()
     engine.core.step = step
