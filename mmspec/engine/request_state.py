@@ -113,7 +113,7 @@ class Wakeup:
         self._event.set()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready()``, which is asked again after every change."""
+        """Wait until ``ready()``, called again after every change."""
         while True:
             self._event.clear()
             if ready():
