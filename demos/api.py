@@ -124,4 +124,4 @@ class Dispatcher:
 
 
 def _is_api(path: str) -> bool:
-    return any(path == one or path.startswith(f"{one}/") for one in _PATHS)
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in _PATHS)

@@ -124,17 +124,17 @@ def _signals_raise() -> Iterator[None]:
     """Turn termination signals into exceptions, so that clean-up code runs and uploads are removed."""
 
     def handle(number: int, _: Any) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     # Signals that are ignored already, for example under nohup, stay ignored.
-    handlers = {one: signal.getsignal(one) for one in _SIGNALS}
-    before = {one: handler for one, handler in handlers.items() if handler != signal.SIG_IGN}
-    for one in before:
-        signal.signal(one, handle)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -45,12 +45,12 @@ class Controls:
 
     def _add_inputs(self, opened: bool) -> None:
         self.media: list[Any] = []
-        given = self.examples[0].value if opened else None
+        example = self.examples[0].value if opened else None
         if self.kind == "image":
             sources: Any = ["upload", "clipboard"]
             self.media = [
                 ImageUpload(
-                    given,
+                    example,
                     label="Image",
                     type="filepath",
                     sources=sources,
@@ -61,17 +61,17 @@ class Controls:
             ]
         elif self.kind == "video":
             self.media = [
-                VideoUpload(given, label="Video", sources=["upload"], height=200, buttons=[], elem_classes="mm-media")
+                VideoUpload(example, label="Video", sources=["upload"], height=200, buttons=[], elem_classes="mm-media")
             ]
         model = self.catalog.default_model(self.kind)
         self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
             self.example_buttons = [
-                gr.Button(one.label, icon=one.icon, size="sm", elem_classes="mm-example") for one in self.examples
+                gr.Button(entry.label, icon=entry.icon, size="sm", elem_classes="mm-example") for entry in self.examples
             ]
         text = self.kind == "text"
         self.prompt = gr.Textbox(
-            given if text else DEFAULT_PROMPTS[self.kind],
+            example if text else DEFAULT_PROMPTS[self.kind],
             label="Prompt",
             lines=4 if text else 1,
             max_lines=8,

@@ -75,9 +75,9 @@ _PARAMETERS = {
 def add_endpoints(page: gr.Blocks, service: Service) -> None:
     """Add the endpoints to the page that is being built."""
     for endpoint in (*_caption_endpoints(service), *_text_endpoints(service)):
-        made = gr.api(endpoint, api_name=endpoint.__name__, concurrency_limit=None)
+        event = gr.api(endpoint, api_name=endpoint.__name__, concurrency_limit=None)
         names = inspect.signature(endpoint).parameters
-        for component, name in zip(page.fns[made["id"]].inputs, names, strict=True):
+        for component, name in zip(page.fns[event["id"]].inputs, names, strict=True):
             component._api_info["additional_description"] = _PARAMETERS[name]  # type: ignore[union-attr]
 
 
@@ -140,22 +140,22 @@ def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
     return generate, compare
 
 
-def _answers(service: Service, given: dict[str, Any]) -> Iterator[Answer]:
-    for answer in _gradio_errors(lambda: service.answer(_parse_request(given))):
+def _answers(service: Service, arguments: dict[str, Any]) -> Iterator[Answer]:
+    for answer in _gradio_errors(lambda: service.answer(_parse_request(arguments))):
         yield answer_result(answer)
 
 
-def _comparisons(service: Service, given: dict[str, Any]) -> Iterator[Comparison]:
+def _comparisons(service: Service, arguments: dict[str, Any]) -> Iterator[Comparison]:
     def start() -> Iterator[Race]:
-        kinds: list[Kind] = [kind for kind in ("image", "video") if given[kind] is not None]
+        kinds: list[Kind] = [kind for kind in ("image", "video") if arguments[kind] is not None]
         if len(kinds) > 1:
             raise UserError("a race is about one upload: expected image or video, got both")
-        methods = given["methods"] or None
+        methods = arguments["methods"] or None
         if methods is not None and not (isinstance(methods, list) and all(isinstance(name, str) for name in methods)):
             raise UserError(f"methods must be a list of names: got {methods!r}")
         kind: Kind = kinds[0] if kinds else "text"
-        upload = given[kind] if kinds else None
-        chat = _parse_request({**given, "kind": kind, "upload": upload, "drafter": AUTO})
+        upload = arguments[kind] if kinds else None
+        chat = _parse_request({**arguments, "kind": kind, "upload": upload, "drafter": AUTO})
         return service.race(chat, methods)
 
     for race in _gradio_errors(start):
@@ -170,16 +170,18 @@ def _gradio_errors(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         raise gr.Error(str(error), print_exception=False) from None
 
 
-def _parse_request(given: dict[str, Any]) -> ChatRequest:
+def _parse_request(arguments: dict[str, Any]) -> ChatRequest:
     """Check the types of an endpoint's arguments."""
-    fields = {name: given[name] for name in ChatRequest.__dataclass_fields__ if name in given and name != "upload"}
+    fields = {
+        name: arguments[name] for name in ChatRequest.__dataclass_fields__ if name in arguments and name != "upload"
+    }
     for name, kind in (("prompt", str), ("model", str), ("drafter", str), ("max_new_tokens", int), ("seed", int)):
         if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
             raise UserError(f"{name} must be of type {kind.__name__}: got {fields[name]!r}")
     for name in ("temperature", "frames"):
         if not isinstance(fields.get(name, 0), int | float):
             raise UserError(f"{name} must be a number: got {fields[name]!r}")
-    return ChatRequest(**fields, upload=_parse_upload(given.get("upload"), given["kind"]))
+    return ChatRequest(**fields, upload=_parse_upload(arguments.get("upload"), arguments["kind"]))
 
 
 def _parse_upload(file: Any, kind: Kind) -> Upload | None:

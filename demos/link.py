@@ -52,9 +52,9 @@ def parse_link(query: Mapping[str, str]) -> LinkSettings | None:
 
 def _number(query: Mapping[str, str], name: str, default: float) -> float:
     try:
-        found = float(query.get(name, default))
+        number = float(query.get(name, default))
     except ValueError:
-        found = float("nan")
-    if not abs(found) <= 2**53:
+        number = float("nan")
+    if not abs(number) <= 2**53:
         raise UserError(f"{name} in the link must be a number: got {query[name]!r}")
-    return found
+    return number

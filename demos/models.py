@@ -139,7 +139,7 @@ def _cached(
     """
     if name not in entries:
         while len(entries) >= capacity:
-            del entries[next(one for one in entries if one != kept)]
+            del entries[next(entry for entry in entries if entry != kept)]
         entries[name] = make(name)
     entries.move_to_end(name)
     return entries[name]

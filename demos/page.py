@@ -84,31 +84,31 @@ class _Tab:
         self.service, self.kind, self.folder = service, kind, folder
         self.controls = Controls(service.catalog, kind, folder, opened)
         self.conversation = gr.State(Conversation(), time_to_live=_IDLE_SECONDS)
-        one = self.controls
-        self.outputs = [self.conversation, one.result, claim, one.race, one.ask, one.stop]
+        controls = self.controls
+        self.outputs = [self.conversation, controls.result, claim, controls.race, controls.ask, controls.stop]
         self._connect_events()
 
     def _connect_events(self) -> None:
-        one = self.controls
-        inputs = [self.conversation, one.prompt, one.methods, *one.settings, *one.media]
-        raced = gr.on([one.race.click, one.prompt.submit], self.race, inputs, self.outputs, **_QUEUED)
-        asked = one.ask.click(self.ask, inputs, self.outputs, **_QUEUED)
-        one.stop.click(self.stop, self.conversation, None, **_UNQUEUED)
-        running = [raced, asked]
-        one.clear.click(self.clear, None, self.outputs, cancels=running, **_UNQUEUED)
-        for media in one.media:
+        controls = self.controls
+        inputs = [self.conversation, controls.prompt, controls.methods, *controls.settings, *controls.media]
+        raced = gr.on([controls.race.click, controls.prompt.submit], self.race, inputs, self.outputs, **_QUEUED)
+        answered = controls.ask.click(self.ask, inputs, self.outputs, **_QUEUED)
+        controls.stop.click(self.stop, self.conversation, None, **_UNQUEUED)
+        running = [raced, answered]
+        controls.clear.click(self.clear, None, self.outputs, cancels=running, **_UNQUEUED)
+        for media in controls.media:
             # A separate event cancels at once; after the clearing it would cancel the next request.
             gr.on([media.upload, media.clear], None, cancels=running, api_visibility="private")
             gr.on([media.upload, media.clear], self.clear, None, self.outputs, **_UNQUEUED)
-        for button, example in zip(one.example_buttons, one.examples, strict=True):
+        for button, example in zip(controls.example_buttons, controls.examples, strict=True):
             button.click(None, cancels=running, api_visibility="private")
-            shown = one.media or [one.prompt]
+            shown = controls.media or [controls.prompt]
             button.click(lambda value=example.value: (value, *self.clear()), None, [*shown, *self.outputs], **_UNQUEUED)
         gr.on(
-            [one.model.change, one.drafter.change],
+            [controls.model.change, controls.drafter.change],
             self.select,
-            [one.model, one.drafter, one.methods],
-            [one.methods, one.about],
+            [controls.model, controls.drafter, controls.methods],
+            [controls.methods, controls.about],
             **_UNQUEUED,
         )
 
@@ -234,8 +234,8 @@ class _Opening:
         """What a link may set."""
         shown: list[Any] = [self.selected]
         for tab in self.tabs.values():
-            one = tab.controls
-            shown += [one.result, one.prompt, one.methods, *one.settings, *one.media]
+            controls = tab.controls
+            shown += [controls.result, controls.prompt, controls.methods, *controls.settings, *controls.media]
         return shown
 
     @property
@@ -260,26 +260,26 @@ class _Opening:
 
     def _linked(self, link: LinkSettings) -> dict[Any, Any]:
         tab, chat = self.tabs[link.chat.kind], link.chat
-        one, raced = tab.controls, len(link.methods) >= FEWEST
+        controls, raced = tab.controls, len(link.methods) >= FEWEST
         model = chat.model or tab.service.catalog.default_model(chat.kind)
         drafter = "auto" if raced or not link.methods else link.methods[0]
-        choices = one.method_choices(model, drafter)
+        choices = controls.method_choices(model, drafter)
         names = {name for _, name in choices}
         choices += [(views.label(name), name) for name in link.methods if raced and name not in names]
         updates: dict[Any, Any] = {
-            one.prompt: chat.prompt,
-            one.model: model,
-            one.drafter: drafter,
-            one.temperature: chat.temperature,
-            one.seed: chat.seed,
-            one.length: chat.max_new_tokens,
-            one.frames: chat.frames,
-            one.methods: gr.CheckboxGroup(choices, value=list(link.methods)) if raced else gr.skip(),
-            one.result: views.result_html([], note="The settings are those of the link: press Race."),
+            controls.prompt: chat.prompt,
+            controls.model: model,
+            controls.drafter: drafter,
+            controls.temperature: chat.temperature,
+            controls.seed: chat.seed,
+            controls.length: chat.max_new_tokens,
+            controls.frames: chat.frames,
+            controls.methods: gr.CheckboxGroup(choices, value=list(link.methods)) if raced else gr.skip(),
+            controls.result: views.result_html([], note="The settings are those of the link: press Race."),
         }
-        found = [example.value for example in one.examples if Path(example.value).name == link.example]
-        if one.media and link.example:
-            updates[one.media[0]] = found[0] if found else None
+        values = [example.value for example in controls.examples if Path(example.value).name == link.example]
+        if controls.media and link.example:
+            updates[controls.media[0]] = values[0] if values else None
         return updates
 
     def race(self, request: gr.Request) -> Iterator[tuple[Any, ...]]:

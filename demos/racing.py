@@ -82,7 +82,7 @@ def race(
     lanes = {name: StreamedAnswer(loaded.name, name) for name in pipes}
     result = Race(list(lanes.values()))
     while running:
-        name = min(running, key=lambda one: lanes[one].seconds)
+        name = min(running, key=lambda lane: lanes[lane].seconds)
         answer = next(running[name], None)
         if answer is None:
             del running[name]

@@ -54,12 +54,12 @@ def examples(kind: Kind, folder: Path) -> list[Example]:
         return [Example(label, prompt) for label, prompt in TEXTS.items()]
     if kind == "image":
         shipped = shutil.copyfile(samples() / "scene.png", folder / "scene.png")
-        found = [Example("A sign", str(shipped), str(shipped))]
+        drawn = [Example("A sign", str(shipped), str(shipped))]
         for index, label in _SCENES.items():
             path = str(folder / f"scene-{index}.png")
             Image.fromarray(draw(sample_scene(seeded("heldout", index)), SCALE)).save(path)
-            found.append(Example(label, path, path))
-        return found
+            drawn.append(Example(label, path, path))
+        return drawn
     clips = [("A clip", Path(shutil.copyfile(samples() / "clip.mp4", folder / "clip.mp4")))]
     for index, label in _CLIPS.items():
         clip = folder / f"clip-{index}.mp4"
@@ -73,8 +73,8 @@ def example_of(request: ChatRequest, folder: Path) -> str | None:
     if request.upload is None:
         return None
     try:
-        found = (path for path in sorted(folder.iterdir()) if filecmp.cmp(request.upload.path, path, shallow=False))
-        return next((path.name for path in found), None)
+        matches = (path for path in sorted(folder.iterdir()) if filecmp.cmp(request.upload.path, path, shallow=False))
+        return next((path.name for path in matches), None)
     except OSError:  # the upload was removed, which the request itself will report
         return None
 

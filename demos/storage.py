@@ -101,13 +101,13 @@ class UploadFolder:
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Time of last use, size and path of each upload, least recently used first."""
-        found = []
+        files = []
         for path in self.folder.rglob("*"):
             with suppress(FileNotFoundError):  # removed or renamed meanwhile
                 if path not in self._exempt and path.is_file():
                     stat = path.stat()
-                    found.append((stat.st_mtime, max(stat.st_size, _MIN_COUNTED_BYTES), path))
-        return sorted(found)
+                    files.append((stat.st_mtime, max(stat.st_size, _MIN_COUNTED_BYTES), path))
+        return sorted(files)
 
     def _remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

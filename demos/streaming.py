@@ -95,11 +95,11 @@ class StreamedAnswer:
         """Origin and step of at least the first ``count`` tokens; the steps may have emitted more after a stop."""
         if self.drafter == PLAIN:
             return [("plain", number) for number in range(count)]
-        found: list[tuple[Origin, int]] = [("first", 0)]
+        origins: list[tuple[Origin, int]] = [("first", 0)]
         for number, step in enumerate(self.steps, start=1):
-            found += [("accepted", number)] * (len(step.path) - 1)
-            found.append(("bonus" if len(step.tokens) > 1 else "plain", number))
-        return found
+            origins += [("accepted", number)] * (len(step.path) - 1)
+            origins.append(("bonus" if len(step.tokens) > 1 else "plain", number))
+        return origins
 
 
 def resolved(method: str, pipe: Pipeline) -> str:

@@ -63,7 +63,7 @@ class Turns:
 
         def free() -> bool:
             before = earlier()
-            return not before if turn.alone else len(before) < RUNNING and not any(one.alone for one in before)
+            return not before if turn.alone else len(before) < RUNNING and not any(other.alone for other in before)
 
         with self._changed:
             return None if self._changed.wait_for(free, seconds) else len(earlier())

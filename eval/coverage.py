@@ -74,14 +74,14 @@ def check_apart(model: Model, limit: float) -> Outcome:
     """``check`` in a process of its own, ended after ``limit`` seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mmspec.eval.decoding.coverage"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_outcome, args=(model, theirs), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_outcome, args=(model, sender), daemon=True)
     process.start()
-    theirs.close()
+    sender.close()
     phase, end = NOT_BUILT, clock() + limit
     try:
-        while ours.poll(max(0.0, end - clock())):
-            message = ours.recv()
+        while receiver.poll(max(0.0, end - clock())):
+            message = receiver.recv()
             if isinstance(message, Outcome):
                 return message
             phase = message
@@ -103,10 +103,10 @@ def _send_outcome(model: Model, pipe: Connection) -> None:
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Number of classes of each kind by outcome."""
-    found: dict[str, Counter[str]] = {}
+    counters: dict[str, Counter[str]] = {}
     for row in rows:
-        found.setdefault(row["kind"], Counter())[row["outcome"]] += 1
-    return {kind: {outcome: found[kind][outcome] for outcome in OUTCOMES} for kind in found}
+        counters.setdefault(row["kind"], Counter())[row["outcome"]] += 1
+    return {kind: {outcome: counters[kind][outcome] for outcome in OUTCOMES} for kind in counters}
 
 
 def page(result: dict[str, Any]) -> str:

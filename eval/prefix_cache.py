@@ -29,12 +29,12 @@ def draw_conversation(index: int) -> Conversation:
     """A caption, two questions and another caption of a scene."""
     rng = seeded("heldout", index)
     scene = sample_scene(rng)
-    asked: list[str] = []
-    while len(asked) < 2:
+    questions: list[str] = []
+    while len(questions) < 2:
         question = ask(scene, rng)
-        if question is not None and question.question not in asked:
-            asked.append(question.question)
-    return Conversation((rng.choice(DESCRIBE), *asked, describe_prompt(rng)), (picture(scene),))
+        if question is not None and question.question not in questions:
+            questions.append(question.question)
+    return Conversation((rng.choice(DESCRIBE), *questions, describe_prompt(rng)), (picture(scene),))
 
 
 def timed(pipe: mmspec.Pipeline, request: dict[str, Any], max_new_tokens: int) -> tuple[float, str, list[int], int]:
@@ -66,15 +66,15 @@ def main(model: str, dtype: str, count: int, max_new_tokens: int) -> dict[str, A
         answers: list[str] = []
         for turn in range(len(conversation.questions)):
             request = conversation.request(answers)
-            found = {name: timed(pipe, request, max_new_tokens) for name, pipe in pipes.items()}
-            answers.append(found["computed"][1])
+            results = {name: timed(pipe, request, max_new_tokens) for name, pipe in pipes.items()}
+            answers.append(results["computed"][1])
             if number == 0:
                 continue  # warm-up
             row = rows.setdefault(turn, {name: [] for name in (*pipes, "tokens", "equal")})
-            for name, (seconds, *_) in found.items():
+            for name, (seconds, *_) in results.items():
                 row[name].append(seconds)
-            row["tokens"].append(found["cached"][3])
-            row["equal"].append(found["cached"][2] == found["computed"][2])
+            row["tokens"].append(results["cached"][3])
+            row["equal"].append(results["cached"][2] == results["computed"][2])
     first = rows[0]["cached"]
     table = [
         {

@@ -103,16 +103,16 @@ def measure(
     calls[_READ] = read_bytes(2 * sum(p.numel() for p in targets[UNPACKED].model.parameters()))
     if llama is not None:
         calls[_LLAMA] = llama
-    found = interleaved(calls, rounds)
+    times = interleaved(calls, rounds)
     rows: list[dict[str, Any]] = []
-    for name, seconds in found.items():
+    for name, seconds in times.items():
         form, count = name if isinstance(name, tuple) else (name, 1)
         row = {"form": form, "nodes": count, "milliseconds": 1000 * median(seconds), "least": 1000 * min(seconds)}
         if isinstance(name, tuple):
-            row["speedup"] = ratio(found, (UNPACKED, count), name)
+            row["speedup"] = ratio(times, (UNPACKED, count), name)
             if count == 1:
-                row["read"] = ratio(found, name, _READ)
-                row["llama"] = ratio(found, name, _LLAMA) if llama is not None else None
+                row["read"] = ratio(times, name, _READ)
+                row["llama"] = ratio(times, name, _LLAMA) if llama is not None else None
         rows.append(row)
     return rows
 

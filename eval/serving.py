@@ -64,7 +64,7 @@ def main(
         for _ in range(rounds):
             for size in clients:
                 loads[size].append(_measured(server, bodies, size))
-    rows = [_row(size, found, expected) for size, found in loads.items()]
+    rows = [_row(size, measured, expected) for size, measured in loads.items()]
     for row in rows:
         row["over_one"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
     columns: list[Column] = [
@@ -100,18 +100,22 @@ def _row(
     seen = [request for requests, _, _ in found for request in requests]
     gaps = [gap for request in seen for gap in request.gaps]
     accepted, steps = (
-        sum(one.figures[name] for one in seen) for name in ("num_accepted_draft_tokens", "num_spec_steps")
+        sum(request.figures[name] for request in seen) for name in ("num_accepted_draft_tokens", "num_spec_steps")
     )
     peaks = [peak for _, _, peak in found if peak is not None]
-    answers = [one.text for one in seen]
+    answers = [request.text for request in seen]
     return {
         "clients": clients,
-        "tokens_per_second": statistics.median(sum(one.tokens for one in part) / spent for part, spent, _ in found),
-        "first_token_seconds": statistics.median(one.first for one in seen),
-        "first_token_seconds_90": float(np.percentile([one.first for one in seen], 90)),
+        "tokens_per_second": statistics.median(
+            sum(request.tokens for request in part) / spent for part, spent, _ in found
+        ),
+        "first_token_seconds": statistics.median(request.first for request in seen),
+        "first_token_seconds_90": float(np.percentile([request.first for request in seen], 90)),
         "inter_token_seconds": statistics.median(gaps) if gaps else None,
         "inter_token_seconds_90": float(np.percentile(gaps, 90)) if gaps else None,
-        "token_seconds": statistics.median(one.token_seconds for one in seen if one.token_seconds is not None),
+        "token_seconds": statistics.median(
+            request.token_seconds for request in seen if request.token_seconds is not None
+        ),
         "mean_acceptance_length": 1 + accepted / steps if steps else None,
         "peak_mebibytes": max(peaks) / 2**20 if peaks else None,
         "answers": len(answers),

@@ -34,20 +34,22 @@ def text_accuracy(answer: Answer, problems: int, others: int) -> dict[str, float
     report: dict[str, float] = {}
     for kind in KINDS:
         examples = [example(FIRST_INDEX + k, "heldout", kind) for k in range(problems if kind == "problem" else others)]
-        texts = answer([one.prompt for one in examples])
-        right = [correct(one, text) for one, text in zip(examples, texts, strict=True)]
+        texts = answer([item.prompt for item in examples])
+        right = [correct(item, text) for item, text in zip(examples, texts, strict=True)]
         report[kind] = _share(right)
         if kind == "problem":
             report |= _by_steps(examples, right)
         if kind == "program":
-            report["program runs"] = _share([runs_right(one, text) for one, text in zip(examples, texts, strict=True)])
+            report["program runs"] = _share(
+                [runs_right(item, text) for item, text in zip(examples, texts, strict=True)]
+            )
     return report
 
 
 def _by_steps(examples: Sequence[TextExample], right: Sequence[bool]) -> dict[str, float]:
-    steps = [steps_of(one.answer) for one in examples]
+    steps = [steps_of(item.answer) for item in examples]
     return {
-        f"problem of {count} steps": _share([found for found, own in zip(right, steps, strict=True) if own == count])
+        f"problem of {count} steps": _share([solved for solved, own in zip(right, steps, strict=True) if own == count])
         for count in sorted(set(steps))
     }
 
@@ -66,7 +68,7 @@ def greedy_decoder(model: str, batch: int) -> Answer:
         for start in range(0, len(prompts), batch):
             requests = [{"prompt": prompt} for prompt in prompts[start : start + batch]]
             answers = pipe.generate_batch(requests, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
-            yield from (found.text.strip() for found in answers)
+            yield from (generation.text.strip() for generation in answers)
 
     return lambda prompts: list(every(prompts))
 

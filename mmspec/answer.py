@@ -110,10 +110,10 @@ class Answer:
     def whole(self) -> Generation:
         """The complete answer of an ended sequence. Raises the sequence's error, if any."""
         self.check()
-        one, ids = self.sequence, self.sequence.token_ids
+        sequence, ids = self.sequence, self.sequence.token_ids
         text = self._detokenizer.text(ids)
-        reason = one.finish_reason or "length"
-        return Generation(text, ids, reason, one.stats, one.trees or [], one.logprobs[: len(ids)])
+        reason = sequence.finish_reason or "length"
+        return Generation(text, ids, reason, sequence.stats, sequence.trees or [], sequence.logprobs[: len(ids)])
 
     def next(self) -> Piece | None:
         """The tokens since the last call; None before a character is whole."""
@@ -133,7 +133,7 @@ class Answer:
         return piece
 
     def cancel(self) -> None:
-        """Remove the request from the engine. No effect on an ended one."""
+        """Remove the request from the engine. No effect after its end."""
         self.pipe.engine.remove([self.sequence])
 
 
@@ -163,13 +163,13 @@ async def astream_answer(begin: Callable[[Callable[[], None]], Answer]) -> Async
         with suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(changed.set)
 
-    made = asyncio.ensure_future(asyncio.to_thread(begin, wake))
+    starting = asyncio.ensure_future(asyncio.to_thread(begin, wake))
     try:
-        answer = await asyncio.shield(made)
+        answer = await asyncio.shield(starting)
     except asyncio.CancelledError:
-        await asyncio.wait({made})  # the thread cannot be ended
-        if made.exception() is None:
-            made.result().cancel()
+        await asyncio.wait({starting})  # the thread cannot be ended
+        if starting.exception() is None:
+            starting.result().cancel()
         raise
     try:
         while not answer.ended:

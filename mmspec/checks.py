@@ -48,16 +48,16 @@ class Checked:
     """
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        known = [setting.name for setting in fields(cls)]  # type: ignore[arg-type]
         for name in named:
             if name not in known:
                 raise UserError(f"unknown field of {cls.__name__}: got {name}{nearest(name, known)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for one in fields(self):  # type: ignore[arg-type]
-            value = one.metadata["rule"].check(one.name, getattr(self, one.name))
-            object.__setattr__(self, one.name, value)
+        for setting in fields(self):  # type: ignore[arg-type]
+            value = setting.metadata["rule"].check(setting.name, getattr(self, setting.name))
+            object.__setattr__(self, setting.name, value)
 
 
 def option(default: Any, rule: Rule) -> Any:
@@ -105,9 +105,9 @@ def is_text(value: Any) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that it is nearly; empty without any."""
-    found = get_close_matches(name, known, 1, _SIMILARITY)
-    return f"; did you mean {found[0]}?" if found else ""
+    """The end of a message about an unknown name: the most similar known name; empty without any."""
+    matches = get_close_matches(name, known, 1, _SIMILARITY)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def shown(value: Any) -> str:

@@ -156,8 +156,8 @@ def first_difference(
     at = next((i for i in range(shorter) if speculative[i] != plain[i]), shorter)
     params = pipe.defaults.complete(params_of(keywords))
     if at == shorter or params.do_sample:
-        ours, theirs = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
-        return Difference(at, ours, theirs, None)
+        speculative_token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
+        return Difference(at, speculative_token, plain_token, None)
     prompt = pipe.encode([request])
     scores = next_token_scores(pipe.target, prompt, plain[:at], pipe.defaults.processors(params, prompt.input_ids))
     if (grammar := pipe.grammar(params)) is not None:

@@ -13,8 +13,8 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*extra == [\"'](\w+)[\"']")  # 'gradio>=6;
 def extra_of(module: str) -> str | None:
     """The first extra that installs a module's package; None for modules that no extra installs."""
     package = module.partition(".")[0].replace("_", "-")
-    found = (_REQUIREMENT.match(line) for line in requires("mmspec") or ())
-    return next((match[2] for match in found if match and match[1] == package), None)
+    requirements = (_REQUIREMENT.match(line) for line in requires("mmspec") or ())
+    return next((match[2] for match in requirements if match and match[1] == package), None)
 
 
 def install(extra: str) -> str:

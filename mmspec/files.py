@@ -33,7 +33,7 @@ def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         folder: left alone if it exists.
-        write: fills the temporary folder that it is given.
+        write: called with a temporary folder, which it fills.
 
     Raises:
         UserError: its parent cannot be written, or the disk is full.
@@ -121,7 +121,7 @@ def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str
         UserError: naming the first setting that differs.
     """
     for name in saved:
-        before, now = (json.dumps(found.get(name)) for found in (saved, settings))
+        before, now = (json.dumps(values.get(name)) for values in (saved, settings))
         if before != now:
             raise UserError(
                 f"{folder} holds a run with {name} = {before}: expected the same to resume it, received {now}; "

@@ -174,11 +174,11 @@ def generate(
         )
     assistant = arguments.pop("assistant_model", None)
 
-    def method(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> SpeculativeOutput | Tensor:
+    def method(model: PreTrainedModel, input_ids: Tensor, **keywords: Any) -> SpeculativeOutput | Tensor:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         return decode(
-            model, input_ids, drafter=drafter, nodes=nodes, streamer=streamer, assistant_model=assistant, **given
+            model, input_ids, drafter=drafter, nodes=nodes, streamer=streamer, assistant_model=assistant, **keywords
         )
 
     arguments |= {"generation_config": generation_config, "stopping_criteria": criteria, "custom_generate": method}

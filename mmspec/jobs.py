@@ -86,7 +86,7 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
                 seen.add(place)
                 yield jobs[place], json.loads(row["result"])
     except Exception as error:
-        if mistake := re.search(r"errors\.UserError: (.+)", str(error)):  # one that a worker met
+        if mistake := re.search(r"errors\.UserError: (.+)", str(error)):  # raised in a worker
             raise UserError(mistake[1]) from None
         raise
     finally:

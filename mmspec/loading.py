@@ -50,8 +50,8 @@ def load_target(
     kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if kind not in ("auto", *QUANTISED, *_DTYPES.values()):
         raise UserError(f"dtype must be auto, {', '.join((*_DTYPES, *QUANTISED))}: got {dtype!r}")
-    with _located(name) as found:
-        options |= found
+    with _located(name) as hub_options:
+        options |= hub_options
         name = completed.resolved(gguf.resolved(name))
         config = from_pretrained(AutoConfig, name, **options)
         adapter = plugins.target_class(config)
@@ -74,8 +74,8 @@ def load_config(name: str) -> Any:
         UserError: there is no such model.
     """
     folder = plugins.model_path(name)
-    with _located(folder) as found:
-        return from_pretrained(AutoConfig, completed.resolved(gguf.resolved(folder)), **found)
+    with _located(folder) as hub_options:
+        return from_pretrained(AutoConfig, completed.resolved(gguf.resolved(folder)), **hub_options)
 
 
 @contextmanager
@@ -90,9 +90,9 @@ def _located(name: str) -> Iterator[dict[str, Any]]:
         expected = "the GGUF file of a supported model" if os.path.isfile(name) else "the folder of a supported model"
     with (
         explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
-        cache_if_offline("model", name) as found,
+        cache_if_offline("model", name) as hub_options,
     ):
-        yield found
+        yield hub_options
 
 
 @contextmanager
@@ -107,11 +107,11 @@ def known_options(function: str, options: Collection[str], known: Iterable[str])
     try:
         yield
     except TypeError as error:
-        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if found is None or found[1] not in options:
+        match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if match is None or match[1] not in options:
             raise
-        hint = nearest(found[1], [*known, *signature(PreTrainedModel.from_pretrained).parameters])
-        raise UserError(f"unknown option of {function}: got {found[1]}{hint}") from error
+        hint = nearest(match[1], [*known, *signature(PreTrainedModel.from_pretrained).parameters])
+        raise UserError(f"unknown option of {function}: got {match[1]}{hint}") from error
 
 
 def _cpu_dtype(folder: str, model: Any) -> Any:

@@ -80,12 +80,12 @@ def load(
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
-        asked = {"device": device, "dtype": dtype, **options}
+        placement = {"device": device, "dtype": dtype, **options}
         for name in options:
             if hint := nearest(name, known):
                 raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
-        if given := [f"{name}={shown(value)}" for name, value in asked.items() if value != "auto"]:
-            raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(given)}")
+        if fixed := [f"{name}={shown(value)}" for name, value in placement.items() if value != "auto"]:
+            raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(fixed)}")
         home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
         return Pipeline(
@@ -120,7 +120,7 @@ class Pipeline:
         target: computes and caches.
         processor: encodes requests and decodes answers; None if prompts and answers are token ids only.
         drafter: None for plain decoding.
-        name: how the model was asked for; by default the name that its configuration gives.
+        name: the name that the model was loaded by; by default ``name_or_path`` of its configuration.
         slots: requests that decode at the same time; further ones wait. Pipelines over one target share the most.
         prefix_cache: see ``load``; for targets with that attribute.
         generation_config: see ``load``; targets without defaults of their own have the library's.
@@ -223,7 +223,7 @@ class Pipeline:
         return self.engine.add(prompt, sampler, stopper, self._speculation, nodes, **options)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """The grammar that constrains outputs, compiled for the tokenizer; None without one.
+        """The grammar that constrains outputs, compiled for the tokenizer, or None.
 
         Raises:
             UserError: the tokenizer or its vocabulary does not serve.
@@ -308,7 +308,7 @@ class Pipeline:
                     wakeup.wait(ready)
                 answers.append(attempt(partial(Answer, self, call)) if isinstance(call, Call) else call)
             start()
-            return [attempt(partial(result, one)) if isinstance(one, Answer) else one for one in answers]
+            return [attempt(partial(result, entry)) if isinstance(entry, Answer) else entry for entry in answers]
         finally:
             self.engine.remove(answer.sequence for answer in started())
 

@@ -1,4 +1,4 @@
-"""Targets, kinds of layers, drafters, logits processors, embedded models and commands, found through entry points.
+"""Targets, kinds of layers, drafters, logits processors, embedded models and commands, registered as entry points.
 
 Groups, each line of a package's ``[project.entry-points]`` being ``name = "module:object"``:
 
@@ -110,12 +110,12 @@ def reads_text_only(model: str) -> bool:
 
 
 def drafter_homes(home: Path) -> list[Path]:
-    """The folders that hold drafters for the model in the folder ``home``: itself, and the one of a packaged model."""
+    """The folders with drafters for the model in the folder ``home``: itself, and the folder of a packaged model."""
     return [home, *(Path(model.drafters) for model in _packaged_as(home) if model.drafters)]
 
 
 def default_drafter(home: Path) -> str:
-    """What ``"auto"`` stands for with the model in the folder ``home``; ``"auto"`` where nothing is registered."""
+    """The default drafter of the model in the folder ``home``; ``"auto"`` where none is registered."""
     return next((model.auto for model in _packaged_as(home)), "auto")
 
 
@@ -176,13 +176,13 @@ def target_class(config: Any) -> Any:
 
 
 def layer_class(config: Any) -> Any | None:
-    """The plug-in for layers other than attention of models of this text configuration; None without one."""
+    """The plug-in for layers other than attention of models of this text configuration, or None."""
     classes = (entry.load() for entry in _entries("layers"))
     return next((plugin for plugin in classes if plugin.supports(config)), None)
 
 
 def tree_form(processor: Any) -> Any | None:
-    """A plug-in's form for trees of a logits processor; None without one."""
+    """A plug-in's tree version of a logits processor, or None."""
     forms = (entry.load()(processor) for entry in registered("processors"))
     return next((form for form in forms if form is not None), None)
 

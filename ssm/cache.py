@@ -172,9 +172,9 @@ class StateCache(_NoReads, TreeCache):
             self._conv.store(key, inputs.transpose(1, 2), width)
             return function(x, *others)
         windows = self._conv.windows(key, x, self._tree.window).flatten(0, 1)
-        found = function(windows, *(one.flatten(0, 1)[:, None].expand(-1, width, -1) for one in others))
-        several = isinstance(found, tuple)
-        last = tuple(one[:, -1].unflatten(0, x.shape[:2]) for one in (found if several else (found,)))
+        outputs = function(windows, *(value.flatten(0, 1)[:, None].expand(-1, width, -1) for value in others))
+        several = isinstance(outputs, tuple)
+        last = tuple(value[:, -1].unflatten(0, x.shape[:2]) for value in (outputs if several else (outputs,)))
         return last if several else last[0]
 
     def by_row(self, function: Callable[..., Tensor], states: Tensor) -> Tensor:
@@ -186,10 +186,10 @@ class StateCache(_NoReads, TreeCache):
         """
         assert self._tree is not None
         depth, slots = self._tree.ancestors.sum(-1) - 1, torch.arange(self.length, device=states.device)
-        found = []
-        for one, length, row in zip(states[:, None], self.lengths, depth, strict=True):
-            found.append(function(one, length + row, torch.cat([slots, length + row])))
-        return torch.cat(found)
+        outputs = []
+        for state, length, row in zip(states[:, None], self.lengths, depth, strict=True):
+            outputs.append(function(state, length + row, torch.cat([slots, length + row])))
+        return torch.cat(outputs)
 
     # ------------------------------------------------------------------ rows and commit
 

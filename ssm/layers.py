@@ -211,7 +211,9 @@ def _check(module: ModuleType, functions: Functions, layers: str) -> None:
 def _dispatching(module: ModuleType, functions: Functions) -> Iterator[None]:
     """Replaces a modelling file's functions by dispatchers during a pass."""
     places = {_place(module, name): replacement for name, (replacement, _) in functions.items()}
-    with replaced({place: functools.partial(_dispatcher, replacement=one) for place, one in places.items()}):
+    with replaced(
+        {place: functools.partial(_dispatcher, replacement=substitute) for place, substitute in places.items()}
+    ):
         try:
             yield
         finally:
@@ -225,8 +227,8 @@ def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Cal
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(replacement, str):
-            found = (value for value in (*args, *kwargs.values()) if isinstance(value, StateCache))
-            if (states := next(found, _LAST.get())) is None:
+            caches = (value for value in (*args, *kwargs.values()) if isinstance(value, StateCache))
+            if (states := next(caches, _LAST.get())) is None:
                 return original(*args, **kwargs)
             _LAST.set(states if states.verifying else None)
             return replacement(states, original, *args, **kwargs)

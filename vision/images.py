@@ -126,11 +126,11 @@ def _check_format(image: Image.Image, media: MediaSource) -> None:
 
 
 def _not_an_image(media: MediaSource) -> UserError:
-    found = media.description
-    hint = "; pass it as a video" if found.endswith("video") else ""
-    if found.endswith("image"):
-        found += " that cannot be decoded"
-    return UserError(f"{media.name}: expected an image, received {found}{hint}")
+    description = media.description
+    hint = "; pass it as a video" if description.endswith("video") else ""
+    if description.endswith("image"):
+        description += " that cannot be decoded"
+    return UserError(f"{media.name}: expected an image, received {description}{hint}")
 
 
 def _check_size(width: int, height: int, name: str) -> None:

@@ -111,7 +111,7 @@ class VisionProcessor(Processor):
         """
         queues: dict[str, list[Any]] = {"image": list(pictures), "video": list(clips)}
         read = {"image": load_image, "video": partial(_load_video, **video)}
-        found: dict[str, list[Any]] = {"image": [], "video": []}
+        loaded: dict[str, list[Any]] = {"image": [], "video": []}
         placed = []
         for message in messages:
             content, items = message["content"], []
@@ -123,7 +123,7 @@ class VisionProcessor(Processor):
                 media = [_take(item, kind, queues[kind], read[kind])]
                 if kind == "video" and not self._takes_videos:
                     kind, media = "image", media[0].frames
-                found[kind] += media
+                loaded[kind] += media
                 items += [{"type": kind} for _ in media]
             placed.append({**message, "content": items})
         if any(queues.values()):
@@ -131,7 +131,7 @@ class VisionProcessor(Processor):
                 f"every image and video needs a place in the messages: {len(queues['image'])} images and "
                 f"{len(queues['video'])} videos have none"
             )
-        return placed, found["image"], found["video"]
+        return placed, loaded["image"], loaded["video"]
 
     @property
     def _takes_videos(self) -> bool:

@@ -83,8 +83,8 @@ def load_video(
     media = resolve(source, expected="a video", name=name)
     kind = _kind(media)
     if kind == "image":
-        found = media.description if media.description.endswith("image") else "an image"
-        raise UserError(f"{media.name}: expected a video, received {found}; pass it as an image")
+        description = media.description if media.description.endswith("image") else "an image"
+        raise UserError(f"{media.name}: expected a video, received {description}; pass it as an image")
     if kind is None:
         raise UserError(f"{media.name}: expected a video, received {media.description}")
 

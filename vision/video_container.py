@@ -36,16 +36,16 @@ def open_video(
     try:
         container = av.open(source, "r", options={"protocol_whitelist": "file"}, **_LENIENT)
     except av.FFmpegError as error:
-        found = media.description
-        found = f"a broken one ({error.strerror})" if found.endswith("video") else found
-        raise UserError(f"{media.name}: expected {expected}, received {found}") from None
+        description = media.description
+        description = f"a broken one ({error.strerror})" if description.endswith("video") else description
+        raise UserError(f"{media.name}: expected {expected}, received {description}") from None
     stack.enter_context(container)
     if container.format.name.endswith("_pipe") or container.format.name in _NOT_VIDEO:
         raise UserError(f"{media.name}: expected {expected}, received {media.description}")
     streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     if not streams:
-        found = "audio only" if container.streams.audio else "a file without a video stream"
-        raise UserError(f"{media.name}: expected {expected}, received {found}")
+        description = "audio only" if container.streams.audio else "a file without a video stream"
+        raise UserError(f"{media.name}: expected {expected}, received {description}")
     best = container.streams.best("video")
     stream = best if isinstance(best, VideoStream) and best in streams else streams[0]
     if stream.codec_context is None:

@@ -86,16 +86,16 @@ class Model:
 
 def models(configs: Path | None = None) -> list[Model]:
     """Every decoder-only class of the installed transformers, and the published configurations in a folder."""
-    found = []
+    classes = []
     for kind, mapping in ((TEXT, MODEL_FOR_CAUSAL_LM_MAPPING), (VISION, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)):
         types = {config_class.model_type: config_class for config_class in mapping}
         for name, config_class in sorted(types.items()):
             repeated = kind == TEXT and config_class in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             if name in CONFIG_MAPPING and not repeated and _decodes_alone(config_class):
-                found.append(Model(kind, name))
+                classes.append(Model(kind, name))
     if configs is not None:
-        found += [Model(PUBLISHED, str(file)) for file in sorted(configs.glob("*.json"))]
-    return found
+        classes += [Model(PUBLISHED, str(file)) for file in sorted(configs.glob("*.json"))]
+    return classes
 
 
 def _decodes_alone(config_class: type[PreTrainedConfig]) -> bool:
@@ -168,10 +168,10 @@ def check(model: Model, progress: Callable[[str], None] = lambda phase: None) ->
 
 def _inputs(network: PreTrainedModel) -> dict[str, Callable[[], dict[str, Tensor]]]:
     """Functions that make the inputs, by name."""
-    made: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
+    makers: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
     if type(network.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        made |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
-    return made
+        makers |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
+    return makers
 
 
 def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
@@ -214,13 +214,13 @@ def _difference(network: Any, inputs: dict[str, Any], tokens: Tensor, reference:
     width, start = min(tokens.shape[1], reference.shape[1]), inputs["input_ids"].shape[1]
     unequal = (tokens[:, :width] != reference[:, :width]).nonzero().tolist()
     row, column = min(unequal, key=lambda index: index[1]) if unequal else (0, width)
-    found = f"other tokens from new token {column - start} on"
+    difference = f"other tokens from new token {column - start} on"
     try:
         plain = network.generate(**inputs, **_options(network), use_cache=False)
     except Exception:
-        return found
+        return difference
     same = [name for name, other in (("ours", tokens), ("generate", reference)) if torch.equal(plain, other)]
-    return f"{found} (row {row}); without a cache, generate agrees with {' and '.join(same) or 'neither'}"
+    return f"{difference} (row {row}); without a cache, generate agrees with {' and '.join(same) or 'neither'}"
 
 
 def _one_line(error: BaseException) -> str:

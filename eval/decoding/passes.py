@@ -40,8 +40,8 @@ def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
         exact: (1, length, vocab), logits of the exact weights.
         ids: (1, length) int64, the text.
     """
-    expected, found = (logits.float().log_softmax(-1) for logits in (exact, target.model(ids).logits))
-    return float((expected.exp() * (expected - found)).sum(-1).mean())
+    expected, actual = (logits.float().log_softmax(-1) for logits in (exact, target.model(ids).logits))
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
 
 
 def start(target: TransformersTarget, prefix: int, max_new_tokens: int) -> None:

@@ -202,7 +202,7 @@ def _layer_changes(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[
             if all(type(i) is int for i in value):
                 changes[n] = [i for i in value if i < length] or [length - 1]
         elif isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
-            changes[n] = {layer: one for layer, one in value.items() if int(layer) < length}
+            changes[n] = {layer: setting for layer, setting in value.items() if int(layer) < length}
         elif re.fullmatch(_DEPTH, n) and value == count:
             changes[n] = length
     return changes
@@ -211,7 +211,7 @@ def _layer_changes(config: PreTrainedConfig, fields: Mapping[str, Any]) -> dict[
 def _moved(name: str, value: Any, tokens: dict[int, int]) -> Any:
     """A token id, or a list of them, inside the vocabulary."""
     if isinstance(value, list):
-        return [_moved(name, one, tokens) for one in value]
+        return [_moved(name, entry, tokens) for entry in value]
     if type(value) is not int or value < VOCAB:
         return value
     return tokens.setdefault(value, _RESERVED.get(name, VOCAB - 1 - len(tokens)))

@@ -46,9 +46,9 @@ def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tens
     if media and encode is not None:
         with torch.no_grad():
             features = encode(**{name: value for name, value in pixels.items() if name in wanted})
-        found = getattr(features, "pooler_output", None)
-        found = getattr(features, "last_hidden_state", features) if found is None else found
-        media *= _rows(found) // len(lengths)
+        output = getattr(features, "pooler_output", None)
+        output = getattr(features, "last_hidden_state", features) if output is None else output
+        media *= _rows(output) // len(lengths)
     if (start := getattr(config, "vision_start_token_id", None)) is not None:
         media = [start, *media, config.vision_end_token_id]
     return {**_prompts(lengths, media, token, known), **pixels}
@@ -71,10 +71,10 @@ def _prompts(lengths: list[int], media: list[int], token: int | None, known: Map
 def _pixels(config: Any, images: int) -> dict[str, Tensor]:
     """What the class's image processor makes of random images of one size."""
     like = CONFIG_MAPPING[_ALIKE[config.model_type]] if config.model_type in _ALIKE else type(config)
-    found: Any = IMAGE_PROCESSOR_MAPPING[like]
-    if "pil" not in found and not is_torchvision_available():
+    backends: Any = IMAGE_PROCESSOR_MAPPING[like]
+    if "pil" not in backends and not is_torchvision_available():
         raise ValueError("its image processor needs torchvision")
-    make = found.get("pil") or found["torchvision"]
+    make = backends.get("pil") or backends["torchvision"]
     default, vision = make(), getattr(config, "vision_config", None)
     side = getattr(vision, "image_size", None)
     side = side[0] if isinstance(side, list | tuple) else side
@@ -82,9 +82,9 @@ def _pixels(config: Any, images: int) -> dict[str, Tensor]:
     for name in ("size", "crop_size", "max_image_size"):
         if isinstance(side, int) and (size := getattr(default, name, None)):
             options[name] = {axis: side for axis, value in dict(size).items() if value is not None}
-    for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
-        if isinstance(getattr(default, ours, None), int) and isinstance(size := getattr(vision, theirs, None), int):
-            options[ours] = size
+    for option, source in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
+        if isinstance(getattr(default, option, None), int) and isinstance(size := getattr(vision, source, None), int):
+            options[option] = size
     processor = make(**options)
     random = np.random.default_rng(0)
     pictures = [random.integers(0, 256, (*_SIDES, 3), dtype=np.uint8) for _ in range(images)]
@@ -99,4 +99,4 @@ def _rows(features: Any) -> int:
         return features.shape[:-1].numel()
     if not isinstance(features, Iterable):
         raise ValueError(f"image features of an unknown kind: {type(features).__name__}")
-    return sum(_rows(one) for one in features)
+    return sum(_rows(part) for part in features)

@@ -104,9 +104,9 @@ class StepBenchmark:
             passes[f"unrolled {n}"] = partial(self._verify, self.unrolled, tree)
         seconds = interleaved_medians(passes, rounds)
         # Commits come last, since each extends the prefix.
-        one, path = self._commit_seconds(rounds)
+        single, path = self._commit_seconds(rounds)
         for name in seconds:
-            seconds[name] += {"transformers": 0.0, "plain": one}.get(name, path)
+            seconds[name] += {"transformers": 0.0, "plain": single}.get(name, path)
         return seconds
 
     @torch.inference_mode()
@@ -170,16 +170,16 @@ def measure_steps(
         for count in threads:
             torch.set_num_threads(count)
             seconds = benchmark.time(rounds)
-            theirs, plain = seconds["transformers"], seconds["plain"]
+            reference, plain = seconds["transformers"], seconds["plain"]
             for n in nodes:
                 tree, unrolled = seconds[f"tree {n}"], seconds[f"unrolled {n}"]
-                figures = {"transformers": theirs, "plain": plain, "tree": tree, "unrolled": unrolled}
+                figures = {"transformers": reference, "plain": plain, "tree": tree, "unrolled": unrolled}
                 row = {"prefix": prefix, "threads": count, "nodes": n, "difference": difference}
                 row |= {"copies": unroll(benchmark.trees[n])[0].nodes}
                 row |= {f"{name}_seconds": value for name, value in figures.items()}
-                row |= {"tree_over_plain": tree / plain, "tree_over_transformers": tree / theirs}
+                row |= {"tree_over_plain": tree / plain, "tree_over_transformers": tree / reference}
                 rows.append(
-                    row | {"tree_over_faster": tree / min(plain, theirs), "unrolled_over_tree": unrolled / tree}
+                    row | {"tree_over_faster": tree / min(plain, reference), "unrolled_over_tree": unrolled / tree}
                 )
     torch.set_num_threads(before)
     return rows

@@ -37,7 +37,7 @@ def peak_memory_of(process: int | str) -> int | None:
     """Peak resident set of a process in bytes; None without Linux's /proc."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     except OSError:
         return None
-    return 1024 * int(found.group(1)) if found else None
+    return 1024 * int(match.group(1)) if match else None

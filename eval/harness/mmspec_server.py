@@ -45,18 +45,18 @@ def serving(**options: Any) -> Iterator[RunningServer]:
     Raises:
         UserError: the server does not start, with its own message.
     """
-    given = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
+    arguments = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
     command = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())", "serve", "--port=0"]
-    command += [f"--{name}={value}" for name, value in given.items()]
+    command += [f"--{name}={value}" for name, value in arguments.items()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            found = re.search(r"http://\S+/v1", process.stdout.readline())
-            if found is None:
+            match = re.search(r"http://\S+/v1", process.stdout.readline())
+            if match is None:
                 lines = process.stderr.read().strip().splitlines()
                 raise UserError(lines[-1].removeprefix("error: ") if lines else "the server did not start")
-            yield RunningServer(found[0], process.pid)
+            yield RunningServer(match[0], process.pid)
         finally:
             process.terminate()
             process.communicate()
@@ -131,7 +131,7 @@ async def _load(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> tup
 
 
 async def _stream(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> StreamedRequest:
-    found, started, before = StreamedRequest(), clock(), None
+    request, started, before = StreamedRequest(), clock(), None
     async with http.stream("POST", url, json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"status {response.status_code}: {(await response.aread()).decode()}")
@@ -144,13 +144,13 @@ async def _stream(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) ->
                 if text:
                     now = clock()
                     if before is None:
-                        found.first = now - started
+                        request.first = now - started
                     else:
-                        found.gaps.append(now - before)
+                        request.gaps.append(now - before)
                     before = now
-                found.text += text
+                request.text += text
             if chunk.get("usage"):
-                found.tokens = chunk["usage"]["completion_tokens"]
-                found.figures = chunk["metrics"]["speculative_decoding"]
-    found.seconds = clock() - started
-    return found
+                request.tokens = chunk["usage"]["completion_tokens"]
+                request.figures = chunk["metrics"]["speculative_decoding"]
+    request.seconds = clock() - started
+    return request

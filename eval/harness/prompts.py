@@ -80,12 +80,12 @@ def held_out_requests(images: int, videos: int, frames: int = 8, first: int = 50
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
     """Captions of held-out scenes, every other one replaced by the first question of a conversation about it."""
-    found = []
+    requests = []
     for index in range(count):
         example = one_image(seeded("heldout", index))
         prompt = "Describe the image." if index % 2 else example.turns[0][0]
-        found.append({"prompt": prompt, "images": [picture(example.scenes[0])]})
-    return found
+        requests.append({"prompt": prompt, "images": [picture(example.scenes[0])]})
+    return requests
 
 
 def picture(scene: Scene) -> Image.Image:

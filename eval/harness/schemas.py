@@ -138,11 +138,11 @@ _ANY = (_text, _whole, _real, _flag, _enum, _pattern, _format)
 
 def _fields(draw: random.Random, count: int, kinds: Any = _ANY) -> Schema:
     """Properties with different names."""
-    found: Schema = {}
-    while len(found) < count:
+    properties: Schema = {}
+    while len(properties) < count:
         name, schema = draw.choice(kinds)(draw)
-        found.setdefault(name, schema)
-    return found
+        properties.setdefault(name, schema)
+    return properties
 
 
 def _flat(draw: random.Random) -> Schema:

@@ -233,8 +233,8 @@ def interleaved_medians(
         synchronize()
         return clock() - start
 
-    found = interleaved({name: partial(timed, call) for name, call in calls.items()}, rounds, warm_up)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+    times = interleaved({name: partial(timed, call) for name, call in calls.items()}, rounds, warm_up)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def _rotated(items: Sequence[T], turn: int) -> list[T]:

@@ -93,8 +93,8 @@ class GpuBenchmark:
 
     def parts(self) -> dict[str, Callable[[], Rows]]:
         """All parts by name, in order."""
-        one, *more = self.plan.batches
-        *first, last = [(f"model {preset}", partial(self.model, preset, (one,))) for preset in self.plan.shapes]
+        single, *more = self.plan.batches
+        *first, last = [(f"model {preset}", partial(self.model, preset, (single,))) for preset in self.plan.shapes]
         return {
             "memory": self.memory,
             **dict(first),

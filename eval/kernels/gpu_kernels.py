@@ -69,9 +69,9 @@ def check_against_reference(run: Callable[[], Tensor], tolerance: float = 0.0) -
     Raises:
         AssertionError: they differ.
     """
-    ours = run()
+    output = run()
     with reference_kernels():
-        torch.testing.assert_close(ours, run(), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(output, run(), atol=tolerance, rtol=tolerance)
 
 
 def binary_tree(batch: int, nodes: int, device: torch.device) -> TokenTree:
@@ -106,7 +106,7 @@ class KernelTimer:
 
 
 def time_attention(timer: KernelTimer, shape: Shape, batch: int, prefix: int, nodes: int) -> dict[str, Any]:
-    """Tree attention of one layer: ours, and torch's SDPA with repeated KV heads."""
+    """Tree attention of one layer: the kernel, and torch's SDPA with repeated KV heads."""
     g = torch.Generator(timer.device).manual_seed(0)
 
     def randn(heads: int, length: int) -> Tensor:
@@ -120,19 +120,19 @@ def time_attention(timer: KernelTimer, shape: Shape, batch: int, prefix: int, no
     full = torch.cat([mask.new_ones(batch, nodes, prefix), mask], dim=2)[:, None]
     group = shape.heads // shape.kv_heads
 
-    def ours() -> Tensor:
+    def attend() -> Tensor:
         return ops.tree_attention(query, key, value, lengths, mask, start=lengths[:1])
 
     def repeated() -> Tensor:
         keys, values = (x.repeat_interleave(group, dim=1) for x in (key, value)) if group > 1 else (key, value)
         return F.scaled_dot_product_attention(query, keys, values, full).transpose(1, 2)
 
-    check_against_reference(ours, 2e-2)
-    torch.testing.assert_close(ours(), repeated(), atol=2e-2, rtol=2e-2)
+    check_against_reference(attend, 2e-2)
+    torch.testing.assert_close(attend(), repeated(), atol=2e-2, rtol=2e-2)
     size = query.element_size()
     num_bytes = size * (key.numel() + value.numel() + 2 * query.numel())
     facts = {"batch": batch, "prefix": prefix, "nodes": nodes, "heads": shape.heads, "kv_heads": shape.kv_heads}
-    row = timer.row(ours, num_bytes, **facts)
+    row = timer.row(attend, num_bytes, **facts)
     row["sdpa_us"] = 1e6 * median_seconds(repeated, timer.device)
     return row
 
@@ -197,9 +197,9 @@ def compared_row(
     Args:
         differing: allowed share of results that differ from the reference's by more than ``tolerance``.
     """
-    ours = run()
+    output = run()
     with reference_kernels():
-        share = float(((ours - run()).abs() > tolerance).float().mean())
+        share = float(((output - run()).abs() > tolerance).float().mean())
     assert share <= differing, f"{facts['operation']} differs from its reference"
     row = timer.row(run, num_bytes, **facts)
     with reference_kernels():

@@ -73,10 +73,11 @@ def time_passes(
     device, vocab = target.device, target.config.vocab_size
     ids = torch.arange(prefix, device=device).expand(batch, -1).contiguous() % min(vocab, 256)
     prompt = Prompt(ids)
-    drafters = {name: one for name, one in model.drafters.items() if not isinstance(one, Ngram)}  # runs on the host
+    # Ngram runs on the host.
+    drafters = {name: drafter for name, drafter in model.drafters.items() if not isinstance(drafter, Ngram)}
     for drafter in drafters.values():
         drafter.attach(target)
-    target.features = list(dict.fromkeys(name for one in drafters.values() for name in features(one)))
+    target.features = list(dict.fromkeys(name for drafter in drafters.values() for name in features(drafter)))
     output = target.prefill(prompt, 256)
     target.features = ["last"]
     row: dict[str, Any] = {"batch": batch, "prefix": prefix, "pass_ms": {}, "draft_ms": {}}
@@ -172,9 +173,9 @@ def time_answers(
         methods.append(Method(TRANSFORMERS))
     requests, options = gpu_requests(hybrid, batch), DecodingOptions(max_new_tokens)
     run_interleaved(model.pipe, requests, methods, 1, options)  # compiles and captures
-    found = run_interleaved(model.pipe, requests, methods, rounds, options)
-    plain = found["plain"]
-    for name, batches in found.items():
+    results = run_interleaved(model.pipe, requests, methods, rounds, options)
+    plain = results["plain"]
+    for name, batches in results.items():
         seconds, stats = statistics.median(each.seconds["decoding"] for each in batches), batches[-1].stats
         yield {
             "method": name,

@@ -40,11 +40,11 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         import triton
 
-        found: Any = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)
         facts |= {
-            "device": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "memory_bytes": found.total_memory,
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
             "triton": triton.__version__,
         }
@@ -54,14 +54,14 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 def finished_parts(out: Path | None, content: Mapping[str, Any], skip: Collection[str]) -> dict[str, Any]:
     """Parts of an earlier run on the same machine and commit: the finished ones, and failed ones named in ``skip``."""
     try:
-        found = json.loads(out.read_text()) if out is not None else {}
+        earlier = json.loads(out.read_text()) if out is not None else {}
     except (OSError, ValueError):
         return {}
-    if any(found.get(key) != content[key] for key in _SAME):
+    if any(earlier.get(key) != content[key] for key in _SAME):
         return {}
     return {
         name: part
-        for name, part in found["parts"].items()
+        for name, part in earlier["parts"].items()
         if name in skip or ("seconds" in part and "error" not in part)
     }
 
@@ -83,24 +83,24 @@ def run_parts(
     for name in names:
         start = clock()
         rows: list[dict[str, Any]] = []  # rows before a failure are kept
-        found: dict[str, Any] = {"rows": rows}
-        content["parts"][name] = found
+        part: dict[str, Any] = {"rows": rows}
+        content["parts"][name] = part
         try:
             for row in parts[name]():
                 rows.append(row)
                 if out is not None:
                     write_result(content, out)
         except Exception as error:  # the other parts still run
-            found["error"], found["where"] = _message(error), traceback.format_exc()[-2000:]
+            part["error"], part["where"] = _message(error), traceback.format_exc()[-2000:]
         if failed := [row["error"] for row in rows if "error" in row]:
-            found.setdefault("error", "; ".join(map(str, failed)))
-        found["seconds"] = clock() - start
+            part.setdefault("error", "; ".join(map(str, failed)))
+        part["seconds"] = clock() - start
         for table in part_tables(name, rows):
             console.print(table)
-        click.echo(f"{name}: {found.get('error', 'done')}, {found['seconds']:.0f} s", err=True)
+        click.echo(f"{name}: {part.get('error', 'done')}, {part['seconds']:.0f} s", err=True)
         if out is not None:
             write_result(content, out)
-        if "error" in found and device_is_lost(device):
+        if "error" in part and device_is_lost(device):
             raise UserError(f"{name} has left the device unusable: continue by the same command with --skip '{name}'")
         free_memory(device)
 

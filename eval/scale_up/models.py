@@ -214,8 +214,8 @@ class FeatureMap:
 
     def small_name(self, name: str) -> str:
         """The name of a big model's parameter in the small model; empty in an added layer."""
-        prefix, found, rest = name.partition(".layers.")
-        if not found:
+        prefix, separator, rest = name.partition(".layers.")
+        if not separator:
             return name
         number, _, rest = rest.partition(".")
         layer = self._layers.get(int(number))

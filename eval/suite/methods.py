@@ -92,10 +92,10 @@ def _parse_method(
 
 def parse_shape(method: str) -> tuple[str, int | None]:
     """A drafter's specification and the draft tokens per step of ``SPEC@N`` or ``SPEC@chainN``; None is adaptive."""
-    if found := re.fullmatch(r"(.+)@(\d+)", method):
-        if not int(found[2]):
+    if match := re.fullmatch(r"(.+)@(\d+)", method):
+        if not int(match[2]):
             raise UserError(f"a method's shape must be tree, chain, chainN or a number above 0: got {method!r}")
-        return found[1], int(found[2])
+        return match[1], int(match[2])
     sized = re.fullmatch(r".+@chain(\d+)", method)
     return method, int(sized[1]) if sized else None
 
@@ -116,5 +116,5 @@ def load_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> An
     Raises:
         UserError: it cannot be loaded.
     """
-    with explained(f"cannot load {what} {name!r}", OSError, ValueError), cache_if_offline("model", name) as found:
-        return from_pretrained(auto_class, name, **options, **found)
+    with explained(f"cannot load {what} {name!r}", OSError, ValueError), cache_if_offline("model", name) as hub_options:
+        return from_pretrained(auto_class, name, **options, **hub_options)

@@ -27,8 +27,8 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
     head = rows[0]
     alike = [row for row in rows if (row["temperature"], row["batch"]) == (head["temperature"], head["batch"])]
     whole = [row for row in alike if row["task"] == head["task"]]
-    ours = [row for row in whole if row["shares"]]
-    drafting = [row for row in ours if row["acceptance"] and row["acceptance"]["draft_acceptance_rate"] > 0]
+    phased = [row for row in whole if row["shares"]]
+    drafting = [row for row in phased if row["acceptance"] and row["acceptance"]["draft_acceptance_rate"] > 0]
     sized = drafting if any(row["method"].partition("@")[2].isdecimal() for row in drafting) else []
     tasks = [row for row in alike if row["task"] != ALL]
     plots = {
@@ -36,7 +36,7 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
         "tasks": ("Speed by task", _by_task, tasks if len({row["task"] for row in tasks}) > 1 else []),
         "accepted": ("Accepted draft tokens per step", _histogram, drafting),
         "positions": ("Acceptance by position", _positions, drafting),
-        "time": ("Where the time goes", _time, ours),
+        "time": ("Where the time goes", _time, phased),
         "tree-size": ("Speed by tree size", _tree_size, sized),
     }
     drawn = {}
@@ -70,9 +70,9 @@ def _speedup(axes: Axes, rows: Sequence[Figures]) -> None:
 
 def _by_task(axes: Axes, rows: Sequence[Figures]) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    found = {(row["method"], row["task"]): row["end_to_end"] for row in rows if row["method"] != BASELINE}
-    methods = list(dict.fromkeys(method for method, _ in found))
-    ratios = [[found.get((method, task)) for task in tasks] for method in methods]
+    speedups = {(row["method"], row["task"]): row["end_to_end"] for row in rows if row["method"] != BASELINE}
+    methods = list(dict.fromkeys(method for method, _ in speedups))
+    ratios = [[speedups.get((method, task)) for task in tasks] for method in methods]
     _grid(axes, methods, tasks, [[ratio["median"] if ratio else nan for ratio in row] for row in ratios], "{:.2f}x")
     axes.set_xlabel("whole request, times as fast as transformers' generate")
 

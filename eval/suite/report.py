@@ -38,15 +38,17 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += _pictures(rows, folder)
-    for title, found in _by_condition(rows):
-        header, cells = _table(found)
+    for title, group in _by_condition(rows):
+        header, cells = _table(group)
         lines += [f"## {title}", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
         lines += [f"| {' | '.join(line)} |" for line in cells]
-        lines += ["", *([f"Not scored: {found[0]['not_scored']}.", ""] if "not_scored" in found[0] else [])]
+        lines += ["", *([f"Not scored: {group[0]['not_scored']}.", ""] if "not_scored" in group[0] else [])]
     lines += _differences(rows)
     if summary["refused"]:
         lines += ["## Not supported", ""]
-        reasons = [f"- `{one['method']}`, batch {one['batch']}: {one['reason']}" for one in summary["refused"]]
+        reasons = [
+            f"- `{refusal['method']}`, batch {refusal['batch']}: {refusal['reason']}" for refusal in summary["refused"]
+        ]
         lines += dict.fromkeys(reasons)  # they repeat at every temperature
     path = folder / "report.md"
     write_text(path, "\n".join(lines).rstrip() + "\n")
@@ -84,14 +86,14 @@ def _cells(row: Figures, brief: bool = False) -> list[str]:
 def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]]:
     """A title and the rows of each task, temperature and batch size."""
     for key in dict.fromkeys((row["task"], row["temperature"], row["batch"]) for row in rows):
-        found = [row for row in rows if (row["task"], row["temperature"], row["batch"]) == key]
-        yield f"{key[0]}, temperature {key[1]:g}, batch {key[2]}", found
+        group = [row for row in rows if (row["task"], row["temperature"], row["batch"]) == key]
+        yield f"{key[0]}, temperature {key[1]:g}, batch {key[2]}", group
 
 
 def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
     """Tables for the terminal, one per task, temperature and batch size."""
-    for title, found in _by_condition(rows):
-        header, cells = _table(found, brief=True)
+    for title, group in _by_condition(rows):
+        header, cells = _table(group, brief=True)
         table = Table(*header, title=title)
         table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
         for line in cells:
@@ -99,16 +101,16 @@ def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
         yield table
 
 
-def _ratio(found: dict[str, float] | None, brief: bool) -> str:
-    if found is None:
+def _ratio(ratio: dict[str, float] | None, brief: bool) -> str:
+    if ratio is None:
         return ""
-    return f"{found['median']:.2f}x" + ("" if brief else f" ({found['low']:.2f} to {found['high']:.2f})")
+    return f"{ratio['median']:.2f}x" + ("" if brief else f" ({ratio['low']:.2f} to {ratio['high']:.2f})")
 
 
-def _longer(found: dict[str, Any] | None, brief: bool) -> str:
-    if found is None:
+def _longer(change: dict[str, Any] | None, brief: bool) -> str:
+    if change is None:
         return ""
-    return f"{found['difference']:+.2f}" + ("" if brief else f" ({found['low']:+.2f} to {found['high']:+.2f})")
+    return f"{change['difference']:+.2f}" + ("" if brief else f" ({change['low']:+.2f} to {change['high']:+.2f})")
 
 
 def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -146,8 +148,8 @@ def _pictures(rows: Sequence[Figures], folder: Path) -> list[str]:
 
 
 def _differences(rows: Sequence[Figures]) -> list[str]:
-    found = [(row, one) for row in rows if "score" in row for one in row["differences"]]
-    if not found:
+    differences = [(row, difference) for row in rows if "score" in row for difference in row["differences"]]
+    if not differences:
         return []
     lines = [
         "## Answers that differ",
@@ -158,9 +160,9 @@ def _differences(rows: Sequence[Figures]) -> list[str]:
         "| method | temperature | batch | sample | token | logit margin |",
         "|---|---|---|---|---|---|",
     ]
-    for row, one in found:
-        margin = "" if one["margin"] is None else f"{one['margin']:.3g}"
-        where = f"{one['task']} {one['id']}, turn {one['turn']}"
+    for row, difference in differences:
+        margin = "" if difference["margin"] is None else f"{difference['margin']:.3g}"
+        where = f"{difference['task']} {difference['id']}, turn {difference['turn']}"
         cell = f"{row['temperature']:g} | {row['batch']}"
-        lines.append(f"| `{row['method']}` | {cell} | {where} | {one['position']} | {margin} |")
+        lines.append(f"| `{row['method']}` | {cell} | {where} | {difference['position']} | {margin} |")
     return [*lines, ""]

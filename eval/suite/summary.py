@@ -39,11 +39,11 @@ def summarise(
         for name in (record["task"], *([ALL] if len(tasks) > 1 else [])):
             cells.setdefault((name, record["temperature"], record["batch"]), []).append(record)
     rows = []
-    for (task, temperature, batch), found in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
-        methods = dict.fromkeys(m for record in found for m in record["turns"][0]["methods"])
-        drafting = [method for method in methods if _acceptance(_measured(found, method), method).drafted]
+    for (task, temperature, batch), group in sorted(cells.items(), key=lambda cell: cell[0][0] != ALL):
+        methods = dict.fromkeys(m for record in group for m in record["turns"][0]["methods"])
+        drafting = [method for method in methods if _acceptance(_measured(group, method), method).drafted]
         for method in methods:
-            measured = _measured(found, method)
+            measured = _measured(group, method)
             row = {"task": task, "temperature": temperature, "batch": batch, "method": method}
             row |= _figures(measured, method)
             compared = method in drafting[1:]
@@ -64,11 +64,11 @@ def _spent(record: Record, method: str) -> dict[str, float]:
     """
     results = [turn["methods"][method] for turn in record["turns"]]
     names = results[0]["seconds"][0]
-    spent = {name: sum(median(s[name] for s in one["seconds"]) for one in results) for name in names}
-    first = [median(s["total"] - s["decoding"] for s in one["seconds"]) for one in results]
+    spent = {name: sum(median(s[name] for s in result["seconds"]) for result in results) for name in names}
+    first = [median(s["total"] - s["decoding"] for s in result["seconds"]) for result in results]
     spent["first"] = sum(first) / len(first)
-    spent["tokens"] = sum(len(answer) for one in results for answer in one["answers"])
-    spent["later_tokens"] = spent["tokens"] - sum(len(one["answers"]) for one in results)
+    spent["tokens"] = sum(len(answer) for result in results for answer in result["answers"])
+    spent["later_tokens"] = spent["tokens"] - sum(len(result["answers"]) for result in results)
     return spent
 
 
@@ -105,12 +105,12 @@ def _difference(records: Sequence[Record], method: str, other: str) -> dict[str,
 
 def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
     spent = [_spent(record, method) for record in records]
-    results = [one["methods"][method] for record in records for one in record["turns"]]
+    results = [result["methods"][method] for record in records for result in record["turns"]]
     acceptance = _acceptance(records, method)
     shares = {part: sum(s[part] for s in spent) / sum(s["total"] for s in spent) for part in PHASES if part in spent[0]}
     if shares:
         shares["rest"] = 1 - sum(shares.values())
-    compared = [equal for one in results for equal in one["equal"] if equal is not None]
+    compared = [equal for result in results for equal in result["equal"] if equal is not None]
     return {
         "conversations": sum(len(record["ids"]) for record in records),
         "tokens": int(sum(s["tokens"] for s in spent)),
@@ -122,27 +122,27 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,
-        "memory": max((one["memory"] for one in results if one["memory"] is not None), default=None),
+        "memory": max((result["memory"] for result in results if result["memory"] is not None), default=None),
         "acceptance": {**acceptance.to_dict(), "histogram": acceptance.histogram} if sum(acceptance.steps) else None,
         "equal": sum(compared),
         "compared": len(compared),
         "differences": [
-            {"task": record["task"], "id": record["ids"][turn["rows"][found["row"]]], "turn": place, **found}
+            {"task": record["task"], "id": record["ids"][turn["rows"][difference["row"]]], "turn": place, **difference}
             for record in records
             for place, turn in enumerate(record["turns"])
-            for found in turn["methods"][method]["differences"]
+            for difference in turn["methods"][method]["differences"]
         ],
     }
 
 
 def _by_category(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
     """Some of the figures by category of conversations, such as Spec-Bench's; batches of several are left out."""
-    found: dict[str, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
         if len(set(record["categories"])) == 1 and record["categories"][0]:
-            found.setdefault(record["categories"][0], []).append(record)
+            groups.setdefault(record["categories"][0], []).append(record)
     names = "conversations", "end_to_end_plain", "decoding_plain", "acceptance"
-    every = {category: _figures(part, method) for category, part in found.items()}
+    every = {category: _figures(part, method) for category, part in groups.items()}
     return {category: {name: figures[name] for name in names} for category, figures in every.items()}
 
 

@@ -18,7 +18,7 @@ from mmspec.cache.rows import row_index
 
 
 class KVBuffers:
-    """Keys and values of the layers of a ``TreeCache``, which knows the rows' lengths.
+    """Keys and values of the layers of a ``TreeCache``, which stores the rows' lengths.
 
     Args:
         layers: number of attention layers.
@@ -80,8 +80,8 @@ class KVBuffers:
         self.allocate(rows, start + count, start)
         place = layer, len(states)
         if place not in self._places:
-            alike = self._layers * sum(_kind(one) == _kind(states[0]) for one in states)
-            self._places[place] = [self._next_tensor(one, alike, start) for one in states]
+            alike = self._layers * sum(_kind(state) == _kind(states[0]) for state in states)
+            self._places[place] = [self._next_tensor(state, alike, start) for state in states]
         return [self.tensors[buffer][tensor, :rows] for buffer, tensor in self._places[place]]
 
     def write(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
@@ -129,7 +129,7 @@ class KVBuffers:
     # ------------------------------------------------------------------ rows
 
     def commit_prompt(self, kept: Sequence[Tensor] | None) -> None:
-        """Free what no layer needed, where shapes differ or layers share keys and values, and remove padding.
+        """Free unused tensors, left where shapes differ or layers share keys and values, and remove padding.
 
         Args:
             kept: of each row, the slots to keep; None without padding.
@@ -163,9 +163,9 @@ class KVBuffers:
             self._used, self._places = new._used[:], dict(new._places)
         self.allocate(rows, slots, max(lengths, default=0))
         whole = list(chosen) == list(range(len(chosen)))
-        for ours, theirs in zip(self.tensors, new.tensors, strict=True):
-            taken = theirs[:, : len(chosen)] if whole else theirs[:, row_index(chosen, theirs.device)]
-            ours[:, first:rows, :, :longest] = taken[:, :, :, :longest]
+        for own, source in zip(self.tensors, new.tensors, strict=True):
+            taken = source[:, : len(chosen)] if whole else source[:, row_index(chosen, source.device)]
+            own[:, first:rows, :, :longest] = taken[:, :, :, :longest]
 
     def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Keep these rows, in this order; free the others' slots.
@@ -227,5 +227,5 @@ class KVBuffers:
 
 
 def _kind(states: Tensor) -> tuple[Any, ...]:
-    """What tensors of one buffer have in common."""
+    """Shape, dtype and device that the tensors of a buffer share."""
     return states.shape[-3], states.shape[-1], states.dtype, states.device

@@ -20,11 +20,11 @@ LEAST_TOKENS = 8
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens of one row, a prompt or a prompt and its answer, and what a target computed for them.
+    """Tokens of one row, a prompt or a prompt and its answer, and the target's states and features of them.
 
     Attributes:
         tokens: all of them.
-        key: of what the states depend on besides the tokens.
+        key: of everything but the tokens that the states depend on.
         cache: the target's cache after the tokens, of one row.
         logits: (1, 1, vocab), at the last token; None after an answer.
         features: (1, length, hidden) each, hidden states that drafters read.
@@ -49,7 +49,7 @@ class Prefix:
 
 @dataclass
 class Answer:
-    """What a running sequence computes: of its prompt, and for each token committed after it.
+    """Features and inputs of a running sequence: of its prompt, and of each token committed after it.
 
     Attributes:
         prompt: number of tokens.
@@ -87,7 +87,7 @@ class Answer:
             key,
             None if embeds is None else embeds[own, last],
             None if positions is None else positions[..., own, last],
-            [{name: one[own, last] for name, one in features.items()}],
+            [{name: states[own, last] for name, states in features.items()}],
         )
 
     def prefix(self, tokens: list[int], cache: TreeCache, embed: Callable[[Tensor], Tensor]) -> Prefix:
@@ -160,7 +160,7 @@ class PrefixCache:
         if size > self.limit:
             return
         with self._lock:
-            self._entries = [one for one in self._entries if not _replaces(prefix, one, whole)]
+            self._entries = [entry for entry in self._entries if not _replaces(prefix, entry, whole)]
             sizes = [entry.nbytes for entry in self._entries]
             while sum(sizes) + size > self.limit:
                 self._entries, sizes = self._entries[1:], sizes[1:]

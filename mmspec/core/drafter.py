@@ -108,7 +108,7 @@ class Drafter(ABC):
 
     @property
     def members(self) -> list[Drafter]:
-        """The drafters of which this one consists: itself by default."""
+        """The drafters that it combines: itself by default."""
         return [self]
 
     @property
@@ -158,8 +158,8 @@ class PlainDrafter(Drafter):
         return tuple(self._optional("features", super().features))
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        found: Sequence[tuple[int, float]] = self._optional("continuations", super().continuations)(row, path)
-        return found
+        pairs: Sequence[tuple[int, float]] = self._optional("continuations", super().continuations)(row, path)
+        return pairs
 
     def draft_chains(self, length: int) -> None:
         self._optional("draft_chains", super().draft_chains)(length)

@@ -91,29 +91,30 @@ class Prompt:
         concatenated along the first axis.
         """
         first = prompts[0]
-        if any(one.inputs.keys() != first.inputs.keys() or one.padding_in_history for one in prompts):
+        if any(prompt.inputs.keys() != first.inputs.keys() or prompt.padding_in_history for prompt in prompts):
             return None
-        longest = max(one.input_ids.shape[1] for one in prompts)
+        longest = max(prompt.input_ids.shape[1] for prompt in prompts)
 
-        def padded(one: Prompt, values: Tensor) -> Tensor:
-            return F.pad(values, (longest - one.input_ids.shape[1], 0))
+        def padded(prompt: Prompt, values: Tensor) -> Tensor:
+            return F.pad(values, (longest - prompt.input_ids.shape[1], 0))
 
         inputs = {}
         for name in first.inputs:
-            values = [one.inputs[name] for one in prompts]
+            values = [prompt.inputs[name] for prompt in prompts]
             if not all(isinstance(value, Tensor) for value in values):
                 return None
-            if all(value.shape == one.input_ids.shape for one, value in zip(prompts, values, strict=True)):
-                values = [padded(one, value) for one, value in zip(prompts, values, strict=True)]
+            if all(value.shape == prompt.input_ids.shape for prompt, value in zip(prompts, values, strict=True)):
+                values = [padded(prompt, value) for prompt, value in zip(prompts, values, strict=True)]
             if any(value.shape[1:] != values[0].shape[1:] or not value.ndim for value in values):
                 return None
             inputs[name] = torch.cat(values)
         masks = [
-            torch.ones_like(one.input_ids) if one.attention_mask is None else one.attention_mask for one in prompts
+            torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask
+            for prompt in prompts
         ]
-        mask = torch.cat([padded(one, mask) for one, mask in zip(prompts, masks, strict=True)])
-        ids = torch.cat([padded(one, one.input_ids) for one in prompts])
-        singles = [one for prompt in prompts for one in prompt.singles]
+        mask = torch.cat([padded(prompt, mask) for prompt, mask in zip(prompts, masks, strict=True)])
+        ids = torch.cat([padded(prompt, prompt.input_ids) for prompt in prompts])
+        singles = [single for prompt in prompts for single in prompt.singles]
         return Prompt(
             ids, None if bool(mask.all()) else mask, inputs, stacked=singles if len(singles) == len(ids) else ()
         )
@@ -130,7 +131,7 @@ class TargetOutput:
         embeds: (batch, length, hidden), prefill only: the input embeddings of the language model.
         positions: (batch, length) or (axes, batch, length) int64, prefill only: the decoder's ``position_ids``; with
             several axes (Qwen-VL), the last three are time, height and width.
-        cached_tokens: of the prompt, whose states were kept from an earlier one.
+        cached_tokens: tokens of the prompt whose states came from the prefix cache.
     """
 
     logits: Tensor
@@ -143,18 +144,18 @@ class TargetOutput:
 
 @runtime_checkable
 class KeepsPrefixes(Protocol):
-    """Interface of a target that keeps states of prompts and answers for later prompts."""
+    """Interface of a target with a prefix cache: states of prompts and answers, for later prompts."""
 
     prefix_cache: Any
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
-        """Whether at least half of a prompt's tokens have kept states, or will have after ``others``."""
+        """Whether the prefix cache holds at least half of a prompt's tokens, or will after ``others``."""
 
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
         """Keep the states of sequences that have ended.
 
         Args:
-            rows: theirs.
+            rows: of the sequences.
             histories: tokens of each, of the prompt and the answer.
         """
 
@@ -213,7 +214,7 @@ class Target(Protocol):
         """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
 
         Yields:
-            None after each pass but the last, then the step. The rows join with the last pass: other rows may join,
+            None after each pass but the last, then the output. The rows join with the last pass: other rows may join,
             decode and leave before.
         """
 

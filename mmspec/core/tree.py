@@ -103,13 +103,13 @@ class TokenTree:
         """Per row and node, ``{token: node}`` of its valid children in order; one device-to-host copy."""
         if self.nodes == 1:
             return [[{}] for _ in range(self.batch)]
-        found: list[list[dict[int, int]]] = []
+        children: list[list[dict[int, int]]] = []
         for tokens, parents, alive in torch.stack([self.tokens, self.parents, _alive(self).long()], dim=1).tolist():
-            found.append([{} for _ in tokens])
+            children.append([{} for _ in tokens])
             for node in range(1, self.nodes):
                 if alive[node]:
-                    found[-1][parents[node]][tokens[node]] = node
-        return found
+                    children[-1][parents[node]][tokens[node]] = node
+        return children
 
     @property
     def prunable(self) -> bool:

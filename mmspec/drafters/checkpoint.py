@@ -102,7 +102,7 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
-    """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full one.
+    """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary.
 
     Args:
         vocab: vocabulary size of the target.
@@ -169,11 +169,12 @@ def verifier_of(target: Any) -> dict[str, Any]:
 
 def check_verifier(verifier: Mapping[str, Any], target: Any) -> None:
     """Check that a target matches a drafter's ``verifier``; raises ``UserError`` if not."""
-    ours = verifier_of(target)
-    different = [key for key in _COMPARED if verifier.get(key) != ours[key]]
+    actual = verifier_of(target)
+    different = [key for key in _COMPARED if verifier.get(key) != actual[key]]
     if different:
-        made = ", ".join(f"{key} {verifier.get(key)}" for key in different)
-        here = ", ".join(f"{key} {ours[key]}" for key in different)
+        expected = ", ".join(f"{key} {verifier.get(key)}" for key in different)
+        received = ", ".join(f"{key} {actual[key]}" for key in different)
         raise UserError(
-            f"the drafter was trained for {verifier.get('name_or_path') or 'another target'} ({made}): got {here}"
+            f"the drafter was trained for {verifier.get('name_or_path') or 'another target'} ({expected}): "
+            f"got {received}"
         )

@@ -55,23 +55,23 @@ class Checked:
             raise UserError(f"{source}: expected {missing[0]}, received none")
         if unknown := sorted(values.keys() - hints.keys()):
             raise UserError(f"{source}: expected {', '.join(hints)}, received {_shown(unknown[0])}")
-        given = dict(values)
+        arguments = dict(values)
         for name, (kind, _) in hints.items():
             if kind not in _KINDS:
-                given[name] = kind.read(given[name], f"{source}: {name}")
+                arguments[name] = kind.read(arguments[name], f"{source}: {name}")
         try:
-            return cls(**given)
+            return cls(**arguments)
         except UserError as error:
             raise UserError(f"{source}: {error}") from None
 
 
 def _hints(kind: type[Checked]) -> dict[str, tuple[Any, Within | None]]:
     """Type and range of each field."""
-    found = {}
+    hints = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         plain, *limits = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-        found[name] = plain, next(iter(limits), None)
-    return found
+        hints[name] = plain, next(iter(limits), None)
+    return hints
 
 
 def _broken(kind: Any, limits: Within | None, value: Any) -> str | None:

@@ -52,10 +52,10 @@ def best_first(
     pushed, node, gain, level, state = 0, 0, 1.0, 0, root
     while True:
         if level < depth:
-            found = children(state)
+            candidates = children(state)
             if width is not None:
-                found = heapq.nlargest(width, found, key=lambda child: child[1])
-            for token, share, below in found:
+                candidates = heapq.nlargest(width, candidates, key=lambda child: child[1])
+            for token, share, below in candidates:
                 if gain * share >= floor:
                     # The counter breaks ties in order of insertion, before states would be compared.
                     pushed += 1

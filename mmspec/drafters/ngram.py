@@ -64,8 +64,8 @@ class Ngram(Drafter):
         self._texts = [self._texts[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        found = [text.continuations(budget, self.width) for text in self._texts]
-        return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
+        rows = [text.continuations(budget, self.width) for text in self._texts]
+        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         return self._texts[row].after(path)
@@ -114,9 +114,9 @@ class _Text:
         starts: list[tuple[int, float]] = []
         seen: set[int] = set()
         for n in self.lengths:
-            found = [end for end in self.ends.get(tuple(tail[-n:]), ()) if end < len(text) and end not in seen]
-            seen.update(found)
-            starts += [(end, _TRUST[min(n, len(_TRUST)) - 1]) for end in found[-_OCCURRENCES:]]
+            ends = [end for end in self.ends.get(tuple(tail[-n:]), ()) if end < len(text) and end not in seen]
+            seen.update(ends)
+            starts += [(end, _TRUST[min(n, len(_TRUST)) - 1]) for end in ends[-_OCCURRENCES:]]
             if len(starts) >= _OCCURRENCES:
                 break
         return starts

@@ -55,7 +55,7 @@ class PerSequence(Drafter):
         self._copies = [self._copies[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        trees = [copy.propose(one, budget) for copy, one in zip(self._copies, token.split(1), strict=True)]
+        trees = [copy.propose(root, budget) for copy, root in zip(self._copies, token.split(1), strict=True)]
         if len(trees) == 1:
             return trees[0]
         probs = [tree.path_probs[0] if tree.nodes > 1 else [] for tree in trees]
@@ -76,8 +76,8 @@ class PerSequence(Drafter):
 
 def _row(output: TargetOutput, row: int) -> TargetOutput:
     """One row of a step."""
-    one = slice(row, row + 1)
-    visual, embeds = (None if value is None else value[one] for value in (output.visual, output.embeds))
-    positions = None if output.positions is None else output.positions[..., one, :]
-    features = {name: value[one] for name, value in output.features.items()}
-    return TargetOutput(output.logits[one], features, visual, embeds, positions)
+    own = slice(row, row + 1)
+    visual, embeds = (None if value is None else value[own] for value in (output.visual, output.embeds))
+    positions = None if output.positions is None else output.positions[..., own, :]
+    features = {name: value[own] for name, value in output.features.items()}
+    return TargetOutput(output.logits[own], features, visual, embeds, positions)

@@ -100,17 +100,23 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
         target: the target.
     """
     width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
-    model, made = type(target.model).__name__, [f"hidden size {width} and {vocab} tokens"]
+    model, expected = type(target.model).__name__, [f"hidden size {width} and {vocab} tokens"]
     types = {here.model_type, target.model.config.model_type}
-    found = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
+    received = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
     fits = width == here.hidden_size and here.vocab_size / 2 < vocab <= here.vocab_size
     if (kind := verifier.get("model_type")) and kind not in types:
-        fits, made, found = False, [*made, f"of type {kind}"], [*found, f"of type {target.model.config.model_type}"]
+        fits, expected, received = (
+            False,
+            [*expected, f"of type {kind}"],
+            [*received, f"of type {target.model.config.model_type}"],
+        )
     if (classes := verifier.get("architectures")) and model not in classes:
-        fits, made = False, [*made, f"of class {', '.join(classes)}"]
+        fits, expected = False, [*expected, f"of class {', '.join(classes)}"]
     if not fits:
         name = verifier.get("name_or_path") or "a target"
-        raise UserError(f"the drafter was trained for {name} of {', '.join(made)}: got {model} with {', '.join(found)}")
+        raise UserError(
+            f"the drafter was trained for {name} of {', '.join(expected)}: got {model} with {', '.join(received)}"
+        )
 
 
 def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:

@@ -4,7 +4,7 @@
                     default), ``chain`` or ``chainN`` (one child per node, at most N draft tokens)
 
 A drafter is ``auto`` (the target's default), ``NAME``, ``NAME:ARGUMENT``, or the folder or hub id of a checkpoint. NAME
-stands for the checkpoint of that name in the target's folder, if there is one; ``new:NAME`` ignores it.
+is the checkpoint of that name in the target's folder, if there is one; ``new:NAME`` ignores it.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Selection:
         if os.path.exists(text):
             return cls((text,))
         drafters, _, shape = text.rpartition("@")
-        found = _SHAPE.fullmatch(shape) if drafters else None
-        if found is None:
+        match = _SHAPE.fullmatch(shape) if drafters else None
+        if match is None:
             if drafters and ":" not in text:  # else it belongs to an argument
                 raise UserError(f"a drafter's shape must be tree, chain or chainN: got {shape!r}")
             drafters = text
         names = tuple(drafters.split("+"))
-        chain = None if found is None or found[1] else int(found[3] or LONGEST_CHAIN)
+        chain = None if match is None or match[1] else int(match[3] or LONGEST_CHAIN)
         if chain == 0:
             raise UserError(f"a chain must have one draft token or more: got {text!r}")
         if names == (PLAIN,):
@@ -103,7 +103,7 @@ def registered_name(drafter: Drafter | None) -> str | None:
 
 def drafters_for(home: Path) -> list[str]:
     """Specifications of the drafters that the model in a folder can use, the default first: those that come with it,
-    and those without a checkpoint. Of a model that is not in a local folder, ``auto`` stands for the former."""
+    and those without a checkpoint. Of a model that is not in a local folder, ``auto`` is the former."""
     alone = [spec.name for spec in drafter_specs() if spec.alone]
     if not home.exists():
         return [AUTO, *alone]
@@ -128,10 +128,10 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     if not isinstance(drafter, str | Path):
         return as_drafter(drafter)
     selection = Selection.parse(str(drafter))
-    made = [_make(part, home, trust_remote_code) for part in selection.drafters]
-    if not made:
+    drafters = [_make(part, home, trust_remote_code) for part in selection.drafters]
+    if not drafters:
         return None
-    joined = made[0] if len(made) == 1 else Union(made)
+    joined = drafters[0] if len(drafters) == 1 else Union(drafters)
     if selection.chain is not None:
         joined.draft_chains(selection.chain)
     return joined
@@ -145,9 +145,9 @@ def _make(part: str, home: str, trust_remote_code: bool) -> Drafter:
         part = _at_home(part, Path(home))
     if part == AUTO:
         default = plugins.default_drafter(Path(home)) if home else AUTO
-        made = make_drafter(DEFAULT if default == AUTO else default, home, trust_remote_code)
-        assert made is not None
-        return made
+        drafter = make_drafter(DEFAULT if default == AUTO else default, home, trust_remote_code)
+        assert drafter is not None
+        return drafter
     folder = _checkpoint_folder(part) if "/" in part and ":" not in part else Path(part)
     if name := checkpoint.drafter_name(folder):
         return drafter_spec(name).from_checkpoint(folder)
@@ -207,5 +207,5 @@ def _from_hub(name: str) -> Path:
     known = ", ".join(plugins.names("drafters"))
     message = f"unknown drafter: expected one of {known}, a local folder or a reachable hub id, got {name!r}"
     patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
-    with explained(message, OSError, ValueError), cache_if_offline("drafter", name) as found:
-        return Path(snapshot_download(name, allow_patterns=patterns, **found))
+    with explained(message, OSError, ValueError), cache_if_offline("drafter", name) as options:
+        return Path(snapshot_download(name, allow_patterns=patterns, **options))

@@ -76,10 +76,10 @@ class Small(CapturedDrafter):
         if target is self._target:
             return
         config: Any = getattr(target, "config", None)
-        ours, theirs = self.lm.config.vocab_size, getattr(config, "vocab_size", None)
-        if theirs is not None and ours > theirs:
+        size, target_size = self.lm.config.vocab_size, getattr(config, "vocab_size", None)
+        if target_size is not None and size > target_size:
             raise UserError(
-                f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}"
+                f"drafter and target must share a vocabulary: the drafter has {size} tokens, the target {target_size}"
             )
         self.model.to(target.device)  # type: ignore[arg-type]
         self._target = target
@@ -163,9 +163,9 @@ def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
         raise UserError(
             f"cannot load drafter 'small:{name}': expected a model's folder, name or hub id, there is no such folder"
         )
-    with cache_if_offline("drafter", location) as found:
+    with cache_if_offline("drafter", location) as options:
         folder = completed.resolved(gguf.resolved(location))
-        return read_whole(AutoModelForCausalLM, folder, trust_remote_code=trust_remote_code, **found)
+        return read_whole(AutoModelForCausalLM, folder, trust_remote_code=trust_remote_code, **options)
 
 
 SPEC = DrafterSpec(

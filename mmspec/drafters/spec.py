@@ -1,4 +1,4 @@
-"""Declaration of a drafter: what commands, documentation and the loader know of it."""
+"""Declaration of a drafter, read by commands, documentation and the loader."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class DrafterSpec:
     @property
     def location(self) -> str:
         """Where its class is, as ``"module:Class"``."""
-        found = self.implementation
-        return found if isinstance(found, str) else f"{found.__module__}:{found.__qualname__}"
+        source = self.implementation
+        return source if isinstance(source, str) else f"{source.__module__}:{source.__qualname__}"
 
     @property
     def alone(self) -> bool:

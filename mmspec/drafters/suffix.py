@@ -42,8 +42,8 @@ class Suffix(Drafter):
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        found = [best_first(row.current(), row.text.children, *limits) for row in self._rows]
-        return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
+        rows = [best_first(row.current(), row.text.children, *limits) for row in self._rows]
+        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """No-op: the engine extends the history, which ``propose`` indexes."""
@@ -75,7 +75,7 @@ class _Row:
 class Automaton:
     """Suffix automaton of a text (Blumer et al., 1985).
 
-    A state stands for the substrings that end at the same places of the text; state 0 for the empty one.
+    A state represents the substrings that end at the same places of the text; state 0 is the empty substring.
 
     Attributes:
         next: of each state, the state after each further token.
@@ -108,12 +108,14 @@ class Automaton:
 
     def _ending(self, state: int, token: int) -> int:
         """The state whose longest substring is that of ``state`` and then ``token``, split off if needed."""
-        found = self.next[state][token]
-        if self._length[found] == self._length[state] + 1:
-            return found
-        copied = self._add(dict(self.next[found]), self._length[state] + 1, self.link[found], self.count[found])
-        self.link[found] = copied
-        while state >= 0 and self.next[state].get(token) == found:
+        successor = self.next[state][token]
+        if self._length[successor] == self._length[state] + 1:
+            return successor
+        copied = self._add(
+            dict(self.next[successor]), self._length[state] + 1, self.link[successor], self.count[successor]
+        )
+        self.link[successor] = copied
+        while state >= 0 and self.next[state].get(token) == successor:
             self.next[state][token] = copied
             state = self.link[state]
         return copied

@@ -19,7 +19,7 @@ class TrainedDrafter(CapturedDrafter):
 
     Args:
         network: the trained network; its ``config`` is a dataclass.
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole one.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
         top_k: nodes extended per level, and children per node.
         depth: maximum tree depth.
         total_tokens: maximum number of drafted nodes.

@@ -58,12 +58,12 @@ class Union(Drafter):
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         """See ``Drafter``; the maximum of the drafters' probabilities."""
-        found: dict[int, float] = {}
+        probs: dict[int, float] = {}
         for drafter in self.drafters:
             for token, p in drafter.continuations(row, path):
-                found[token] = max(p, found.get(token, 0.0))
-        total = max(1.0, sum(found.values()))
-        return [(token, p / total) for token, p in found.items()]
+                probs[token] = max(p, probs.get(token, 0.0))
+        total = max(1.0, sum(probs.values()))
+        return [(token, p / total) for token, p in probs.items()]
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         for drafter in self.drafters:

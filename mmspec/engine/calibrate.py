@@ -56,7 +56,7 @@ def _processor() -> str:
 
 
 def _disturbed(table: CostTable) -> bool:
-    """Whether other load disturbed the measurement: a pass over n nodes took far longer than n passes over one."""
+    """Whether other load disturbed the measurement: a pass over n nodes took far longer than n single-node passes."""
     return any(t > 1.5 * n * table.seconds[0] for n, t in zip(table.tokens, table.seconds, strict=True))
 
 

@@ -18,7 +18,7 @@ def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget, drafter:
 
     A forbidden draft is cut with its subtree; the probabilities of its siblings are renormalised. A forced token
     replaces all drafts after its node, except itself. After forced tokens, and where all drafts were cut, a look-up
-    drafter is asked again. EOS tokens are cut: the target may emit one after any node.
+    drafter proposes again. EOS tokens are cut: the target may emit one after any node.
 
     Args:
         rows: the sequences.

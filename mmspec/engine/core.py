@@ -74,7 +74,7 @@ class EngineCore:
         self._hold(None)
 
     def _hold(self, mode: Mode | None) -> None:
-        """Use the drafter of a mode from now on, exclusively, and free the one before."""
+        """Use the drafter of a mode from now on, exclusively, and free the previous drafter."""
         held = self.mode.speculation if self.mode else None
         new = mode.speculation if mode else None
         self.mode = mode

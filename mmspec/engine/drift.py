@@ -33,7 +33,7 @@ class MeasuredBudget(Budget):
     """A budget from the measured cost of verify passes.
 
     Attributes:
-        drift: verify passes against their calibration; None once that was found to be wrong.
+        drift: verify passes against their calibration; None once the calibration has proved wrong.
     """
 
     drift: Drift | None = None

@@ -140,7 +140,7 @@ class Engine:
         """Cancel all sequences and accept no others."""
         with self._changed:
             self._closed = True
-            self.remove([*self.core.running, *(one for batch in self.core.queued for one in batch.sequences)])
+            self.remove([*self.core.running, *(sequence for batch in self.core.queued for sequence in batch.sequences)])
         self.drain()
 
     # ------------------------------------------------------------------ worker

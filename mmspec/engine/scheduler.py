@@ -13,7 +13,7 @@ from mmspec.engine.speculation import Speculation
 
 @dataclass(frozen=True)
 class Mode:
-    """What sequences must have in common to decode in one batch.
+    """Settings that sequences must share to decode in one batch.
 
     Attributes:
         speculation: drafter and budgets.
@@ -86,7 +86,7 @@ class Scheduler:
             mode: theirs.
             tokens: stacked prompts have at most so many, padding included.
         """
-        found: list[PromptBatch] = []
+        chosen: list[PromptBatch] = []
         longest, rows = 0, running
         while self._waiting:
             batch = self._waiting[0]
@@ -95,18 +95,18 @@ class Scheduler:
                 continue
             rows += len(batch.sequences)
             longest = max(longest, batch.prompt.input_ids.shape[1])
-            if running or found:
-                fits = not found or longest * (rows - running) <= tokens
+            if running or chosen:
+                fits = not chosen or longest * (rows - running) <= tokens
                 joins = batch.mode == mode and fits and rows <= self.slots
-                if not joins or (found and self._resumes(batch.prompt, [one.prompt for one in found])):
+                if not joins or (chosen and self._resumes(batch.prompt, [earlier.prompt for earlier in chosen])):
                     break
             mode = batch.mode
-            found.append(self._waiting.popleft())
-        if len(found) > 1:
-            prompt = Prompt.stack([batch.prompt for batch in found])
+            chosen.append(self._waiting.popleft())
+        if len(chosen) > 1:
+            prompt = Prompt.stack([batch.prompt for batch in chosen])
             if prompt is None:
-                self._waiting.extendleft(reversed(found[1:]))
+                self._waiting.extendleft(reversed(chosen[1:]))
             else:
-                sequences = [sequence for batch in found for sequence in batch.sequences]
-                return PromptBatch(prompt, sequences, found[0].mode)
-        return found[0] if found else None
+                sequences = [sequence for batch in chosen for sequence in batch.sequences]
+                return PromptBatch(prompt, sequences, chosen[0].mode)
+        return chosen[0] if chosen else None

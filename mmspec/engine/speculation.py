@@ -87,7 +87,7 @@ class Speculation:
 
     def shares(self, other: Speculation) -> bool:
         """Whether both have a drafter in common."""
-        return any(one is two for one in self._parts for two in other._parts)
+        return any(part is candidate for part in self._parts for candidate in other._parts)
 
     # ------------------------------------------------------------------ budgets
 

@@ -20,7 +20,7 @@ class Stats:
     """
 
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompt, whose states were kept from an earlier one
+    num_cached_tokens: int = 0  # of the prompt, with states from the prefix cache
     num_generated_tokens: int = 0
     num_spec_steps: int = 0
     num_draft_tokens: int = 0

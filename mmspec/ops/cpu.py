@@ -81,8 +81,8 @@ def in_use(x: Tensor) -> bool:
 
 def problem() -> str | None:
     """Why the kernels cannot be compiled or loaded here; None if they can."""
-    found = _library()
-    return found if isinstance(found, str) else None
+    library = _library()
+    return library if isinstance(library, str) else None
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> _Linear:
@@ -321,16 +321,16 @@ def _library() -> ctypes.CDLL | str:
     except compiler.CompilerError as error:
         return str(error)
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    given = ctypes.POINTER
-    library.linear.argtypes = [given(_Linear), pointer, count, pointer, threads]
-    library.attention_inputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
-    library.attention.argtypes = [given(_Attention), threads]
-    library.layer_outputs.argtypes = [given(_Layer), pointer, pointer, count, pointer, threads]
-    library.decode.argtypes = [given(_Pass), threads]
+    address = ctypes.POINTER
+    library.linear.argtypes = [address(_Linear), pointer, count, pointer, threads]
+    library.attention_inputs.argtypes = [address(_Layer), pointer, pointer, count, pointer, threads]
+    library.attention.argtypes = [address(_Attention), threads]
+    library.layer_outputs.argtypes = [address(_Layer), pointer, pointer, count, pointer, threads]
+    library.decode.argtypes = [address(_Pass), threads]
     library.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
     library.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
     counts, outputs = [count] * 3, [pointer] * 4
-    library.draft_level.argtypes = [given(_Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
+    library.draft_level.argtypes = [address(_Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
     functions = "linear", "attention_inputs", "layer_outputs", "decode", "greatest_of_rows", "quantiles_of_rows"
     for name in (*functions, "draft_level"):
         getattr(library, name).restype = None

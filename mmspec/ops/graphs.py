@@ -110,8 +110,8 @@ class _Graph:
         self._graph = _captured(run, buffers.inputs[0].device)
 
     def replay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for mine, given in zip(self._buffers.inputs, inputs, strict=True):
-            mine.copy_(given, non_blocking=True)
+        for buffer, value in zip(self._buffers.inputs, inputs, strict=True):
+            buffer.copy_(value, non_blocking=True)
         self._graph.replay()
         return self._buffers.outputs
 

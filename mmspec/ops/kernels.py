@@ -56,6 +56,6 @@ def _problem(kind: str, index: int | None, interpreted: bool) -> str | None:
         return "expected a CUDA device"
     capability = torch.cuda.get_device_capability(index)
     if capability < _MIN_CAPABILITY:
-        minimum, found = (f"{major}.{minor}" for major, minor in (_MIN_CAPABILITY, capability))
-        return f"expected compute capability {minimum} or newer, found {found}"
+        minimum, version = (f"{major}.{minor}" for major, minor in (_MIN_CAPABILITY, capability))
+        return f"expected compute capability {minimum} or newer, found {version}"
     return None

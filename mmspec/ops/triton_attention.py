@@ -107,8 +107,8 @@ def _device(kind: str, index: int | None) -> _Device:
     """Concurrent programs of a device, and bytes of shared memory per program."""
     if kind != "cuda":
         return _Device(_INTERPRETED, _LARGE_SHARED)
-    found = torch.cuda.get_device_properties(index)
-    return _Device(found.multi_processor_count, found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    device = torch.cuda.get_device_properties(index)
+    return _Device(device.multi_processor_count, device.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @triton.jit

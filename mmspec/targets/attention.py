@@ -144,10 +144,10 @@ class PassAttention:
         ):
             self.name = "sdpa"
         # Layers of a decoder may have a copy of the configuration.
-        found = (getattr(module, "config", None) for module in decoder.modules())
-        configs = [one for one in found if getattr(one, "_attn_implementation", None) == usual]
+        candidates = (getattr(module, "config", None) for module in decoder.modules())
+        configs = [copy for copy in candidates if getattr(copy, "_attn_implementation", None) == usual]
         # As dicts: setting an attribute of a configuration takes 1 % of a small model's pass.
-        self._settings: list[dict[str, Any]] = list({id(one): vars(one) for one in [config, *configs]}.values())
+        self._settings: list[dict[str, Any]] = list({id(copy): vars(copy) for copy in [config, *configs]}.values())
         with _NEW_LOCK:
             self._lock = _LOCKS.setdefault(decoder, threading.RLock())
 

@@ -91,9 +91,9 @@ class Decoder:
         with self._applied(), biases:
             if (states := self._stack_states(inputs, cache)) is not None:
                 layers = {name: layer_of(name) for name in names}
-                found = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
-                found["last"] = self._module.norm(states[-1])
-                return {name: self._in_dtype(state) for name, state in found.items()}
+                features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+                features["last"] = self._module.norm(states[-1])
+                return {name: self._in_dtype(state) for name, state in features.items()}
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
@@ -107,8 +107,8 @@ class Decoder:
         stack = getattr(self._first, "stack", None) if self._direct is not False else None
         if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
             return None
-        given = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
-        states: list[Tensor] | None = stack.states(self._module, *given, cache)
+        nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
+        states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
         if states is None:
             return None
         if self._direct is None:  # once: other decoders may scale their embeddings, or do more after the last layer
@@ -119,12 +119,12 @@ class Decoder:
         self, call: dict[str, Any], cache: TreeCache, names: Sequence[Feature]
     ) -> tuple[Tensor, dict[str, Any], dict[Feature, Tensor]]:
         """Prefill in one pass of the model: last logits, the decoder's inputs, its features."""
-        given: dict[str, Any] = {}
+        decoder_inputs: dict[str, Any] = {}
         last: dict[Feature, Tensor] = {}
 
         def record(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
             if inputs.get(self._cache_argument) is cache:
-                given.update(inputs) if out is None else last.update(last=self._in_dtype(out[0]))
+                decoder_inputs.update(inputs) if out is None else last.update(last=self._in_dtype(out[0]))
 
         with (
             self._applied(),
@@ -134,14 +134,14 @@ class Decoder:
             self._output.register_forward_pre_hook(contiguous_input),
         ):
             out = self._run_model(call, cache)
-        return out.logits[:, -1:], given, {**features, **last}
+        return out.logits[:, -1:], decoder_inputs, {**features, **last}
 
     def chunk_inputs(self, call: dict[str, Any], cache: TreeCache) -> dict[str, Any] | None:
         """The decoder's inputs for a prompt, visual embeddings included; None if they cannot be split into chunks."""
         limit = getattr(self.config, "time_step_limit", None) or (0.0, inf)
         if self.layers is not None and tuple(limit) != (0.0, inf):
             return None  # transformers clamps the step sizes of a prompt in one pass; tree passes do not
-        given = call
+        decoder_inputs = call
         if set(call) - {"input_ids", "attention_mask", "position_ids"}:
 
             def stop(_: Any, args: Any, inputs: dict[str, Any]) -> None:
@@ -151,10 +151,10 @@ class Decoder:
                 with self.attention.applied(), self._module.register_forward_pre_hook(stop, with_kwargs=True):
                     self._run_model(call, cache)
             except _DecoderReachedError as reached:
-                given = reached.inputs
-        unknown = {name for name, value in given.items() if value is not None} - _SPLIT
-        known = given.get("position_ids") is not None or not self.takes_positions
-        return None if unknown or not known else given
+                decoder_inputs = reached.inputs
+        unknown = {name for name, value in decoder_inputs.items() if value is not None} - _SPLIT
+        known = decoder_inputs.get("position_ids") is not None or not self.takes_positions
+        return None if unknown or not known else decoder_inputs
 
     def prefill_chunk(
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]

@@ -23,7 +23,7 @@ from mmspec.quantisation.blocks import BlockLinear
 from mmspec.quantisation.linear import GROUP, PackedLinear
 from mmspec.targets.attention import NAME, PASS
 
-_MAX_ROWS = 1024  # that all layers compute in one call, which keeps every layer's output
+_MAX_ROWS = 1024  # limit of ``Stack``, which keeps every layer's output
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -69,9 +69,9 @@ class MergedLayer(nn.Module):
         assert position_embeddings is not None
         rotation = _rotation(*position_embeddings)
         if self.stack is not None and self.attends_by_kernel(kwargs):
-            found = self.stack.output(self.place, hidden_states, rotation, attention_mask, past_key_values)
-            if found is not None:
-                return found
+            output = self.stack.output(self.place, hidden_states, rotation, attention_mask, past_key_values)
+            if output is not None:
+                return output
         x = hidden_states.float()
         qkv = self._qkv(x, rotation)
         query, key, value = qkv.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -81,7 +81,7 @@ class MergedLayer(nn.Module):
         return self.rounded(self._outputs(read.flatten(2), x))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """The output in the dtype that what follows the layer takes."""
+        """The output in the dtype of the next layer's, norm's or head's input."""
         return x.bfloat16() if self.last and isinstance(self.down, PackedLinear) else x
 
     def _qkv(self, x: Tensor, rotation: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class MergedLayer(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """What attention reads, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
+        """Attention output, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
         scaling = self.self_attn.scaling
         usual = key.dtype == value.dtype == torch.float32 and key.stride() == value.stride() and key.stride(3) == 1
         if self.native is not None and usual and self.attends_by_kernel(options):
@@ -112,12 +112,12 @@ class MergedLayer(nn.Module):
         return self.config._attn_implementation in (NAME, "sdpa") and PASS not in options
 
     def _outputs(self, read: Tensor, x: Tensor) -> Tensor:
-        """The layer's output, from what attention read and the layer's input."""
+        """The layer's output, from the attention output and the layer's input."""
         if self.native is not None:
             return cpu.layer_outputs(self.native, read.contiguous(), x.contiguous())
         x = x + self.out(read)
         after = self.norms[1](x)
-        # In the precision of the products, as nothing but the next one reads it.
+        # In the precision of the next product, its only reader.
         gate, up = self.gate_up(after.bfloat16() if isinstance(self.gate_up, PackedLinear) else after).chunk(2, dim=-1)
         return x + self.down(self.act_fn(gate) * up)
 
@@ -141,7 +141,7 @@ class Stack:
     """A decoder's layers, computed by one call in all but large passes.
 
     In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each other layer returns its
-    own if it is called with the output of the layer before it, so hooks on layers see what they would see.
+    own if it is called with the output of the layer before it, so hooks on layers receive the usual inputs and outputs.
     """
 
     def __init__(self, layers: list[MergedLayer]) -> None:
@@ -175,8 +175,8 @@ class Stack:
         if highest >= len(self._rotations):
             known = torch.arange(2 * (highest + 1), device=x.device)[None]
             self._rotations = _rotation(*decoder.rotary_emb(x, position_ids=known))[0]
-        found = self._computed(x, self._rotations[positions], mask, cache)
-        return None if found is None else [x, *found]
+        outputs = self._computed(x, self._rotations[positions], mask, cache)
+        return None if outputs is None else [x, *outputs]
 
     def output(self, place: int, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
         """A layer's output; None where the layer has to compute it."""
@@ -196,8 +196,8 @@ class Stack:
         start = cache.get_seq_length()
         storage = cache.kv.shared(cache.attending, *x.shape[:2], like, start)
         allowed, scaling = None if mask is None else _allowed(mask, len(x)), first.self_attn.scaling
-        given = x.float().contiguous(), rotation.contiguous(), allowed, scaling
-        *inner, last = cpu.decode(self._weights, *given, storage, start)
+        inputs = x.float().contiguous(), rotation.contiguous(), allowed, scaling
+        *inner, last = cpu.decode(self._weights, *inputs, storage, start)
         return [*inner, self._layers[-1].rounded(last)]
 
     @cached_property
@@ -255,19 +255,19 @@ def _has_parts(layer: Any) -> bool:
 
 @torch.inference_mode()
 def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
-    """Whether ``MergedLayer`` gives what a layer gives, on random hidden states at spread positions."""
+    """Whether ``MergedLayer`` reproduces a layer's output, on random hidden states at spread positions."""
     plain = copy.deepcopy(layer).float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
     positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
     try:
-        given = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
-        expected = plain(x, **given)
-        found = MergedLayer(plain)(x, **given)
+        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
+        expected = plain(x, **options)
+        merged = MergedLayer(plain)(x, **options)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
         return False
-    rotated_once = given["position_embeddings"][0].ndim == 3  # else by axis of an image
-    return rotated_once and isinstance(expected, Tensor) and torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+    rotated_once = options["position_embeddings"][0].ndim == 3  # else by axis of an image
+    return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
 
 
 def _affine(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:

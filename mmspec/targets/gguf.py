@@ -27,7 +27,7 @@ _FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that holds the file
 
 
 def file_in(name: str | Path) -> Path | None:
-    """The GGUF file that a name stands for: the file itself, or the only one of a folder without ``config.json``.
+    """The GGUF file of a name: the file itself, or the only GGUF file in a folder without ``config.json``.
 
     Raises:
         UserError: the folder has several.

@@ -85,11 +85,11 @@ class Head:
     def _gives(self, logits: Tensor, hidden: Tensor) -> bool:
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1
         try:
-            found = self(hidden)
+            computed = self(hidden)
         except (RuntimeError, TypeError):  # other widths: a projection before the output layer
             return False
-        fits = found.shape == logits.shape
-        return fits and torch.allclose(found.float(), logits.float(), atol=tolerance, rtol=tolerance)
+        fits = computed.shape == logits.shape
+        return fits and torch.allclose(computed.float(), logits.float(), atol=tolerance, rtol=tolerance)
 
 
 class NarrowHead:

@@ -27,7 +27,7 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
 
     Layers of the decoder are packed as ``kind``. Towers and connectors, which no decode step runs, become bfloat16. The
     output layer is not quantised, as its rounding costs more accuracy than that of all layers before it (of SmolLM2 in
-    4 bits, a divergence from float32 of 0.05 against 0.001): behind int8 and int4 it is float16. A head that shares its
+    4 bits, a divergence from float32 of 0.05 against 0.001): with int8 and int4 it is float16. A head that shares its
     weight with the embedding gets a packed copy of its own.
 
     Args:
@@ -84,8 +84,8 @@ def packs_bfloat16() -> bool:
 def weights_kind(model: nn.Module) -> str | None:
     """The class of a model's packed linear layers, of the smallest weights; None where none is packed."""
     order = [cls for kind in ("int4", "int8", "bfloat16") for cls in (KINDS[kind], BLOCKS[kind])]
-    found = {type(module) for module in model.modules()}
-    return next((cls.__name__ for cls in order if cls in found), None)
+    classes = {type(module) for module in model.modules()}
+    return next((cls.__name__ for cls in order if cls in classes), None)
 
 
 def quantise_on_cuda(model: PreTrainedModel, kind: str) -> None:

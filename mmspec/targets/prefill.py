@@ -81,8 +81,8 @@ class Prefill:
 
     def _positions(self) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length) or (axes, batch, length); None if the model computes them."""
-        if (given := self.prompt.inputs.get("position_ids")) is not None:
-            return given
+        if (positions := self.prompt.inputs.get("position_ids")) is not None:
+            return positions
         # Models with several position axes (Qwen-VL) compute those of visual tokens from the prompt.
         if self.decoder.has_position_axes and self.visual is not None and bool(self.visual.any()):
             return None

@@ -1,4 +1,4 @@
-"""States that a target keeps of its prompts and answers, for later prompts that begin alike."""
+"""Prefix caching of a target: states of its prompts and answers, reused by later prompts with the same prefix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PrefixReuse:
-    """What a target with a prefix cache does at each step of a sequence: look up, record, keep.
+    """Look-ups and insertions of a target in its prefix cache.
 
     Without a prefix cache, its methods do nothing.
 
@@ -35,16 +35,19 @@ class PrefixReuse:
         return self._target.prefix_cache is not None and len(prompt.singles) == 1
 
     def resume(self, prompt: Prompt, cache: TreeCache) -> tuple[dict[str, Any], Prefix, int] | None:
-        """The decoder's inputs of a prompt that begins like an earlier one, the earlier one, and the number of tokens
-        in common, whose states are copied to ``cache``; None if there is none."""
+        """Copy the states of the longest cached prefix of a prompt to ``cache``.
+
+        Returns:
+            The decoder's inputs of the prompt, the prefix, and the number of tokens in common; None without a prefix.
+        """
         if not self.looks_up(prompt):
             return None
         visual, length = self._target.visual(prompt), prompt.input_ids.shape[1]
         media = 0 if visual is None or not bool(visual.any()) else int(visual[0].nonzero()[-1]) + 1
-        found = self._find(prompt, media)
-        if found is None:
+        match = self._find(prompt, media)
+        if match is None:
             return None
-        prefix, shared = found
+        prefix, shared = match
         if not at_text(prefix.positions, shared - 1):
             return None
         call = {"input_ids": prompt.input_ids, "position_ids": continued(prefix.positions, shared, length)}
@@ -61,9 +64,9 @@ class PrefixReuse:
         if not self.looks_up(prompt):
             return False
         ids, key = prompt.input_ids[0].tolist(), self._key(prompt)
-        shared = [common(ids, one.input_ids[0].tolist()) for one in others if self._key(one) == key]
-        if found := self._find(prompt, 0):
-            shared.append(found[1])
+        shared = [common(ids, other.input_ids[0].tolist()) for other in others if self._key(other) == key]
+        if match := self._find(prompt, 0):
+            shared.append(match[1])
         return 2 * max(shared, default=0) >= len(ids)
 
     def start(self, prompt: Prompt, output: TargetOutput, cache: TreeCache) -> None:
@@ -78,7 +81,7 @@ class PrefixReuse:
             self._answers += [None] * len(prompt.input_ids)
             return
         parts = output.embeds, output.positions, output.features
-        answers = [Answer.of(row, one, self._key(one), *parts) for row, one in enumerate(prompt.singles)]
+        answers = [Answer.of(row, single, self._key(single), *parts) for row, single in enumerate(prompt.singles)]
         self._answers += answers
         if len(answers) == 1:
             tokens, key = prompt.input_ids[0].tolist(), answers[0].key
@@ -95,10 +98,11 @@ class PrefixReuse:
             return
         nodes = verdict.path.clamp(min=0)
         index = torch.arange(len(nodes), device=nodes.device)[:, None]
-        features = {name: one[index, nodes] for name, one in verified.items()}  # (batch, depth, hidden)
+        features = {name: states[index, nodes] for name, states in verified.items()}  # (batch, depth, hidden)
         for row, (answer, (path, _)) in enumerate(zip(self._answers, verdict.host, strict=True)):
             if answer is not None and path:
-                answer.features.append({name: one[row : row + 1, : len(path)] for name, one in features.items()})
+                accepted = {name: states[row : row + 1, : len(path)] for name, states in features.items()}
+                answer.features.append(accepted)
 
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
         """See ``KeepsPrefixes``."""

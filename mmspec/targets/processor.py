@@ -139,17 +139,17 @@ class Processor:
         if not getattr(self.plain, "chat_template", None):
             return ""
         is_tokenizer = self.plain is self.tokenizer  # a processor's template takes lists of items
-        asked, answered = (
+        question, answer = (
             {"role": role, "content": text if is_tokenizer else [{"type": "text", "text": text}]}
             for role, text in (("user", "question"), ("assistant", "answer"))
         )
         try:
-            prompt = self.plain.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
-            whole = self.plain.apply_chat_template([asked, answered], tokenize=False)
+            prompt = self.plain.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
+            whole = self.plain.apply_chat_template([question, answer], tokenize=False)
         except Exception:  # a template is a program of the checkpoint's, and may raise anything
             return ""
-        between, found, _ = whole.removeprefix(prompt).partition("answer")
-        return between if found and whole.startswith(prompt) and between.isspace() else ""
+        between, separator, _ = whole.removeprefix(prompt).partition("answer")
+        return between if separator and whole.startswith(prompt) and between.isspace() else ""
 
 
 class Detokenizer:

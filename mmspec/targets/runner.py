@@ -23,7 +23,7 @@ from mmspec.targets.masks import tail_mask
 
 
 class Runner(ABC):
-    """Verify passes of a decoder, and the states of the sequences that they read.
+    """Verify passes of a decoder, and the cache of their sequences.
 
     Args:
         decoder, head: of the target.

@@ -221,7 +221,7 @@ def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: int) -
         max_new_tokens: most new tokens.
 
     Raises:
-        UserError: it does: windows, chunks or biases of transformers count padding.
+        UserError: windows, chunks or biases of transformers would count such padding.
     """
     limit = 0 if config.model_type in _SLOT_BIASES else slot_limit(config)
     last = mask.shape[1] + max_new_tokens - 1  # the last token is never read
@@ -233,8 +233,8 @@ def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: int) -
 
 
 def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in [part for part in given.values() if isinstance(part, dict)] or [given]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [part for part in parameters.values() if isinstance(part, dict)] or [parameters]:
         kind = rope.get("rope_type", "default")
         if kind not in ("dynamic", "longrope"):
             continue  # Mamba-2 has neither rotary embeddings nor max_position_embeddings

@@ -74,7 +74,7 @@ class UserText:
             UserError: the tokenizer makes special tokens of plain text.
         """
         backend, names, ids = self._renamed = self._renamed or self._rename()
-        text = self._typed.sub(lambda found: names[found[0]], text).replace(_MARK, "")
+        text = self._typed.sub(lambda match: names[match[0]], text).replace(_MARK, "")
         encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         result, control = [], set(self._ids.values())
         for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
@@ -104,7 +104,7 @@ class UserText:
         )
 
     def _marked(self, text: str) -> str:
-        return self._typed.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+        return self._typed.sub(lambda match: match[0][0] + _MARK + match[0][1:], text)
 
     def _marked_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content = message.get("content")
@@ -114,10 +114,10 @@ class UserText:
         if not isinstance(content, list | tuple):
             return message
         texts = [item.get("text") if isinstance(item, Mapping) else None for item in content]
-        said = [text for text in texts if isinstance(text, str)]
-        if not self._typed.search("".join(said)):
+        strings = [text for text in texts if isinstance(text, str)]
+        if not self._typed.search("".join(strings)):
             return message
-        end = _MARK if len(said) > 1 else ""  # items that a template joins may spell a special token together
+        end = _MARK if len(strings) > 1 else ""  # items that a template joins may spell a special token together
         marked = [
             {**item, "text": self._marked(text) + end} if isinstance(text, str) else item
             for item, text in zip(content, texts, strict=True)

@@ -125,8 +125,8 @@ def _overlaps(rows: tuple[Tensor, ...], k: Tensor, g: Tensor, lineages: Tensor) 
         products.append(torch.stack([(decayed * x).sum(-1) for x in rows]))
         reach += g[row, at] * live
     index = lineages.clamp(min=0)[None, :, None].expand(len(rows), -1, heads, -1, -1)
-    found = torch.stack(products, dim=-1).transpose(2, 3)  # (rows, batch, heads, nodes, generations)
-    overlap = found.new_zeros(*found.shape[:4], nodes).scatter_add_(4, index, found)
+    overlaps = torch.stack(products, dim=-1).transpose(2, 3)  # (rows, batch, heads, nodes, generations)
+    overlap = overlaps.new_zeros(*overlaps.shape[:4], nodes).scatter_add_(4, index, overlaps)
     return exp2(reach), overlap.view(len(rows), batch * heads, nodes, nodes).unbind()
 
 

@@ -141,7 +141,7 @@ def tree_conv(
                 inputs.insert(0, x[row, at])
                 at = int(parents[row, at])
             inputs = [*state[row].unbind(1), *inputs][-weight.shape[1] :]
-            y[row, node] = sum(weight[:, tap].float() * one for tap, one in enumerate(inputs))
+            y[row, node] = sum(weight[:, tap].float() * value for tap, value in enumerate(inputs))
             if bias is not None:
                 y[row, node] += bias
     return (torch.nn.functional.silu(y) if activation else y).to(x.dtype)

@@ -49,7 +49,7 @@ def depth_index(ancestors: Tensor) -> DepthIndex:
         depth = ancestors.sum(-1).flatten()
         by_level = [(depth == level).nonzero()[:, 0] for level in range(1, int(depth.max()) + 1)]
     slots, sources = (row * (1 + nodes) + index + 1).flatten(), (row * (1 + nodes) + parents + 1).flatten()
-    return DepthIndex(parents, tuple(by_level), *(tuple(one[at] for at in by_level) for one in (slots, sources)))
+    return DepthIndex(parents, tuple(by_level), *(tuple(flat[at] for at in by_level) for flat in (slots, sources)))
 
 
 def tree_selective(
@@ -125,10 +125,10 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
     dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds
     for group, part in tiles(x, b, len(path) * b.shape[3]):
         rate, tile = _base2(a[part]), state[:, part]
-        for step, one, entering in zip(
+        for step, value, entering in zip(
             *(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True
         ):
-            tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * one).unsqueeze(2), entering.unsqueeze(1))
+            tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * value).unsqueeze(2), entering.unsqueeze(1))
 
 
 def _base2(a: Tensor) -> Tensor:

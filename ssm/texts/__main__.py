@@ -22,8 +22,8 @@ def main(count: int, first: int, split: str, kind: str | None, out: Path) -> Non
     """Write generated examples as conversations, an input of `mmspec train make-data --prompts`."""
     with atomic(out) as part, part.open("w", encoding="utf-8") as file:
         for index in range(first, first + count):
-            one = example(index, split, kind)
-            turns = ({"from": "human", "value": one.prompt}, {"from": "gpt", "value": one.answer})
+            item = example(index, split, kind)
+            turns = ({"from": "human", "value": item.prompt}, {"from": "gpt", "value": item.answer})
             file.write(json.dumps({"id": f"{split}-{kind or 'mix'}-{index}", "conversations": turns}) + "\n")
 
 

@@ -37,8 +37,8 @@ def _code(text: str) -> str:
 
 
 def _last(text: str) -> str | None:
-    found = re.findall(r"^Answer: (.+?)\s*$", text, re.MULTILINE)
-    return found[-1] if found else None
+    answers = re.findall(r"^Answer: (.+?)\s*$", text, re.MULTILINE)
+    return answers[-1] if answers else None
 
 
 def _results(text: str) -> list[str]:

@@ -78,7 +78,7 @@ def problem(rng: random.Random, steps: int | None = None) -> tuple[str, str]:
     plot = _Plot(rng)
     for _ in range(count):
         plot.add_step()
-    story = " ".join([plot.opening, *(step.text for step in plot.steps), plot.asked])
+    story = " ".join([plot.opening, *(step.text for step in plot.steps), plot.question])
     return story, _solution(plot, rng)
 
 
@@ -112,7 +112,7 @@ class _Plot:
         self.rng = rng
         self.name, self.pronoun = person(rng)
         self.things = rng.choice(list(THINGS))
-        self.one, self.kept, self.place = THINGS[self.things]
+        self.singular, self.kept, self.place = THINGS[self.things]
         self.steps: list[ProblemStep] = []
         self.shared = False
         top = rng.choice((12, 30, 60, 99, 250))
@@ -133,7 +133,7 @@ class _Plot:
                 f" {sentence(self.pronoun)} likes {rng.choice(['music', 'rain', 'cats', 'long walks', 'tea'])}."
             )
         self.closing = rng.choice((f"{self.name} has", f"{self.pronoun} ends up with", "there are"))
-        self.asked = rng.choice(
+        self.question = rng.choice(
             (
                 f"How many {self.things} does {self.name} have now?",
                 f"How many {self.things} are there in the end?",
@@ -255,8 +255,8 @@ class _Plot:
 
 def final(text: str) -> int | None:
     """Returns the number in the last line "Answer: N", or None."""
-    found = re.findall(rf"^{ENDING}(-?\d+)\s*$", text, re.MULTILINE)
-    return int(found[-1]) if found else None
+    numbers = re.findall(rf"^{ENDING}(-?\d+)\s*$", text, re.MULTILINE)
+    return int(numbers[-1]) if numbers else None
 
 
 def steps_of(answer: str) -> int:

@@ -131,15 +131,15 @@ def _looped(task: ProgramSpec, v: str, rng: random.Random) -> str:
     value = task.change.code.format(v=v) if task.change else v
     lines = [f"def {task.name}({task.numbers}):"]
     if task.goal in EMPTY:
-        found, sign = "found", ">" if task.goal == "largest" else "<"
-        lines += [f"    {found} = []", f"    for {v} in {task.numbers}:"]
+        collected, sign = "found", ">" if task.goal == "largest" else "<"
+        lines += [f"    {collected} = []", f"    for {v} in {task.numbers}:"]
         body, pad = _guard(task, v)
-        lines += [*body, f"{pad}{found}.append({value})"]
+        lines += [*body, f"{pad}{collected}.append({value})"]
         return "\n".join(
             [
                 *lines,
-                f"    best = {found}[0] if {found} else 0",
-                f"    for {v} in {found}:",
+                f"    best = {collected}[0] if {collected} else 0",
+                f"    for {v} in {collected}:",
                 f"        if {v} {sign} best:",
                 f"            best = {v}",
                 "    return best",

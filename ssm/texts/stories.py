@@ -100,8 +100,8 @@ def _middle(notes: dict[str, str], pronoun: str, rng: random.Random) -> list[str
             )
         )
         if rng.random() < 0.5:
-            said = rng.choice(("What a day!", "Whose is it?", "Let us keep it.", "I have never seen one."))
-            lines.append(f'"{said}" says {friend}.')
+            quote = rng.choice(("What a day!", "Whose is it?", "Let us keep it.", "I have never seen one."))
+            lines.append(f'"{quote}" says {friend}.')
     return lines
 
 
@@ -182,7 +182,7 @@ def question(rng: random.Random) -> tuple[str, str]:
         facts.append(owns + rng.choice((f" and lives at the {home}.", f". {who} lives at the {home}.")))
     k = rng.randrange(count)
     who, what, colour, home = people[k], goods[k], colours[k], homes[k]
-    asked, reason, result = rng.choice(
+    query, reason, result = rng.choice(
         (
             (f"Who has the {what}?", f"The text says that {who} has {article(colour)} {what}", who),
             (f"What colour is the {what}?", f"{who} has the {what}, and it is {colour}", colour),
@@ -198,7 +198,7 @@ def question(rng: random.Random) -> tuple[str, str]:
             ),
         )
     )
-    return f"{' '.join(facts)} {asked}", f"{reason}.\nAnswer: {result}"
+    return f"{' '.join(facts)} {query}", f"{reason}.\nAnswer: {result}"
 
 
 def notes_of(prompt: str) -> list[str]:

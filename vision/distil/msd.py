@@ -115,11 +115,11 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
 
 
 def _network_config(options: Mapping[str, Any], target: Any, start: MSD | None, tokens: int) -> MSDConfig:
-    given = {field.name: options[field.name] for field in fields(MSDConfig) if options.get(field.name) is not None}
-    given |= _latents(options, target)
-    rank = given.get("rank", start.network.config.rank if start else 0)
-    given |= {"rank": rank, "head": tokens if rank else 0}
-    return replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
+    settings = {field.name: options[field.name] for field in fields(MSDConfig) if options.get(field.name) is not None}
+    settings |= _latents(options, target)
+    rank = settings.get("rank", start.network.config.rank if start else 0)
+    settings |= {"rank": rank, "head": tokens if rank else 0}
+    return replace(start.network.config, **settings) if start else MSDConfig.like(target.config, **settings)
 
 
 def _latents(options: Mapping[str, Any], target: Any) -> dict[str, int]:

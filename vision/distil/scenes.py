@@ -50,7 +50,7 @@ def scene_conversations(indices: Iterable[int], out: Path) -> Iterator[PendingCo
             {"type": "image", "path": str(_saved(scene, out / "images" / f"{name}-{number}.png"))}
             for number, scene in enumerate(example.scenes)
         ]
-        questions: list[list[dict[str, Any]]] = [[{"type": "text", "text": asked}] for asked, _ in example.turns]
+        questions: list[list[dict[str, Any]]] = [[{"type": "text", "text": question}] for question, _ in example.turns]
         questions[0] = pictures + questions[0]
         answers = tuple(answer for _, answer in example.turns)
         yield PendingConversation(name, questions, [len(answer) for answer in answers], known=answers)

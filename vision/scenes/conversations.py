@@ -212,5 +212,5 @@ def _simple_scene(rng: random.Random) -> Scene:
 
 
 def _questions(scene: Scene, rng: random.Random, count: int) -> list[tuple[str, str]]:
-    asked = [ask(scene, rng) for _ in range(count)]
-    return [(casual(q.question, rng), q.answer) for q in asked if q is not None]
+    questions = [ask(scene, rng) for _ in range(count)]
+    return [(casual(q.question, rng), q.answer) for q in questions if q is not None]

@@ -57,13 +57,13 @@ def _shape(scene: Scene, rng: random.Random) -> Question:
     if scene.items and rng.random() < 0.8:
         cells = [item.cell for item in scene.items]
     cell = rng.choice(cells)
-    found = next((item for item in scene.items if item.cell == cell), None)
+    item = next((item for item in scene.items if item.cell == cell), None)
     place = rng.choice(POSITIONS[cell])
     question = rng.choice((f"What is {place}?", f"What can you see {place}?", f"Which shape is {place}?"))
-    if found is None:
+    if item is None:
         return Question("shape", question, rng.choice(("Nothing is there.", "There is nothing there.")), "")
-    thing = with_article(f"{found.colour} {found.shape}")
-    return Question("shape", question, rng.choice((f"It is {thing}.", f"There is {thing} {place}.")), found.shape)
+    thing = with_article(f"{item.colour} {item.shape}")
+    return Question("shape", question, rng.choice((f"It is {thing}.", f"There is {thing} {place}.")), item.shape)
 
 
 def _position(scene: Scene, rng: random.Random) -> Question | None:

@@ -22,7 +22,9 @@ def cider(answered: Sequence[Answered]) -> dict[str, float]:
         from pycocoevalcap.cider.cider import Cider
     except ImportError:
         raise missing("CIDEr", "pycocoevalcap", "eval") from None
-    references = {k: [_normalise(one) for one in sample.references[0]] for k, (sample, _) in enumerate(answered)}
+    references = {
+        k: [_normalise(caption) for caption in sample.references[0]] for k, (sample, _) in enumerate(answered)
+    }
     candidates = {k: [_normalise(answers[0])] for k, (_, answers) in enumerate(answered)}
     score, _ = Cider().compute_score(references, candidates)
     return {"CIDEr": float(score)}

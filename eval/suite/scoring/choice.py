@@ -20,9 +20,9 @@ def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
         r"\(([A-Z])\)",
         r"(?:answer|option)(?: is)?:? \(?([A-Z])\b",
     ):
-        found = [letter for letter in re.findall(pattern, answer.strip()) if letter in letters]
-        if len(set(found)) == 1:
-            return found[0]
+        matches = [letter for letter in re.findall(pattern, answer.strip()) if letter in letters]
+        if len(set(matches)) == 1:
+            return matches[0]
     text = f" {normalise(answer)} "
     named = [letter for letter, option in zip(letters, options, strict=True) if f" {normalise(str(option))} " in text]
     return named[0] if len(named) == 1 else None
@@ -36,5 +36,5 @@ def choice_accuracy(answered: Sequence[Answered]) -> dict[str, float]:
         if sample.metadata:
             right.append(chosen_letter(answers[0], sample.metadata) == accepted[0])
         else:
-            right.append(normalise(answers[0]) in {normalise(one) for one in accepted})
+            right.append(normalise(answers[0]) in {normalise(reference) for reference in accepted})
     return {"accuracy": mean(map(float, right))}

@@ -23,9 +23,7 @@ def objects(answered: Sequence[Answered]) -> dict[str, float]:
     right = total = signs = read = whole = 0
     for sample, answers in answered:
         scene: Scene = sample.metadata
-        mentions: Counter[object] = Counter(
-            (found.colour, found.shape, found.cell) for found in read_objects(answers[-1])
-        )
+        mentions: Counter[object] = Counter((item.colour, item.shape, item.cell) for item in read_objects(answers[-1]))
         drawn: Counter[object] = Counter((item.colour, item.shape, item.cell) for item in scene.items)
         good = (drawn & mentions).total()
         legible = scene.sign is None or read_sign(answers[-1]) == scene.sign.text
@@ -52,13 +50,13 @@ def questions(answered: Sequence[Answered]) -> dict[str, float]:
 
 def events(answered: Sequence[Answered]) -> dict[str, float]:
     """Share of a clip's events that its caption mentions. ``metadata`` is the clip."""
-    found = [
+    right = [
         event in mentioned
         for sample, answers in answered
         for mentioned in [read_events(answers[0])]
         for event in events_of(sample.metadata)
     ]
-    return {"events right": mean(map(float, found))}
+    return {"events right": mean(map(float, right))}
 
 
 def generated(answered: Sequence[Answered]) -> dict[str, float]:

@@ -41,17 +41,17 @@ def _mean_over_turns(name: str, score: Callable[[str, Sequence[str]], float]) ->
 
 
 def _exact(answer: str, accepted: Sequence[str]) -> float:
-    return float(normalise(answer) in {normalise(one) for one in accepted})
+    return float(normalise(answer) in {normalise(reference) for reference in accepted})
 
 
 def _contained(answer: str, accepted: Sequence[str]) -> float:
     text = f" {normalise(answer)} "
-    return float(any(f" {normalise(one)} " in text for one in accepted))
+    return float(any(f" {normalise(reference)} " in text for reference in accepted))
 
 
 def _vqa(answer: str, accepted: Sequence[str]) -> float:
     """VQA accuracy: min(agreeing annotators / 3, 1), averaged over all subsets that leave one annotator out."""
-    text, humans = normalise(answer), [normalise(one) for one in accepted]
+    text, humans = normalise(answer), [normalise(reference) for reference in accepted]
     if len(humans) == 1:
         return float(text == humans[0])
     agreeing = sum(text == human for human in humans)
@@ -69,12 +69,12 @@ def _parse_number(text: str) -> float | None:
 def _relaxed(answer: str, accepted: Sequence[str]) -> float:
     """Exact match, with 5 % tolerance for numbers (ChartQA, arXiv 2203.10244, section 5.1)."""
     text = _parse_number(answer)
-    for one in accepted:
-        wanted = _parse_number(one)
+    for reference in accepted:
+        wanted = _parse_number(reference)
         if text is not None and wanted is not None:
             if abs(text - wanted) <= 0.05 * abs(wanted):
                 return 1.0
-        elif answer.strip().rstrip(".").lower() == one.strip().lower():
+        elif answer.strip().rstrip(".").lower() == reference.strip().lower():
             return 1.0
     return 0.0
 
@@ -83,8 +83,8 @@ def _anls(answer: str, accepted: Sequence[str]) -> float:
     """1 - normalised edit distance to the nearest reference, 0 below one half (arXiv 1905.13648, section 5)."""
     text = " ".join(answer.lower().split())
     best = 0.0
-    for one in accepted:
-        wanted = " ".join(one.lower().split())
+    for reference in accepted:
+        wanted = " ".join(reference.lower().split())
         best = max(best, 1 - _edit_distance(text, wanted) / max(len(text), len(wanted), 1))
     return best if best >= 0.5 else 0.0
 
@@ -103,8 +103,8 @@ def _rouge_l(answer: str, accepted: Sequence[str]) -> float:
     """ROUGE-L: F1 of the longest common subsequence of words, with the best reference."""
     text = normalise(answer).split()
     best = 0.0
-    for one in accepted:
-        wanted = normalise(one).split()
+    for reference in accepted:
+        wanted = normalise(reference).split()
         row = [0] * (len(wanted) + 1)
         for x in text:
             before = 0
@@ -115,8 +115,8 @@ def _rouge_l(answer: str, accepted: Sequence[str]) -> float:
 
 
 def _last_number(answer: str, accepted: Sequence[str]) -> float:
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
-    return float(bool(found) and _parse_number(found[-1]) in {_parse_number(one) for one in accepted})
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
+    return float(bool(numbers) and _parse_number(numbers[-1]) in {_parse_number(reference) for reference in accepted})
 
 
 exact = _mean_over_turns("exact match", _exact)

@@ -20,15 +20,15 @@ def says_yes(answer: str) -> bool | None:
 def pope(answered: Sequence[Answered]) -> dict[str, float]:
     """F1, accuracy, precision and recall of "yes", and its share; an unclear answer counts as no."""
     pairs = [(says_yes(answers[0]) is True, says_yes(s.references[0][0]) is True) for s, answers in answered]
-    hits = sum(said and true for said, true in pairs)
-    said, true = sum(said for said, _ in pairs), sum(true for _, true in pairs)
-    precision, recall = hits / max(said, 1), hits / max(true, 1)
+    hits = sum(yes and true for yes, true in pairs)
+    yes, true = sum(yes for yes, _ in pairs), sum(true for _, true in pairs)
+    precision, recall = hits / max(yes, 1), hits / max(true, 1)
     return {
         "F1": 2 * precision * recall / max(precision + recall, 1e-9),
         "accuracy": mean(float(a == b) for a, b in pairs),
         "precision": precision,
         "recall": recall,
-        "yes": said / len(pairs),
+        "yes": yes / len(pairs),
     }
 
 

@@ -46,25 +46,25 @@ def _caption(rng: random.Random, frames: int) -> SampleFields:
 def _question_sampler(kind: str | None) -> DrawSample:
     """Draws questions of one kind, or with None, of all kinds but counting and reading, which are separate tasks."""
 
-    def one(rng: random.Random, frames: int) -> SampleFields:
+    def draw(rng: random.Random, frames: int) -> SampleFields:
         while True:
             scene = sample_scene(rng, 1.0 if kind == "text" else 0.4)
             question = ask(scene, rng, kind)
             if question is not None and (kind or question.kind not in ("count", "text")):
                 return Conversation((question.question,), (picture(scene),)), question.kind, (), [question]
 
-    return one
+    return draw
 
 
 def _turns(rng: random.Random, frames: int) -> SampleFields:
     scene = sample_scene(rng)
-    asked: list[Question | None] = [None]
-    while len(asked) < 3:
+    questions: list[Question | None] = [None]
+    while len(questions) < 3:
         question = ask(scene, rng)
-        if question is not None and question not in asked:
-            asked.append(question)
-    texts = tuple(describe_prompt(rng) if question is None else question.question for question in asked)
-    return Conversation(texts, (picture(scene),)), "conversation", (), asked
+        if question is not None and question not in questions:
+            questions.append(question)
+    texts = tuple(describe_prompt(rng) if question is None else question.question for question in questions)
+    return Conversation(texts, (picture(scene),)), "conversation", (), questions
 
 
 def _several(rng: random.Random, frames: int) -> SampleFields:

@@ -18,7 +18,7 @@ def _references(row: DatasetRow, field: str) -> list[str]:
     """Accepted answers: texts, or VQAv2's objects with an ``answer`` each."""
     value = row[field]
     if isinstance(value, list):
-        return [str(one["answer"] if isinstance(one, dict) else one) for one in value]
+        return [str(entry["answer"] if isinstance(entry, dict) else entry) for entry in value]
     return [str(value)]
 
 

@@ -67,11 +67,11 @@ class EvalTask:
             rows = hub_rows(self.name, self.hub, limit)
         else:
             raise UserError(f"{self.name} is read from local files only: expected --data FOLDER with {self.name}.jsonl")
-        found = [self.read(row) for row in islice(rows, limit)]
-        if not found:
+        read = [self.read(row) for row in islice(rows, limit)]
+        if not read:
             raise UserError(f"{self.name}: expected at least one sample, received none")
-        if len({sample.id for sample in found}) < len(found):
-            found = [
-                Sample(f"{k}:{s.id}", s.conversation, s.category, s.references, s.metadata) for k, s in enumerate(found)
+        if len({sample.id for sample in read}) < len(read):
+            read = [
+                Sample(f"{k}:{s.id}", s.conversation, s.category, s.references, s.metadata) for k, s in enumerate(read)
             ]
-        return found
+        return read

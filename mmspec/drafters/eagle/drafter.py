@@ -59,7 +59,7 @@ class Eagle(HiddenStateDrafter):
 
     Args:
         network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full one.
+        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full vocabulary.
         top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
@@ -90,11 +90,11 @@ class Eagle(HiddenStateDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
-        """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
+        """Load a checkpoint of ``save`` or a published drafter; raises ``UserError`` if it is invalid."""
         if cls.layout is not None and checkpoint.drafter_name(folder) is None:
-            shape, tensors, found = read_published(folder, cls.layout)
+            shape, tensors, verifier = read_published(folder, cls.layout)
             drafter = cls(checkpoint.load_network(cls.network_class, shape, tensors, folder))
-            drafter.published = found
+            drafter.published = verifier
             return drafter
         settings: Any
         settings, verifier, tensors = checkpoint.read(folder, cls.settings)

@@ -68,13 +68,13 @@ def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor
     """
     config = read_json(folder / "config.json")
     tensors = read_tensors(folder, shapes_only={EMBEDDING})
-    found = layout_of(config, set(tensors))
-    refuse(found, folder)
-    if found == "eagle3":
+    layout_name = layout_of(config, set(tensors))
+    refuse(layout_name, folder)
+    if layout_name == "eagle3":
         raise UserError(
             f"{folder}: expected an MSD or EAGLE-1/2 drafter, received an EAGLE-3 head: use eagle3:{folder}"
         )
-    if found is None:
+    if layout_name is None:
         received = ", ".join(sorted(tensors)[:4]) or "no weights"
         raise UserError(f"{folder}: expected the tensors of an MSD or EAGLE drafter, received {received}")
     return convert(config, tensors, layout, str(folder))
@@ -102,17 +102,17 @@ def convert(
     for name in ("fc", "img_fc"):  # EAGLE heads of Llama-3 have no bias
         if config.get("bias") is False and f"{name}.bias" not in tensors and f"{name}.weight" in tensors:
             tensors = {**tensors, f"{name}.bias": tensors[f"{name}.weight"].new_zeros(network.hidden_size)}
-    # A mismatch of configuration and embedding is found by the shape check.
+    # The shape check detects a mismatch of configuration and embedding.
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].dim() else None
     vocab = whole_number(config, "vocab_size", rows, source)
     shapes[EMBEDDING] = (vocab, network.hidden_size)
     _check(tensors, shapes, set() if layout.embedding else {EMBEDDING}, layout.name, source)
-    ours = {
+    renamed = {
         name: torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
         for name, parts in {**EAGLE_PARTS, **layout.parts}.items()
         if parts[0] in shapes
     }
-    return network, ours, {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
+    return network, renamed, {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
 
 
 def _network(config: Mapping[str, Any], names: Any, layout: Layout[C], source: str) -> C:
@@ -125,14 +125,14 @@ def _network(config: Mapping[str, Any], names: Any, layout: Layout[C], source: s
             f"{source}/config.json: expected one layer with plain rotary positions, received {layers} with rope "
             f"scaling {rope['rope_type']!r}"
         )
-    ours = {
+    values = {
         **shape,
         "rope_theta": rope["rope_theta"],
         "input_norm": INPUT_NORM in names,
         "qkv_bias": bool(config.get("qkv_bias")) or any(f"{name}.bias" in names for name in QKV),
         **layout.settings(config),
     }
-    return layout.config.read(ours, f"{source}/config.json")
+    return layout.config.read(values, f"{source}/config.json")
 
 
 def _shapes(network: EagleConfig) -> Shapes:
@@ -162,8 +162,8 @@ def _check(
     missing = sorted(shapes.keys() - tensors.keys() - optional)
     unknown = sorted(tensors.keys() - shapes.keys() - HARMLESS)
     if missing or unknown:
-        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of layout {layout}, received {'; '.join(found)}")
+        problems = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{source}: expected exactly the tensors of layout {layout}, received {'; '.join(problems)}")
     for name in sorted(shapes.keys() & tensors.keys()):
         tensor = tensors[name]
         if tuple(tensor.shape) != shapes[name]:

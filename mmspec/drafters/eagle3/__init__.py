@@ -24,9 +24,9 @@ def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
     if not at:
         return argument, {}
     kind, _, numbers = layers.rpartition(":")
-    if kind not in ("", "inputs", "outputs") or not all(one.isdecimal() for one in numbers.split(",")):
+    if kind not in ("", "inputs", "outputs") or not all(number.isdecimal() for number in numbers.split(",")):
         raise UserError(f"layers to read must be as in FOLDER@2,16,29 or FOLDER@outputs:1,15,28: got @{layers}")
-    return folder, {"reads": [int(one) for one in numbers.split(",")], "outputs": kind == "outputs"}
+    return folder, {"reads": [int(number) for number in numbers.split(",")], "outputs": kind == "outputs"}
 
 
 SPEC = DrafterSpec(

@@ -68,7 +68,7 @@ class Eagle3(PositionedDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path, reads: list[int] | None = None, outputs: bool = False) -> Self:
-        """Load a checkpoint of ``save`` or a published one.
+        """Load a checkpoint of ``save`` or a published head.
 
         Args:
             folder: of the checkpoint.
@@ -78,9 +78,9 @@ class Eagle3(PositionedDrafter):
             UserError: it is invalid.
         """
         tree: dict[str, int] = {}
-        verifier = found = None
+        verifier = published = None
         if checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, found = read_published(folder)
+            config, tensors, draft_ids, published = read_published(folder)
         else:
             settings, verifier, tensors = checkpoint.read(folder, _Settings)
             draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
@@ -92,7 +92,7 @@ class Eagle3(PositionedDrafter):
         drafter = cls(
             checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **tree, verifier=verifier
         )
-        drafter.published = found
+        drafter.published = published
         return drafter
 
     # ------------------------------------------------------------------ the target
@@ -141,7 +141,7 @@ class Eagle3(PositionedDrafter):
             self._watch(verdict)
 
     def _watch(self, verdict: Verdict) -> None:
-        """Warn once of an acceptance length near 1: shapes do not tell which layers a head was trained on."""
+        """Warn once of an acceptance length near 1: shapes do not determine which layers a head was trained on."""
         self._passes += 1
         self._emitted += sum(len(path) for path, _ in verdict.host) / len(verdict.host)
         if self._passes == _WATCHED and self._emitted < _LEAST * _WATCHED:

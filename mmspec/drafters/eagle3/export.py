@@ -57,21 +57,21 @@ def export(drafter: Eagle3, target: Any, folder: Path, layout: str, tokens: int)
 
 
 def _check(drafter: Eagle3, target: Any, layout: str) -> None:
-    network, made, decoder = (
+    network, source, decoder = (
         drafter.network.config,
         drafter.verifier or drafter.published or {},
         target.get_text_config(),
     )
     for name in ("hidden_size", "vocab_size"):
-        if made[name] != getattr(decoder, name):
+        if source[name] != getattr(decoder, name):
             raise UserError(
-                f"the drafter was trained for {made['name_or_path'] or 'a target'} with {name} {made[name]}: got "
+                f"the drafter was trained for {source['name_or_path'] or 'a target'} with {name} {source[name]}: got "
                 f"{target.name_or_path} with {getattr(decoder, name)}"
             )
     classes = set(target.architectures or [])
-    if classes and made["architectures"] and classes.isdisjoint(made["architectures"]):
+    if classes and source["architectures"] and classes.isdisjoint(source["architectures"]):
         raise UserError(
-            f"the drafter was trained for a target of class {', '.join(made['architectures'])}: got "
+            f"the drafter was trained for a target of class {', '.join(source['architectures'])}: got "
             f"{target.name_or_path} of class {', '.join(sorted(classes))}"
         )
     if not network.head:
@@ -89,11 +89,11 @@ def _tensors(state: Mapping[str, Tensor], network: Eagle3Config, prefix: str) ->
     """Tensors of a network under published names; those that are stacked here are apart there."""
     inner, keys = network.heads * network.head_dim, network.kv_heads * network.head_dim
     rows = {1: [-1], 2: [network.mlp] * 2, 3: [inner, keys, keys]}
-    found: dict[str, Tensor] = {}
-    for ours, theirs in published_parts(network, prefix).items():
-        parts = [state[ours]] if len(theirs) == 1 else state[ours].split(rows[len(theirs)])
-        found |= dict(zip(theirs, (part.clone() for part in parts), strict=True))
-    return found
+    tensors: dict[str, Tensor] = {}
+    for name, published in published_parts(network, prefix).items():
+        parts = [state[name]] if len(published) == 1 else state[name].split(rows[len(published)])
+        tensors |= dict(zip(published, (part.clone() for part in parts), strict=True))
+    return tensors
 
 
 def _vocabularies(draft_ids: Tensor, vocab: int) -> dict[str, Tensor]:

@@ -69,12 +69,12 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         shapes["d2t"] = (draft,)
     optional = {"d2t": (draft,), "t2d": (vocab,)}
     _check(tensors, shapes, optional, source)
-    ours = {
-        name: torch.cat([tensors[one] for one in found]) if len(found) > 1 else tensors[found[0]]
-        for name, found in parts.items()
+    renamed = {
+        name: torch.cat([tensors[part] for part in sources]) if len(sources) > 1 else tensors[sources[0]]
+        for name, sources in parts.items()
     }
     verifier = {**_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
-    return network, ours, _draft_ids(tensors, draft, vocab, source), verifier
+    return network, renamed, _draft_ids(tensors, draft, vocab, source), verifier
 
 
 def _network(
@@ -87,7 +87,7 @@ def _network(
     reads, shape = _reads(config, eagle, source), layer_shape(layer, source)
     width = whole_number(config, "target_hidden_size", shape["hidden_size"], source)
     own = _rows(tensors, "lm_head.weight")
-    ours = {
+    values = {
         **shape,
         "target_size": width,
         "states": len(reads) or 3,
@@ -98,15 +98,17 @@ def _network(
         "rope": rope_parameters(layer, source),
         **{name: bool(config.get(name, eagle.get(name))) for name in SWITCHES},
     }
-    return Eagle3Config.read(ours, f"{source}/config.json")
+    return Eagle3Config.read(values, f"{source}/config.json")
 
 
 def _reads(config: Mapping[str, Any], eagle: Mapping[str, Any], source: str) -> list[int]:
-    """Layers whose inputs the head reads; empty if the configuration does not tell."""
+    """Layers whose inputs the head reads; empty if the configuration does not list them."""
     inputs = next((config[name] for name in _IDS if config.get(name)), None)
     outputs = next((eagle[name] for name in _IDS if eagle.get(name)), config.get("aux_hidden_states_layer_ids"))
     layers = inputs if inputs is not None else outputs if outputs is not None else []
-    if not isinstance(layers, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in layers):
+    if not isinstance(layers, list) or not all(
+        isinstance(layer, int) and not isinstance(layer, bool) for layer in layers
+    ):
         raise UserError(f"{source}/config.json: {_IDS[0]} must be a list of layers: got {layers!r}")
     return layers if inputs is not None else [layer + 1 for layer in layers]
 
@@ -136,17 +138,17 @@ def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
     if network.embedding:
         parts["embed_tokens.weight"] = ["embed_tokens.weight"]
     for number in range(network.layers):
-        ours, theirs = f"layers.{number}", f"layers.{number}" if number else prefix
+        own, published = f"layers.{number}", f"layers.{number}" if number else prefix
         parts |= {
-            f"{ours}.qkv.weight": [f"{theirs}.self_attn.{one}_proj.weight" for one in "qkv"],
-            f"{ours}.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
-            f"{ours}.gate_up.weight": [f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"],
-            f"{ours}.down.weight": [f"{theirs}.mlp.down_proj.weight"],
-            f"{ours}.post_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
-            f"{ours}.{'input' if number else 'embed'}_norm.weight": [f"{theirs}.input_layernorm.weight"],
+            f"{own}.qkv.weight": [f"{published}.self_attn.{letter}_proj.weight" for letter in "qkv"],
+            f"{own}.out.weight": [f"{published}.self_attn.o_proj.weight"],
+            f"{own}.gate_up.weight": [f"{published}.mlp.gate_proj.weight", f"{published}.mlp.up_proj.weight"],
+            f"{own}.down.weight": [f"{published}.mlp.down_proj.weight"],
+            f"{own}.post_norm.weight": [f"{published}.post_attention_layernorm.weight"],
+            f"{own}.{'input' if number else 'embed'}_norm.weight": [f"{published}.input_layernorm.weight"],
         }
         if number == 0:
-            parts[f"{ours}.hidden_norm.weight"] = [f"{theirs}.hidden_norm.weight"]
+            parts[f"{own}.hidden_norm.weight"] = [f"{published}.hidden_norm.weight"]
     return parts
 
 
@@ -167,8 +169,8 @@ def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
         at, reads = f"layers.{number}" if number else prefix, width if number else 2 * width
         shapes |= {
             **{
-                f"{at}.self_attn.{one}_proj.weight": (n, reads)
-                for one, n in zip("qkv", (inner, keys, keys), strict=True)
+                f"{at}.self_attn.{letter}_proj.weight": (n, reads)
+                for letter, n in zip("qkv", (inner, keys, keys), strict=True)
             },
             f"{at}.self_attn.o_proj.weight": (width, inner),
             f"{at}.mlp.gate_proj.weight": (network.mlp, width),
@@ -192,8 +194,8 @@ def _check(
     missing = sorted(shapes.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - shapes.keys() - optional.keys() - harmless)
     if missing or unknown:
-        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of an EAGLE-3 head, received {'; '.join(found)}")
+        problems = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{source}: expected exactly the tensors of an EAGLE-3 head, received {'; '.join(problems)}")
     for name, shape in sorted({**optional, **shapes}.items()):
         if name not in tensors:
             continue

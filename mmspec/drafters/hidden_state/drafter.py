@@ -43,7 +43,7 @@ class HiddenStateDrafter(TrainedDrafter):
         network: the trained network, moved to the target's device and dtype.
         rotary: rotary positions of its layers.
         layers: number of its layers.
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole one.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:

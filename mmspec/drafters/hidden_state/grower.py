@@ -76,7 +76,7 @@ class NativeCell:
     """
 
     def __init__(self, norm: nn.LayerNorm, table: Tensor, layers: Sequence[BlockLinear]) -> None:
-        self._given = norm, table, layers
+        self._arguments = norm, table, layers
         self._layers = layers
         self._table = table.float().contiguous()
         self._norm = copy.deepcopy(norm).float()
@@ -101,7 +101,7 @@ class NativeCell:
         return cls(cell.norm, into.table, layers) if len(layers) == 4 else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeCell, self._given  # pointers belong to this process
+        return NativeCell, self._arguments  # pointers belong to this process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeCell:
         return self  # as above
@@ -110,8 +110,10 @@ class NativeCell:
         """Carried states, inputs of the head, (batch, beam, any), and the children's tokens and log probabilities,
         (batch, beam, k); see ``mmspec.ops.cpu.draft_level``."""
         k = min(k, self._layers[-1].out_features)
-        state, asked, tokens, log_probs = cpu.draft_level(self._weights, carried.float().contiguous(), origin, beam, k)
-        return state, asked.to(self._dtype), tokens, log_probs
+        state, predicted, tokens, log_probs = cpu.draft_level(
+            self._weights, carried.float().contiguous(), origin, beam, k
+        )
+        return state, predicted.to(self._dtype), tokens, log_probs
 
 
 class TreeGrower:
@@ -133,8 +135,8 @@ class TreeGrower:
         self._block.append((beam, self._predicted, origin))
         if len(self._block) < self._slots:
             if drafter.native is not None and not drafter.static_shapes:
-                found = drafter.native(self._carried, origin, beam, drafter.top_k)
-                self._carried, self._predicted, tokens, log_probs = found
+                outputs = drafter.native(self._carried, origin, beam, drafter.top_k)
+                self._carried, self._predicted, tokens, log_probs = outputs
                 return drafter.adjusted(tokens, log_probs, self._predicted, self._carried)
             carried, network = take(self._carried, origin), drafter.network
             self._carried = network.cell.carry(drafter.into(beam, carried), carried)

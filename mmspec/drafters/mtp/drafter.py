@@ -54,9 +54,9 @@ class MTP(PositionedDrafter):
     def from_checkpoint(cls, folder: Path) -> Self:
         """Load the layer of a target's checkpoint, or a checkpoint of ``save``; raises ``UserError`` if invalid."""
         if checkpoint.drafter_name(folder) is None:
-            config, tensors, found = read_mtp(folder)
+            config, tensors, verifier = read_mtp(folder)
             drafter = cls(checkpoint.load_network(MTPNetwork, config, tensors, folder))
-            drafter.published = found
+            drafter.published = verifier
             return drafter
         settings, verifier, tensors = checkpoint.read(folder, _Settings)
         tree = {name: getattr(settings, name) for name in TREE}

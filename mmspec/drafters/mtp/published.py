@@ -82,10 +82,10 @@ def convert(tensors: Mapping[str, Tensor], config: MTPConfig) -> dict[str, Tenso
     query, gate = attention["q_proj"].view(heads, 2, head_dim, -1).unbind(1)
     key = attention["k_proj"].view(kv_heads, head_dim, -1)
     qk = torch.cat([query, key])[:, order].flatten(0, 1)
-    norms = [tensors[f"{_LAYER}self_attn.{one}_norm.weight"][order] for one in "qk"]
-    gate_up = [tensors[f"{_LAYER}mlp.{one}_proj.weight"] for one in ("gate", "up")]
+    norms = [tensors[f"{_LAYER}self_attn.{part}_norm.weight"][order] for part in "qk"]
+    gate_up = [tensors[f"{_LAYER}mlp.{part}_proj.weight"] for part in ("gate", "up")]
     return {
-        **{f"{ours}.weight": tensors[f"{theirs}.weight"] for ours, theirs in _SAME.items()},
+        **{f"{own}.weight": tensors[f"{published}.weight"] for own, published in _SAME.items()},
         "layer.qkv.weight": torch.cat([qk, attention["v_proj"]]),
         "layer.gate.weight": gate.flatten(0, 1),
         "layer.head_norm.weight": torch.cat([norms[0].expand(heads, -1), norms[1].expand(kv_heads, -1)]),
@@ -112,7 +112,7 @@ def network_config(decoder: Any, source: str) -> MTPConfig:
     for name, value in expected.items():
         if (received := getattr(decoder, name, value)) != value:
             raise UserError(f"{source}/config.json: {name} must be {value} for its MTP layer: got {received!r}")
-    # Position axes are always interleaved, whatever the configuration says.
+    # Position axes are always interleaved, whatever the configuration's value.
     rope = {"mrope_section": _SECTIONS, **decoder.rope_parameters, "mrope_interleaved": True}
     return MTPConfig.like(decoder, rope=rope)
 
@@ -144,8 +144,8 @@ def _shapes(config: MTPConfig) -> dict[str, tuple[int, ...]]:
 def _check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or unknown:
-        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of an MTP layer, received {'; '.join(found)}")
+        problems = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{source}: expected exactly the tensors of an MTP layer, received {'; '.join(problems)}")
     for name, shape in sorted(shapes.items()):
         tensor = tensors[name]
         if tuple(tensor.shape) != shape:

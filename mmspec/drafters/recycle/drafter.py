@@ -69,7 +69,7 @@ class Recycle(Drafter):
         self._vocab: int | None = None
         self._verifier: Mapping[str, Any] | None = None
         self._last: list[Context] = []  # per row, the token before the root, and the root
-        self._asked = False  # for drafts, in this step
+        self._drafted = False  # in this step
         self._recycled: Recycled | None = None  # device table, with static shapes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recycle:
@@ -84,7 +84,7 @@ class Recycle(Drafter):
         """Load a table written by ``save``.
 
         Raises:
-            UserError: the folder does not contain a valid one.
+            UserError: the folder does not contain a valid table.
         """
         settings, verifier, tensors = checkpoint.read(folder, _Settings)
         _check(tensors, settings.top_k, verifier["vocab_size"], folder)
@@ -166,10 +166,10 @@ class Recycle(Drafter):
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         if self._recycled is not None:
             return self._recycled.propose(token, budget)
-        self._asked = True
+        self._drafted = True
         limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        found = [best_first(last, self._successors, *limits) for last in self._last]
-        return build_tree(token, [row[:2] for row in found], [row[2] for row in found])
+        rows = [best_first(last, self._successors, *limits) for last in self._last]
+        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         if self._recycled is not None:
@@ -193,9 +193,9 @@ class Recycle(Drafter):
             (*last, *tokens)[-2:]  # type: ignore[misc]
             for last, (_, tokens) in zip(self._last, verdict.host, strict=True)
         ]
-        asked, self._asked = self._asked, False
+        drafted, self._drafted = self._drafted, False
         # While drafting does not pay, only new tokens are worth the time.
-        if asked or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):
+        if drafted or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):
             self._learn(contexts, output.logits.flatten(0, 1))
 
     @torch.inference_mode()
@@ -220,7 +220,7 @@ class Recycle(Drafter):
         if not keys:
             return
         assert self._vocab is not None
-        found, place, count = torch.cat(keys).unique(return_inverse=True, return_counts=True)
+        distinct, place, count = torch.cat(keys).unique(return_inverse=True, return_counts=True)
         rank = torch.empty_like(count)
         rank[count.argsort(descending=True, stable=True)] = torch.arange(len(count))
         successor, entry = (place[:, None] * self._vocab + torch.cat(ranked)).unique(return_inverse=True)
@@ -229,7 +229,7 @@ class Recycle(Drafter):
         mean = total / count[of]
         kept = (mean >= UNLIKELY) & (rank[of] < (len(count) if contexts is None else contexts))
         likeliest = mean[kept].argsort(descending=True)
-        names = torch.stack([found // self._vocab - 1, found % self._vocab], dim=-1)[of[kept]][likeliest]
+        names = torch.stack([distinct // self._vocab - 1, distinct % self._vocab], dim=-1)[of[kept]][likeliest]
         columns = names, (successor % self._vocab)[kept][likeliest], mean[kept][likeliest]
         for (before, after), token, p in zip(*(column.tolist() for column in columns), strict=True):
             ranking = self._table.setdefault((before, after), {})
@@ -275,8 +275,8 @@ def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) 
         raise UserError(f"{folder}: expected the tensors {expected}, received {received}")
     contexts, tokens, probs = (tensors[name] for name in expected)
     if [tensor.is_floating_point() for tensor in (contexts, tokens, probs)] != [False, False, True]:
-        found = ", ".join(str(tensor.dtype) for tensor in (contexts, tokens, probs))
-        raise UserError(f"{folder}: contexts and tokens must be integers, probs floating point: got {found}")
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (contexts, tokens, probs))
+        raise UserError(f"{folder}: contexts and tokens must be integers, probs floating point: got {dtypes}")
     if not rows:
         return
     tokens = tokens.long()  # of uint16, torch finds no minimum

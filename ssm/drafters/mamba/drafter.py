@@ -84,10 +84,10 @@ class Mamba(TrainedDrafter):
         if self.verifier is not None:
             checkpoint.check_verifier(self.verifier, target)
         config: Any = getattr(target, "config", None)
-        ours, theirs = self.network.config.vocab_size, getattr(config, "vocab_size", None)
-        if theirs is not None and ours != theirs:
+        size, target_size = self.network.config.vocab_size, getattr(config, "vocab_size", None)
+        if target_size is not None and size != target_size:
             raise UserError(
-                f"drafter and target must share a vocabulary: the drafter has {ours} tokens, the target {theirs}"
+                f"drafter and target must share a vocabulary: the drafter has {size} tokens, the target {target_size}"
             )
         like = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         self.network.to(like.device, torch.float32 if like.device.type == "cpu" else like.dtype)

@@ -48,21 +48,21 @@ def find_images(visual: Tensor, latents: int, span: int) -> Images | None:
         latents: latents per image; images with no more entries than that are not compressed.
         span: maximum entries per image: longer runs are split evenly; 0 never splits.
     """
-    found = []
+    runs = []
     for row, begin, end in _runs(visual):
         pieces = -(-(end - begin) // span) if span else 1
         cuts = [begin + (end - begin) * piece // pieces for piece in range(pieces + 1)]
-        found += [(row, a, b - a) for a, b in pairwise(cuts) if b - a > latents]
-    if not found:
+        runs += [(row, a, b - a) for a, b in pairwise(cuts) if b - a > latents]
+    if not runs:
         return None
     middle = 2 * torch.arange(latents, device=visual.device) + 1
-    return _images(found, lambda begin, length: begin + middle * length // (2 * latents), visual.device)
+    return _images(runs, lambda begin, length: begin + middle * length // (2 * latents), visual.device)
 
 
 def find_runs(visual: Tensor) -> Images | None:
     """All runs of ``visual``, (batch, entries) bool, each with one latent in place of its last entry."""
-    found = [(row, begin, end - begin) for row, begin, end in _runs(visual)]
-    return _images(found, lambda begin, length: begin + length - 1, visual.device) if found else None
+    runs = [(row, begin, end - begin) for row, begin, end in _runs(visual)]
+    return _images(runs, lambda begin, length: begin + length - 1, visual.device) if runs else None
 
 
 def _runs(visual: Tensor) -> list[tuple[int, int, int]]:
@@ -73,10 +73,10 @@ def _runs(visual: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _images(
-    found: list[tuple[int, int, int]], spots: Callable[[Tensor, Tensor], Tensor], device: torch.device
+    runs: list[tuple[int, int, int]], spots: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> Images:
     """Images of given row, first entry and length; ``spots`` takes the latter two, (images, 1) each."""
-    row, begin, length = torch.tensor(found, device=device).unbind(1)
+    row, begin, length = torch.tensor(runs, device=device).unbind(1)
     step = torch.arange(int(length.max()), device=device)
     inside = step < length[:, None]
     entry = begin[:, None] + torch.minimum(step, length[:, None] - 1)
