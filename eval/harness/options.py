@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import Number
+from mmspec.checks import whole
+from mmspec.cli.options import Value
+from mmspec.sampling.params import SamplingParams
 
 
 class CommaList(click.ParamType):
@@ -26,10 +28,10 @@ class CommaList(click.ParamType):
         return tuple(dict.fromkeys(self.item.convert(part, param, ctx) for part in parts))
 
 
-SIZES = CommaList(click.IntRange(1))
+SIZES = CommaList(Value(whole(1)))
 """Type of an option that lists whole numbers above 0."""
 
-TEMPERATURES = CommaList(Number(0))
+TEMPERATURES = CommaList(Value(SamplingParams.rule("temperature")))
 """Type of an option that lists sampling temperatures."""
 
 llama_server_option = click.option(

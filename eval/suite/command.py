@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, model_options
+from mmspec.checks import whole
+from mmspec.cli.options import OUT_FOLDER, derived, model_options
 from mmspec.errors import UserError
 from mmspec.eval.harness.options import SIZES, TEMPERATURES, llama_server_option
 from mmspec.jobs import ENGINES
+from mmspec.sampling.params import SamplingParams
 
 
 @click.command(name="eval")
@@ -35,8 +37,8 @@ from mmspec.jobs import ENGINES
 @click.option("--batch-sizes", default="1", show_default=True, type=SIZES, help="Conversations per batch.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--warm-up", type=click.IntRange(0), default=2, show_default=True, help="Unmeasured batches.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Per answer; by default as each task sets it.")
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
+@derived(SamplingParams, "max_new_tokens", text="Per answer.", default_text="as each task sets it")
+@derived(SamplingParams, "seed", rule=whole(0, 2**31), default=0)
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default if not given.")
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")

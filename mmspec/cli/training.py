@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, Number
+from mmspec import checks
+from mmspec.cli.options import OUT_FOLDER, Value
 from mmspec.errors import UserError
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-POSITIVE = Number(0, min_open=True)
-SHARE = Number(0, 1)
+POSITIVE = Value(checks.POSITIVE)
+SHARE = Value(checks.SHARE)
 
 
 def target_option(text: str) -> Callable:
@@ -29,7 +30,11 @@ DATA = (
     click.option("--images", type=FOLDER, help="Folder of the media; by default the folder of each file."),
     click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run."),
     click.option(
-        "--held-out", type=Number(0), default=0.02, show_default=True, help="Held-out conversations: share or number."
+        "--held-out",
+        type=Value(checks.NOT_NEGATIVE),
+        default=0.02,
+        show_default=True,
+        help="Held-out conversations: share or number.",
     ),
     click.option(
         "--recorded", type=FOLDER, multiple=True, help="Features that `make-data --record` wrote; repeatable."
@@ -59,8 +64,10 @@ LENGTH = (
     click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads."),
 )
 REPORTS = (
-    click.option("--checkpoint-minutes", type=Number(0), default=5.0, show_default=True),
-    click.option("--report-minutes", type=Number(0), default=5.0, show_default=True, help="Between evaluations."),
+    click.option("--checkpoint-minutes", type=Value(checks.NOT_NEGATIVE), default=5.0, show_default=True),
+    click.option(
+        "--report-minutes", type=Value(checks.NOT_NEGATIVE), default=5.0, show_default=True, help="Between evaluations."
+    ),
     click.option("--prompts", type=click.IntRange(0), default=8, show_default=True, help="Decoded per evaluation."),
     click.option("--max-new-tokens", type=click.IntRange(2), default=96, show_default=True, help="Per decoded prompt."),
     click.option("--tensorboard", is_flag=True, help="Log to OUT/tensorboard too."),

@@ -20,7 +20,7 @@ from mmspec.sampling.sampler import Processor, Sampler
 MODELS, LIBRARYS = "auto", "mmspec"
 SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
 
-_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_OWN = tuple(name for name in LIBRARY if name != "stop")  # under the same names in a generation config
 _SAMPLING = ("temperature", "top_p", "top_k")  # which generate() itself has defaults for
 
 

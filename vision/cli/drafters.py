@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import Number
+from mmspec.checks import NOT_NEGATIVE
+from mmspec.cli.options import Value
 from mmspec.cli.training import (
     DATA,
     LENGTH,
@@ -25,13 +26,17 @@ from mmspec.cli.training import (
 LOSSES = (
     click.option(
         "--hidden-weight",
-        type=Number(0),
+        type=Value(NOT_NEGATIVE),
         default=0.1,
         show_default=True,
         help="Weight of the hidden-state loss.",
     ),
-    click.option("--token-weight", type=Number(0), default=1.0, show_default=True, help="Weight of the token loss."),
-    click.option("--noise", type=Number(0), default=0.1, show_default=True, help="Noise on the input hidden states."),
+    click.option(
+        "--token-weight", type=Value(NOT_NEGATIVE), default=1.0, show_default=True, help="Weight of the token loss."
+    ),
+    click.option(
+        "--noise", type=Value(NOT_NEGATIVE), default=0.1, show_default=True, help="Noise on the input hidden states."
+    ),
 )
 MSD = (
     click.option(

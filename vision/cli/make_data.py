@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, Number, device_options
-from mmspec.cli.training import SHARE, target_option
+from mmspec.checks import POSITIVE, SHARE
+from mmspec.cli.options import OUT_FOLDER, Value, derived, device_options
+from mmspec.cli.training import target_option
 from mmspec.distil import data
 from mmspec.errors import UserError
 from mmspec.files import write_text
+from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,17 +46,15 @@ FILE, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 @click.option(
     "--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target itself (text models)."
 )
-@click.option(
-    "--prompt-temperature", type=Number(0, min_open=True), default=0.8, show_default=True, help="Of --self-prompts."
-)
-@click.option(
-    "--prompt-top-p", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="Of --self-prompts."
-)
+@derived(SamplingParams, "temperature", prefix="prompt_", rule=POSITIVE, default=0.8, text="Of --self-prompts.")
+@derived(SamplingParams, "top_p", prefix="prompt_", default=0.95, text="Of --self-prompts.")
 @click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Batch size.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Per answer.")
-@click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--greedy", type=SHARE, default=0.0, show_default=True, help="Share answered greedily all the same.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
+@derived(SamplingParams, "max_new_tokens", default=256, text="Per answer.")
+@derived(SamplingParams, "temperature", default=0.0)
+@click.option(
+    "--greedy", type=Value(SHARE), default=0.0, show_default=True, help="Share answered greedily all the same."
+)
+@derived(SamplingParams, "seed", default=0)
 @click.option(
     "--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first scene or prompt."
 )
@@ -104,7 +104,6 @@ def make_data(
     from mmspec.distil.recorded import Recorder
     from mmspec.distil.self_prompts import draw_prompts
     from mmspec.pipeline import Pipeline
-    from mmspec.sampling.params import SamplingParams
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)

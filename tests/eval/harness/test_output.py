@@ -52,10 +52,10 @@ def test_list_options_are_parsed_without_duplicates():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sizes", "2,0"], "0 is not in the range x>=1"),
-        (["--sizes", "2,x"], "'x' is not a valid integer"),
-        (["--sizes", ""], "'' is not a valid integer"),
-        (["--temperatures", "inf"], "not a finite number"),
+        (["--sizes", "2,0"], "must be a whole number >= 1: got 0"),
+        (["--sizes", "2,x"], "must be a whole number >= 1: got 'x'"),
+        (["--sizes", ""], "must be a whole number >= 1: got ''"),
+        (["--temperatures", "inf"], "must be 0 or >= 0.0001: got inf"),
         (["--sizes", "9"], "nine is too many"),
     ],
 )
