@@ -13,8 +13,9 @@ from mmspec.distil.eagle3_objective import Eagle3Objective
 from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.start import head_weight, load_shared_weights, output_rows
 from mmspec.distil.tasks import DrafterSetup
+from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.hidden_state.rope import rotary_of
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmspec.drafters.fields import Checked, Within
+from mmspec.checks import TEXT, TEXTS, Checked, required, whole
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, write_text
 
@@ -34,28 +34,10 @@ _COMPARED = ("architectures", "hidden_size", "vocab_size")
 class Verifier(Checked):
     """Target of a drafter: base name of its path, architecture and sizes."""
 
-    name_or_path: str
-    architectures: list[str]
-    hidden_size: Annotated[int, Within(1, 2**20)]
-    vocab_size: Annotated[int, Within(1, 2**24)]
-
-
-@dataclass(frozen=True)
-class TreeShape(Checked):
-    """Tree limits of a drafter that grows trees level by level.
-
-    Attributes:
-        top_k: nodes extended per level, and children per node.
-        depth: maximum tree depth.
-        total_tokens: maximum number of drafted nodes.
-    """
-
-    top_k: Annotated[int, Within(1, 64)]
-    depth: Annotated[int, Within(1, 64)]
-    total_tokens: Annotated[int, Within(1, 512)]
-
-
-TREE = tuple(each.name for each in fields(TreeShape))
+    name_or_path: str = required(TEXT)
+    architectures: list[str] = required(TEXTS)
+    hidden_size: int = required(whole(1, 2**20))
+    vocab_size: int = required(whole(1, 2**24))
 
 
 def read_json(file: Path) -> dict[str, Any]:

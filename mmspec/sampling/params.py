@@ -67,9 +67,7 @@ class SamplingParams(Checked):
     max_new_tokens: int | None = _parameter(256, whole(1, 1 << 31))
     stop: str | Sequence[str] | None = _parameter((), _STOP, "Stop before this text; repeatable.")
     seed: int | None = option(None, _SEED, "Seed of sampling.")
-    json_schema: str | Mapping[str, Any] | None = option(
-        None, JSON_SCHEMA, "Answer in JSON of this schema."
-    )
+    json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA, "Answer in JSON of this schema.")
     regex: str | None = option(None, replace(TEXT, word="pattern"), "Answer with a match of this regular expression.")
     grammar: str | None = option(None, replace(TEXT, word="text file"), "Answer according to this Lark grammar.")
 

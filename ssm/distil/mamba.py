@@ -13,8 +13,9 @@ from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.distil.objective import forward_kl
+from mmspec.ssm.drafters.mamba.config import MambaConfig
 from mmspec.ssm.drafters.mamba.drafter import Mamba
-from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
+from mmspec.ssm.drafters.mamba.network import MambaNetwork
 
 
 def train_mamba(options: Mapping[str, Any]) -> None:

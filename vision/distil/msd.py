@@ -19,8 +19,9 @@ from mmspec.distil.tasks import DrafterSetup
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.vision.distil.objective import HiddenStateObjective
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 
 _DEFAULT_SPAN = 256
 """Visual tokens that share latents, if the target's configuration does not state the number per image."""

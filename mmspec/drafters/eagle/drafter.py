@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.checks import nested
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.drafters import checkpoint
-from mmspec.drafters.checkpoint import TREE, TreeShape
-from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
+from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.hidden_state.levels import NativeCell, TokenLinear
+from mmspec.drafters.shape import TREE, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
@@ -32,7 +34,7 @@ from mmspec.ops.transfer import on_device
 class EagleSettings(TreeShape):
     """Contents of ``config.json``."""
 
-    network: EagleConfig
+    network: EagleConfig = nested(EagleConfig)
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.eagle.network import EagleConfig
+from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.published import (
     EAGLE_PARTS,
     EMBEDDING,

@@ -16,14 +16,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mmspec.checks import nested
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.checkpoint import TREE, TreeShape
-from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.drafters.shape import TREE, TreeShape
 from mmspec.errors import UserError
 
 _WATCHED = 128
@@ -37,7 +39,7 @@ _LEAST = 1.1
 class _Settings(TreeShape):
     """Contents of ``config.json``."""
 
-    network: Eagle3Config
+    network: Eagle3Config = nested(Eagle3Config)
 
 
 class Eagle3(PositionedDrafter):

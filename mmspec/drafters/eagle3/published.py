@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.eagle3.network import Eagle3Config
+from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.published import layer_shape, layout_of, read_tensors, refuse, rope_parameters, whole_number
 from mmspec.errors import UserError
 

@@ -14,19 +14,21 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mmspec.checks import nested
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.drafters import checkpoint
-from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.mtp.network import MTPConfig, MTPNetwork
+from mmspec.drafters.mtp.config import MTPConfig
+from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import read_mtp
+from mmspec.drafters.shape import TREE, TreeShape
 
 
 @dataclass(frozen=True)
 class _Settings(TreeShape):
     """Contents of ``config.json``."""
 
-    network: MTPConfig
+    network: MTPConfig = nested(MTPConfig)
 
 
 class MTP(PositionedDrafter):

@@ -7,23 +7,12 @@ norms are offsets from 1, as in the target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Rotation
-from mmspec.drafters.hidden_state.rope import RopeShape, rotary_of
-
-
-@dataclass(frozen=True)
-class MTPConfig(RopeShape):
-    """Configuration of an ``MTPNetwork``: a ``RopeShape``. Heads that turn in part are in ``turning_order``."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rotary_of(self)  # raises
+from mmspec.drafters.mtp.config import MTPConfig
 
 
 class OffsetNorm(nn.Module):

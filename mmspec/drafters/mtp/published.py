@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mmspec.drafters.hidden_state.rope import turning_order
-from mmspec.drafters.mtp.network import MTPConfig
+from mmspec.drafters.mtp.config import MTPConfig
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained

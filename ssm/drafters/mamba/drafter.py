@@ -15,19 +15,21 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
+from mmspec.checks import nested
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState, write_last
-from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.shape import TREE, TreeShape
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork, State
+from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba.network import MambaNetwork, State
 from mmspec.targets.support import lay_out_for_few_rows
 
 
@@ -35,7 +37,7 @@ from mmspec.targets.support import lay_out_for_few_rows
 class _Settings(TreeShape):
     """Contents of ``config.json``."""
 
-    network: MambaConfig
+    network: MambaConfig = nested(MambaConfig)
 
 
 class Mamba(TrainedDrafter):

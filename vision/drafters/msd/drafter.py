@@ -11,13 +11,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mmspec.drafters.checkpoint import TreeShape
+from mmspec.checks import nested
 from mmspec.drafters.eagle.drafter import Eagle, Entries
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import Layout
 from mmspec.drafters.hidden_state.entries import packing, take
+from mmspec.drafters.shape import TreeShape
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 from mmspec.vision.drafters.msd.published import LAYOUT
 
 
@@ -25,7 +27,7 @@ from mmspec.vision.drafters.msd.published import LAYOUT
 class _Settings(TreeShape):
     """Contents of ``config.json``."""
 
-    network: MSDConfig
+    network: MSDConfig = nested(MSDConfig)
 
 
 class MSD(Eagle):
