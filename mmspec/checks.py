@@ -148,12 +148,17 @@ def nested(kind: type[Checked]) -> Any:
     return required(_Nested(f"a {kind.__name__}", lambda value: isinstance(value, kind), kind=kind))
 
 
-def again(kind: type[Checked], name: str, default: Any, text: str | None = None) -> Any:
-    """A field with the name and rule of another class's field, and a default and, if given, a help of its own."""
-    known = dict(kind.__dataclass_fields__[name].metadata)  # type: ignore[attr-defined]
-    rule = known.pop("rule")
-    known["text"] = known["text"] if text is None else text
-    return option(default, settable(rule) if default is None else rule, **known)
+def again(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
+    """A field with the rule of another class's field, and the default and help if no others are given.
+
+    Args:
+        changes: as for ``option``; ``default=None`` allows None.
+    """
+    known = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    about = {"default": known.default, **known.metadata, **changes}
+    about |= {} if text is None else {"text": text}
+    about["rule"] = settable(about["rule"]) if about["default"] is None else about["rule"]
+    return option(**about)
 
 
 def is_required(one: Field[Any]) -> bool:

@@ -70,12 +70,9 @@ class TextFile(click.Path):
 
 
 OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
-_PATHS = {
-    "file": click.Path(exists=True, dir_okay=False, path_type=Path),
-    "folder": click.Path(exists=True, file_okay=False, path_type=Path),
-    "new folder": OUT_FOLDER,
-    "text file": TextFile(),
-}
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_PATHS = {"file": FILE, "folder": FOLDER, "new folder": OUT_FOLDER, "text file": TextFile()}
 
 
 class Value(click.ParamType):
@@ -109,7 +106,7 @@ def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) 
         prefix: of the options' names.
         changes: ``rule``, ``default``, ``default_text`` and ``text`` instead of the fields'.
     """
-    known = {one.name: one for one in fields(kind)}
+    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
     chosen = names or [name for name, one in known.items() if one.metadata["text"]]
     return stack(*(_option(f"{prefix}{name}", known[name], changes) for name in chosen))
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.checks import POSITIVE, SHARE
-from mmspec.cli.options import OUT_FOLDER, Value, derived, device_options
-from mmspec.cli.training import target_option
+from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
 from mmspec.distil import data
+from mmspec.distil.options import RunOptions
 from mmspec.errors import UserError
 from mmspec.files import write_text
 from mmspec.sampling.params import SamplingParams
@@ -27,22 +27,18 @@ if TYPE_CHECKING:
 
     from mmspec.distil.answering import AnswerGenerator, PendingConversation
 
-FILE, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
+DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
 
 @click.command("make-data")
-@target_option("Target model that generates the answers.")
+@derived(RunOptions, "target", text="Target model that generates the answers.")
 @click.option("--as-told", is_flag=True, help="With --scenes: use their reference answers, without a model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--scenes", type=click.IntRange(1), help="Draw conversations about this many training scenes.")
 @click.option(
-    "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Conversations (JSON or JSON Lines) whose answers are replaced by the target's.",
+    "--prompts", type=FILE, help="Conversations (JSON or JSON Lines) whose answers are replaced by the target's."
 )
-@click.option(
-    "--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the media in --prompts."
-)
+@click.option("--images", type=FOLDER, help="Folder of the media in --prompts.")
 @click.option(
     "--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target itself (text models)."
 )
@@ -145,7 +141,7 @@ class Dataset:
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], resume: bool) -> None:
-        self.out, self.path = out, out / FILE
+        self.out, self.path = out, out / DATA
         self.done: set[str] = set()
         out.mkdir(parents=True, exist_ok=True)
         if not resume:
