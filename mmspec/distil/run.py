@@ -100,9 +100,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
     tracker = {"log_with": "tensorboard", "project_dir": options.out} if options.tensorboard else {}
     accelerator = Accelerator(cpu=options.device == "cpu", mixed_precision="no", **tracker)
     if options.batch < accelerator.num_processes:
-        raise UserError(
-            f"batch must be at least the {accelerator.num_processes} processes: received {options.batch}"
-        )
+        raise UserError(f"batch must be at least the {accelerator.num_processes} processes: received {options.batch}")
     if tracker:
         accelerator.init_trackers("tensorboard")
     return accelerator

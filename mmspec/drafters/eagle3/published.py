@@ -21,9 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.checks import whole
 from mmspec.drafters.checkpoint import read_json
 from mmspec.drafters.eagle3.config import Eagle3Config
-from mmspec.drafters.published import layer_shape, layout_of, read_tensors, refuse, rope_parameters, whole_number
+from mmspec.drafters.published import (
+    PublishedConfig,
+    check_tensors,
+    layout_of,
+    read_tensors,
+    refuse,
+    rope_parameters,
+    stack,
+)
 from mmspec.errors import UserError
 
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
@@ -60,41 +69,42 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
     """
     layer = {**config, **(config.get("transformer_layer_config") or {})}
-    vocab = whole_number(layer, "vocab_size", None, source)
-    draft = whole_number(config, "draft_vocab_size", _rows(tensors, "lm_head.weight") or vocab, source)
-    network = _network(config, layer, tensors, draft, source)
+    common = PublishedConfig.read(layer, f"{source}/config.json", others=True)
+    vocab = whole(1).check(f"{source}/config.json: vocab_size", common.vocab_size)
+    draft = common.draft_vocab_size or _rows(tensors, "lm_head.weight") or vocab
+    network = _network(common, config, layer, tensors, draft, source)
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
     parts, shapes = published_parts(network, prefix), _shapes(network, prefix)
-    if draft != vocab:
-        shapes["d2t"] = (draft,)
-    optional = {"d2t": (draft,), "t2d": (vocab,)}
-    _check(tensors, shapes, optional, source)
-    ours = {
-        name: torch.cat([tensors[one] for one in found]) if len(found) > 1 else tensors[found[0]]
-        for name, found in parts.items()
-    }
+    shapes |= {"d2t": (draft,), "t2d": (vocab,)}
+    optional = {"t2d"} if draft != vocab else _VOCABULARIES
+    check_tensors(tensors, shapes, "an EAGLE-3 head", source, optional, _VOCABULARIES)
+    ours = stack(tensors, parts)
     verifier = {**_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
     return network, ours, _draft_ids(tensors, draft, vocab, source), verifier
 
 
 def _network(
-    config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, Tensor], draft: int, source: str
+    common: PublishedConfig,
+    config: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    draft: int,
+    source: str,
 ) -> Eagle3Config:
     eagle = config.get("eagle_config") or {}
     for name in _UNSUPPORTED:
         if layer.get(name):
             raise UserError(f"{source}/config.json: expected linear layers without bias, received {name}")
-    reads, shape = _reads(config, eagle, source), layer_shape(layer, source)
-    width = whole_number(config, "target_hidden_size", shape["hidden_size"], source)
+    reads = _reads(config, eagle, source)
     own = _rows(tensors, "lm_head.weight")
     ours = {
-        **shape,
-        "target_size": width,
+        **common.shape(),
+        "target_size": common.target_hidden_size or common.hidden_size,
         "states": len(reads) or 3,
         "reads": reads,
-        "layers": whole_number(layer, "num_hidden_layers", 1, source),
+        "layers": common.num_hidden_layers,
         "head": draft if own is not None else 0,
-        "embedding": whole_number(layer, "vocab_size", None, source) if "embed_tokens.weight" in tensors else 0,
+        "embedding": common.vocab_size if "embed_tokens.weight" in tensors else 0,
         "rope": rope_parameters(layer, source),
         **{name: bool(config.get(name, eagle.get(name))) for name in SWITCHES},
     }
@@ -180,29 +190,6 @@ def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
         if number == 0:
             shapes[f"{at}.hidden_norm.weight"] = (width,)
     return shapes
-
-
-def _check(
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    optional: Mapping[str, tuple[int, ...]],
-    source: str,
-) -> None:
-    harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
-    missing = sorted(shapes.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - shapes.keys() - optional.keys() - harmless)
-    if missing or unknown:
-        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of an EAGLE-3 head, received {'; '.join(found)}")
-    for name, shape in sorted({**optional, **shapes}.items()):
-        if name not in tensors:
-            continue
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{source}: {name} must be {shape} by config.json: got {tuple(tensor.shape)}")
-        if tensor.is_floating_point() == (name in _VOCABULARIES):
-            kind = "an integer or boolean" if name in _VOCABULARIES else "a floating point"
-            raise UserError(f"{source}: {name} must be {kind} tensor: got {tensor.dtype}")
 
 
 def _draft_ids(tensors: Mapping[str, Tensor], draft: int, vocab: int, source: str) -> Tensor | None:

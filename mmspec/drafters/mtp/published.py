@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from mmspec.drafters.hidden_state.rope import turning_order
 from mmspec.drafters.mtp.config import MTPConfig
+from mmspec.drafters.published import check_tensors
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
@@ -61,7 +62,7 @@ def read_mtp(folder: Path) -> tuple[MTPConfig, dict[str, Tensor], dict[str, Any]
     with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
         decoder = from_pretrained(AutoConfig, folder).get_text_config()
     config = network_config(decoder, str(folder))
-    _check(tensors, _shapes(config), str(folder))
+    check_tensors(tensors, _shapes(config), "an MTP layer", str(folder))
     verifier = {
         "name_or_path": folder.name,
         "model_type": decoder.model_type,
@@ -139,16 +140,3 @@ def _shapes(config: MTPConfig) -> dict[str, tuple[int, ...]]:
         f"{_LAYER}mlp.down_proj": (width, mlp),
     }
     return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
-    if missing or unknown:
-        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of an MTP layer, received {'; '.join(found)}")
-    for name, shape in sorted(shapes.items()):
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{source}: {name} must be {shape} by config.json: got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")
