@@ -54,10 +54,6 @@ class Rule:
             raise UserError(f"{name} must be {self.expected}: got {shown(value)}")
         return self.convert(value)
 
-    def read(self, value: Any, source: str) -> Any:
-        """The field's value from one of a JSON file, still to be checked."""
-        return value
-
 
 class Checked:
     """Base of frozen dataclasses with fields by ``option`` or ``required``, which the constructor checks.
@@ -101,9 +97,8 @@ class Checked:
             raise UserError(f"{source}: expected {missing[0]}, received none")
         if unknown := sorted(values.keys() - known.keys()):
             raise UserError(f"{source}: expected {', '.join(known)}, received {shown(unknown[0])}")
-        given = {name: known[name].metadata["rule"].read(value, f"{source}: {name}") for name, value in values.items()}
         try:
-            return cls(**given)
+            return cls(**values)
         except UserError as error:
             raise UserError(f"{source}: {error}") from None
 
@@ -111,14 +106,6 @@ class Checked:
         """Values of the fields with these names, such as those of another class, but for None."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in values.items() if name in names and value is not None}
-
-
-@dataclass(frozen=True)
-class _Nested(Rule):
-    kind: type[Checked] = Checked
-
-    def read(self, value: Any, source: str) -> Any:
-        return self.kind.read(value, source)
 
 
 def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
@@ -141,11 +128,6 @@ def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
 def required(rule: Rule, text: str = "", **more: Any) -> Any:
     """A dataclass field without a default; arguments as for ``option``."""
     return option(MISSING, rule, text, **more)
-
-
-def nested(kind: type[Checked]) -> Any:
-    """A dataclass field whose value is a ``Checked`` object."""
-    return required(_Nested(f"a {kind.__name__}", lambda value: isinstance(value, kind), kind=kind))
 
 
 def again(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from mmspec.checks import nested
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -25,7 +24,6 @@ from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.shape import TREE, TreeShape
 from mmspec.errors import UserError
 
 _WATCHED = 128
@@ -33,13 +31,6 @@ _WATCHED = 128
 
 _LEAST = 1.1
 """Mean acceptance length below which a head reads the wrong states, or is for another target."""
-
-
-@dataclass(frozen=True)
-class _Settings(TreeShape):
-    """Contents of ``config.json``."""
-
-    network: Eagle3Config = nested(Eagle3Config)
 
 
 class Eagle3(PositionedDrafter):
@@ -79,21 +70,18 @@ class Eagle3(PositionedDrafter):
         Raises:
             UserError: it is invalid.
         """
-        tree: dict[str, int] = {}
-        verifier = found = None
+        keywords: dict[str, Any] = {}
+        found = None
         if checkpoint.drafter_name(folder) is None:
             config, tensors, draft_ids, found = read_published(folder)
         else:
-            settings, verifier, tensors = checkpoint.read(folder, _Settings)
-            draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
-            config, tree = settings.network, {name: getattr(settings, name) for name in TREE}
+            config, tensors, keywords = checkpoint.read_network(folder, Eagle3Config)
+            draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
             if draft_ids is not None and config.head not in (0, len(draft_ids)):
                 raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
         if reads is not None:
             config = replace(config, reads=reads, outputs=outputs)
-        drafter = cls(
-            checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **tree, verifier=verifier
-        )
+        drafter = cls(checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **keywords)
         drafter.published = found
         return drafter
 

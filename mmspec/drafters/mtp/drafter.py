@@ -7,28 +7,18 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from mmspec.checks import nested
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.drafters import checkpoint
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.mtp.config import MTPConfig
 from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import read_mtp
-from mmspec.drafters.shape import TREE, TreeShape
-
-
-@dataclass(frozen=True)
-class _Settings(TreeShape):
-    """Contents of ``config.json``."""
-
-    network: MTPConfig = nested(MTPConfig)
 
 
 class MTP(PositionedDrafter):
@@ -60,9 +50,8 @@ class MTP(PositionedDrafter):
             drafter = cls(checkpoint.load_network(MTPNetwork, config, tensors, folder))
             drafter.published = found
             return drafter
-        settings, verifier, tensors = checkpoint.read(folder, _Settings)
-        tree = {name: getattr(settings, name) for name in TREE}
-        return cls(checkpoint.load_network(MTPNetwork, settings.network, tensors, folder), **tree, verifier=verifier)
+        config, tensors, keywords = checkpoint.read_network(folder, MTPConfig)
+        return cls(checkpoint.load_network(MTPNetwork, config, tensors, folder), **keywords)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         self.fuse = self.inputs
