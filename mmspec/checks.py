@@ -134,12 +134,15 @@ def again(kind: type[Checked], name: str, text: str | None = None, **changes: An
     """A field with the rule of another class's field, and the default and help if no others are given.
 
     Args:
-        changes: as for ``option``; ``default=None`` allows None.
+        changes: as for ``option``; ``default=None`` allows None, which stands for the other class's default.
     """
     known = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
     about = {"default": known.default, **known.metadata, **changes}
     about |= {} if text is None else {"text": text}
-    about["rule"] = settable(about["rule"]) if about["default"] is None else about["rule"]
+    if about["default"] is None:
+        about["rule"] = settable(about["rule"])
+        usual = "" if known.default in (None, MISSING) else str(known.default)
+        about.setdefault("default_text", {"True": "on", "False": "off"}.get(usual, usual))
     return option(**about)
 
 
@@ -185,6 +188,13 @@ def several(rule: Rule) -> Rule:
         return isinstance(values, list | tuple) and all(map(rule.holds, values))
 
     return replace(rule, expected=f"a list, each {rule.expected}", holds=holds, convert=tuple, several=True)
+
+
+def listed(rule: Rule) -> Rule:
+    """A list of values, separated by commas on the command line and there without duplicates."""
+    expected = f"values separated by commas, each {rule.expected}"
+    parse = lambda text: tuple(dict.fromkeys(map(rule.parse, text.split(","))))  # noqa: E731
+    return replace(several(rule), expected=expected, word="list", parse=parse, limits="", several=False)
 
 
 def optional(rule: Rule) -> Rule:

@@ -104,17 +104,12 @@ class Eagle3Passes(Passes):
     passes: int = again(Passes, "passes", default=5)
 
 
-def _switch(name: str, text: str, default: str) -> bool | None:
-    switch: bool | None = again(Eagle3Config, name, text, default=None, default_text=default)
-    return switch
-
-
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(Eagle3Passes, HeadOptions):
     """Options of ``mmspec train eagle3``."""
 
     depth: int = again(RunOptions, "depth", default=8)
-    layers: int | None = again(Eagle3Config, "layers", "Decoder layers of the head.", default=None, default_text="1")
+    layers: int | None = again(Eagle3Config, "layers", "Decoder layers of the head.", default=None)
     reads: list[int] | None = again(
         Eagle3Config,
         "reads",
@@ -129,11 +124,23 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
         default_text="inputs",
         declared=("--outputs/--inputs",),
     )
-    norm_before_residual: bool | None = _switch(
-        "norm_before_residual", "The residual of the first layer is the normed state.", "off"
+    norm_before_residual: bool | None = again(
+        Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state.", default=None
     )
-    norm_before_fc: bool | None = _switch("norm_before_fc", "Norm of the states that are read, together.", "off")
-    fc_norm: bool | None = _switch(
-        "fc_norm", "Norm of each of them (EAGLE-3.1).", "on, unless they are normed together"
+    norm_before_fc: bool | None = again(
+        Eagle3Config, "norm_before_fc", "Norm of the states that are read, together.", default=None
     )
-    norm_output: bool | None = _switch("norm_output", "Feed normed states to the next level (EAGLE-3.1).", "on")
+    fc_norm: bool | None = again(
+        Eagle3Config,
+        "fc_norm",
+        "Norm of each of them (EAGLE-3.1).",
+        default=None,
+        default_text="on, unless they are normed together",
+    )
+    norm_output: bool | None = again(
+        Eagle3Config,
+        "norm_output",
+        "Feed normed states to the next level (EAGLE-3.1).",
+        default=None,
+        default_text="on",
+    )

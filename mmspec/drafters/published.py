@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from mmspec.checks import POSITIVE, Checked, choice, option, required, settable, whole
 from mmspec.drafters.checkpoint import read_json
+from mmspec.drafters.shape import LayerShape
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError
 
@@ -174,6 +175,26 @@ def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if kind not in ("default", "mrope") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
+
+
+def layer_shapes(network: LayerShape, at: str, read: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a published decoder layer's weights, but for the norm of its inputs.
+
+    Args:
+        at: name of the layer.
+        read: width of what its attention reads.
+    """
+    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
+    return {
+        f"{at}.self_attn.q_proj.weight": (inner, read),
+        f"{at}.self_attn.k_proj.weight": (keys, read),
+        f"{at}.self_attn.v_proj.weight": (keys, read),
+        f"{at}.self_attn.o_proj.weight": (width, inner),
+        f"{at}.mlp.gate_proj.weight": (network.mlp, width),
+        f"{at}.mlp.up_proj.weight": (network.mlp, width),
+        f"{at}.mlp.down_proj.weight": (width, network.mlp),
+        f"{at}.post_attention_layernorm.weight": (width,),
+    }
 
 
 def check_tensors(

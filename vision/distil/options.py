@@ -46,29 +46,23 @@ class MSDOptions(Losses, HeadOptions):
         FLAG,
         "Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
     )
-    decoupled: bool | None = again(MSDConfig, "decoupled", "Off: plain EAGLE.", default=None, default_text="on")
+    decoupled: bool | None = again(MSDConfig, "decoupled", "Off: plain EAGLE.", default=None)
     visual_states: bool | None = again(
         MSDConfig,
         "visual_states",
         "Visual positions take the target's hidden states too, by their own projection.",
         default=None,
-        default_text="off",
     )
-    hide_visual: bool | None = again(
-        MSDConfig, "hide_visual", "Visual positions are not read at all.", default=None, default_text="off"
-    )
+    hide_visual: bool | None = again(MSDConfig, "hide_visual", "Visual positions are not read at all.", default=None)
     reads: list[int] | None = again(
         MSDConfig, "reads", "Also read the inputs of these layers of the target.", default=None, default_text="none"
     )
-    norm_output: bool | None = again(
-        MSDConfig, "norm_output", "Norm of predicted hidden states.", default=None, default_text="off"
-    )
+    norm_output: bool | None = again(MSDConfig, "norm_output", "Norm of predicted hidden states.", default=None)
     confidence: bool | None = again(
         MSDConfig,
         "confidence",
         "Predict the target's probability of a node's children together.",
         default=None,
-        default_text="off",
     )
 
 
@@ -84,7 +78,11 @@ class FlashOptions(SlotLosses, MSDOptions):
     depth: int = again(RunOptions, "depth", default=12)
     slots: int = again(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
     latents: int | None = again(
-        MSDConfig, "latents", "Latents per image; 0 keeps all visual tokens, as in MSD.", default=None
+        MSDConfig,
+        "latents",
+        "Latents per image; 0 keeps all visual tokens, as in MSD.",
+        default=None,
+        default_text="by --ratio",
     )
     ratio: float = option(9.0, POSITIVE, "Or visual tokens per latent.")
     span: int | None = again(
@@ -100,5 +98,4 @@ class FlashOptions(SlotLosses, MSDOptions):
         "rank",
         "Rank of an output layer of their own for the slots after the first; 0: the target's head.",
         default=None,
-        default_text="0",
     )

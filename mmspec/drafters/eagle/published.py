@@ -24,6 +24,7 @@ from mmspec.drafters.published import (
     QKV,
     PublishedConfig,
     check_tensors,
+    layer_shapes,
     layout_of,
     read_tensors,
     refuse,
@@ -135,17 +136,7 @@ def _network(common: PublishedConfig, config: Mapping[str, Any], names: Any, lay
 def _shapes(network: EagleConfig) -> Shapes:
     """Expected shapes of the published tensors, without the embedding."""
     width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    layer = "layers.0."
-    shapes: Shapes = {
-        "fc.weight": (width, 2 * width),
-        "fc.bias": (width,),
-        **{f"{name}.weight": (rows, width) for name, rows in zip(QKV, (inner, keys, keys), strict=True)},
-        f"{layer}self_attn.o_proj.weight": (width, inner),
-        f"{layer}mlp.gate_proj.weight": (network.mlp, width),
-        f"{layer}mlp.up_proj.weight": (network.mlp, width),
-        f"{layer}mlp.down_proj.weight": (width, network.mlp),
-        f"{layer}post_attention_layernorm.weight": (width,),
-    }
+    shapes: Shapes = {"fc.weight": (width, 2 * width), "fc.bias": (width,), **layer_shapes(network, "layers.0", width)}
     if network.input_norm:
         shapes[INPUT_NORM] = (width,)
     if network.qkv_bias:

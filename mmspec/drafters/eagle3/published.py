@@ -27,6 +27,7 @@ from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.published import (
     PublishedConfig,
     check_tensors,
+    layer_shapes,
     layout_of,
     read_tensors,
     refuse,
@@ -163,7 +164,6 @@ def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
 def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
     """Expected shapes of the published tensors, but for those of the vocabularies."""
     width, read = network.hidden_size, network.states * network.source
-    inner, keys = network.heads * network.head_dim, network.kv_heads * network.head_dim
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, read), "norm.weight": (width,)}
     if network.norm_before_fc:
         shapes["input_norm.weight"] = (read,)
@@ -174,22 +174,10 @@ def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
     if network.embedding:
         shapes["embed_tokens.weight"] = (network.embedding, width)
     for number in range(network.layers):
-        at, reads = f"layers.{number}" if number else prefix, width if number else 2 * width
-        shapes |= {
-            **{
-                f"{at}.self_attn.{one}_proj.weight": (n, reads)
-                for one, n in zip("qkv", (inner, keys, keys), strict=True)
-            },
-            f"{at}.self_attn.o_proj.weight": (width, inner),
-            f"{at}.mlp.gate_proj.weight": (network.mlp, width),
-            f"{at}.mlp.up_proj.weight": (network.mlp, width),
-            f"{at}.mlp.down_proj.weight": (width, network.mlp),
-            f"{at}.post_attention_layernorm.weight": (width,),
-            f"{at}.input_layernorm.weight": (width,),
-        }
-        if number == 0:
-            shapes[f"{at}.hidden_norm.weight"] = (width,)
-    return shapes
+        at = f"layers.{number}" if number else prefix
+        shapes |= layer_shapes(network, at, width if number else 2 * width)
+        shapes[f"{at}.input_layernorm.weight"] = (width,)
+    return shapes | {f"{prefix}.hidden_norm.weight": (width,)}
 
 
 def _draft_ids(tensors: Mapping[str, Tensor], draft: int, vocab: int, source: str) -> Tensor | None:
