@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, derived, model_options
+from mmspec.cli.options import FOLDER, OUT_FOLDER, derived, model_options
 from mmspec.errors import UserError
 from mmspec.eval.harness.options import llama_server_option
 from mmspec.eval.suite.settings import SuiteSettings
@@ -19,9 +19,7 @@ from mmspec.jobs import ENGINES
 @model_options
 @click.option("--tasks", default="embedded", show_default=True, help="Names and groups, separated by commas.")
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the fields of their data.")
-@click.option(
-    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of local benchmark files."
-)
+@click.option("--data", type=FOLDER, help="Folder of local benchmark files.")
 @derived(SuiteSettings)
 @llama_server_option
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)

@@ -72,7 +72,7 @@ class TextFile(click.Path):
 OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_PATHS = {"file": FILE, "folder": FOLDER, "new folder": OUT_FOLDER, "text file": TextFile()}
+_TYPES = {"text": click.STRING, "file": FILE, "folder": FOLDER, "new folder": OUT_FOLDER, "text file": TextFile()}
 
 
 class Value(click.ParamType):
@@ -89,13 +89,6 @@ class Value(click.ParamType):
         except ValueError:
             pass
         return self.fail(f"must be {self.rule.expected}: got {shown(value)}", param, ctx)
-
-
-def type_of(rule: Rule) -> click.ParamType:
-    """The type of an option whose values a rule allows; of each value, if it is repeatable."""
-    if rule.choices:
-        return click.Choice(rule.choices)
-    return _PATHS.get(rule.word) or (click.STRING if rule.word == "text" else Value(rule))
 
 
 def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) -> Decorator:
@@ -122,7 +115,8 @@ def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
         names = [f"--{dashed}" if default is False else f"--{dashed}/--no-{dashed}"]
         settings["is_flag"] = True
     else:
-        settings["type"] = type_of(rule)
+        kind = click.Choice(rule.choices) if rule.choices else _TYPES.get(rule.word)
+        settings["type"] = kind or Value(rule)
     default = None if default is MISSING else default
     plain = default is not None and default is not False and default != ()
     shown_default = about.get("default_text") or (str(default) if plain else "")

@@ -24,11 +24,7 @@ _BATCH = 16
 @click.command()
 @click.option("--model", default="tiny-llava", show_default=True, help="Target model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
-@click.option(
-    "--prompts",
-    type=FILE,
-    help="JSON lines: prompt, images, videos.",
-)
+@click.option("--prompts", type=FILE, help="JSON lines: prompt, images, videos.")
 @click.option("--recorded", type=FOLDER, multiple=True, help="Or features of `make-data --record`; repeatable.")
 @click.option(
     "--contexts",

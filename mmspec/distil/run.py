@@ -33,16 +33,8 @@ from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer
 
 Options = TypeVar("Options", bound=RunOptions)
 
-RESUMABLE_WITH_OTHER = (
-    "out",
-    "threads",
-    "cache",
-    "recorded",
-    "device",
-    "checkpoint_minutes",
-    "report_minutes",
-    "tensorboard",
-)
+RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensorboard"}
+RESUMABLE_WITH_OTHER |= {"checkpoint_minutes", "report_minutes"}
 """Options whose values may change when a run is resumed."""
 
 _FITTED = 1024

@@ -24,18 +24,17 @@ _FILTERS = (  # in the order of transformers' generate, each with the value that
 
 def sampler(
     params: SamplingParams,
-    custom: Sequence[Processor] = (),
+    custom: Sequence[Processor],
+    chain: LogitsProcessorList,
     constraint: Grammar | None = None,
-    chain: LogitsProcessorList | None = None,
 ) -> Sampler:
     """Sampler with these parameters.
 
     Args:
-        custom: as for ``processors``.
+        custom: the request's own logits processors.
+        chain: all logits processors, ``custom`` included.
         constraint: as for ``Sampler``.
-        chain: all logits processors, ``custom`` included; None for those of ``params`` alone.
     """
-    chain = processors(params, custom) if chain is None else chain
     return Sampler(
         chain,
         do_sample=params.do_sample,

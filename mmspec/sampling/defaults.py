@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 
 from mmspec.checks import Rule
 from mmspec.errors import UserError
+from mmspec.sampling.chain import sampler
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
 from mmspec.sampling.sampler import Processor, Sampler
@@ -56,7 +57,7 @@ class Defaults:
         constraint: Grammar | None = None,
     ) -> Sampler:
         """The sampler of a request; arguments as for ``processors``, ``constraint`` as for ``Sampler``."""
-        return params.sampler(custom, constraint, self.processors(params, input_ids, custom))
+        return sampler(params, custom, self.processors(params, input_ids, custom), constraint)
 
     def describe(self) -> str:
         """Defaults that differ from the library's, in one line; empty without any."""

@@ -13,7 +13,6 @@ from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, check_grammar
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
 
-    from mmspec.sampling.grammar import Grammar
     from mmspec.sampling.sampler import Processor, Sampler
 
 MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
@@ -98,16 +97,11 @@ class SamplingParams(Checked):
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **unset) if unset else self
 
-    def sampler(
-        self,
-        custom: Sequence[Processor] = (),
-        constraint: Grammar | None = None,
-        processors: LogitsProcessorList | None = None,
-    ) -> Sampler:
-        """Sampler with these parameters; see ``mmspec.sampling.chain.sampler``."""
+    def sampler(self, custom: Sequence[Processor] = ()) -> Sampler:
+        """Sampler with these parameters and ``processors``."""
         from mmspec.sampling.chain import sampler
 
-        return sampler(self, custom, constraint, processors)
+        return sampler(self, custom, self.processors(custom))
 
     def processors(self, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
         """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature."""

@@ -35,25 +35,17 @@ DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 @click.option("--as-told", is_flag=True, help="With --scenes: use their reference answers, without a model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--scenes", type=click.IntRange(1), help="Draw conversations about this many training scenes.")
-@click.option(
-    "--prompts", type=FILE, help="Conversations (JSON or JSON Lines) whose answers are replaced by the target's."
-)
+@click.option("--prompts", type=FILE, help="Conversations (JSON or JSON Lines) whose answers are replaced.")
 @click.option("--images", type=FOLDER, help="Folder of the media in --prompts.")
-@click.option(
-    "--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target itself (text models)."
-)
+@click.option("--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target (text models).")
 @derived(SamplingParams, "temperature", prefix="prompt_", rule=POSITIVE, default=0.8, text="Of --self-prompts.")
 @derived(SamplingParams, "top_p", prefix="prompt_", default=0.95, text="Of --self-prompts.")
 @click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Batch size.")
 @derived(SamplingParams, "max_new_tokens", default=256, text="Per answer.")
 @derived(SamplingParams, "temperature", default=0.0)
-@click.option(
-    "--greedy", type=Value(SHARE), default=0.0, show_default=True, help="Share answered greedily all the same."
-)
+@click.option("--greedy", type=Value(SHARE), default=0.0, show_default=True, help="Share answered greedily.")
 @derived(SamplingParams, "seed", default=0)
-@click.option(
-    "--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first scene or prompt."
-)
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first of them.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Add to the conversations in --out.")
 @click.option("--record", is_flag=True, help="With --self-prompts: keep hidden states for training, in OUT/features.")
 @device_options

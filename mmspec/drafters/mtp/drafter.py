@@ -16,9 +16,9 @@ from torch import Tensor
 from mmspec.core.target import Prompt, Step, Target
 from mmspec.drafters import checkpoint
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.mtp.config import MTPConfig
 from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import read_mtp
+from mmspec.drafters.shape import RopeShape
 
 
 class MTP(PositionedDrafter):
@@ -50,7 +50,7 @@ class MTP(PositionedDrafter):
             drafter = cls(checkpoint.load_network(MTPNetwork, config, tensors, folder))
             drafter.published = found
             return drafter
-        config, tensors, keywords = checkpoint.read_network(folder, MTPConfig)
+        config, tensors, keywords = checkpoint.read_network(folder, RopeShape)
         return cls(checkpoint.load_network(MTPNetwork, config, tensors, folder), **keywords)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Rotation
-from mmspec.drafters.mtp.config import MTPConfig
+from mmspec.drafters.shape import RopeShape
 
 
 class OffsetNorm(nn.Module):
@@ -36,7 +36,7 @@ class OffsetNorm(nn.Module):
 class GatedLayer(DecoderLayer):
     """Decoder layer with norms of queries and keys, (heads + kv_heads, head_dim), and a gate of what the heads read."""
 
-    def __init__(self, config: MTPConfig) -> None:
+    def __init__(self, config: RopeShape) -> None:
         super().__init__(config, config.hidden_size, input_norm=True, norm=OffsetNorm)
         self.gate = nn.Linear(config.hidden_size, config.heads * config.head_dim, bias=False)
         self.head_norm = OffsetNorm((config.heads + config.kv_heads, config.head_dim), config.norm_eps)
@@ -56,7 +56,7 @@ class GatedLayer(DecoderLayer):
 class MTPNetwork(nn.Module):
     """See the module."""
 
-    def __init__(self, config: MTPConfig) -> None:
+    def __init__(self, config: RopeShape) -> None:
         super().__init__()
         self.config = config
         width, eps = config.hidden_size, config.norm_eps

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mmspec.drafters.hidden_state.rope import turning_order
-from mmspec.drafters.mtp.config import MTPConfig
 from mmspec.drafters.published import check_tensors
+from mmspec.drafters.shape import RopeShape
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
@@ -39,7 +39,7 @@ def has_mtp(folder: Path) -> bool:
     return any(name.startswith(_PREFIX) for file in weight_files(folder) for name in tensor_names(file))
 
 
-def read_mtp(folder: Path) -> tuple[MTPConfig, dict[str, Tensor], dict[str, Any]]:
+def read_mtp(folder: Path) -> tuple[RopeShape, dict[str, Tensor], dict[str, Any]]:
     """Read the MTP layer of a target's checkpoint; other tensors are not read.
 
     Returns:
@@ -72,7 +72,7 @@ def read_mtp(folder: Path) -> tuple[MTPConfig, dict[str, Tensor], dict[str, Any]
     return config, convert(tensors, config), verifier
 
 
-def convert(tensors: Mapping[str, Tensor], config: MTPConfig) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], config: RopeShape) -> dict[str, Tensor]:
     """The tensors of an ``MTPNetwork`` from those of a checkpoint.
 
     ``q_proj`` holds query and gate of each head in turn. Queries and keys are put in ``turning_order``.
@@ -94,7 +94,7 @@ def convert(tensors: Mapping[str, Tensor], config: MTPConfig) -> dict[str, Tenso
     }
 
 
-def network_config(decoder: Any, source: str) -> MTPConfig:
+def network_config(decoder: Any, source: str) -> RopeShape:
     """Configuration of the network from the target's text configuration.
 
     Raises:
@@ -115,10 +115,10 @@ def network_config(decoder: Any, source: str) -> MTPConfig:
             raise UserError(f"{source}/config.json: {name} must be {value} for its MTP layer: got {received!r}")
     # Position axes are always interleaved, whatever the configuration says.
     rope = {"mrope_section": _SECTIONS, **decoder.rope_parameters, "mrope_interleaved": True}
-    return MTPConfig.like(decoder, rope=rope)
+    return RopeShape.like(decoder, rope=rope)
 
 
-def _shapes(config: MTPConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(config: RopeShape) -> dict[str, tuple[int, ...]]:
     """Expected shapes of the checkpoint's tensors."""
     width, head_dim, mlp = config.hidden_size, config.head_dim, config.mlp
     inner, keys = config.heads * head_dim, config.kv_heads * head_dim
