@@ -25,6 +25,7 @@ import jsonschema
 
 import mmspec
 from mmspec.answer import Generation
+from mmspec.cli.options import derived
 from mmspec.core.drafter import fork
 from mmspec.engine.calibrate import describe
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
@@ -41,8 +42,8 @@ _ALL = "all"
 @click.option("--drafter", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--schemas", default=204, show_default=True, help="Number of schemas, cycling through the kinds.")
-@click.option("--max-new-tokens", default=256, show_default=True)
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@derived(SamplingParams, "max_new_tokens", default=256)
+@derived(SamplingParams, "temperature", default=0.0)
 @click.option("--seed", default=0, show_default=True, help="Of schemas and sampling.")
 def main(
     model: str, drafter: str, dtype: str, schemas: int, max_new_tokens: int, temperature: float, seed: int

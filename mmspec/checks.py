@@ -1,12 +1,17 @@
-"""Checks of values that users pass: one rule per field, one message for all of them."""
+"""Values that users pass: a field is declared once, with its rule, and checks itself wherever it comes from.
+
+Python, the command line (``mmspec.cli.options.derived``), the server's requests and ``config.json`` of checkpoints
+(``Checked.read``) have the same names, limits and messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from math import isfinite
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Self
 
 from mmspec.errors import UserError
@@ -23,11 +28,21 @@ class Rule:
         expected: completes "NAME must be ...".
         holds: whether a value is valid; may raise TypeError for values of other types.
         convert: converts valid values for storage, such as numpy's numbers to Python's.
+        word: kind of the value on the command line.
+        parse: reads it from text; raises ValueError for other texts.
+        limits: the range as help shows it.
+        choices: all values, if they are few.
+        several: a list of values, each an option of its own on the command line.
     """
 
     expected: str
     holds: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value
+    word: str = "text"
+    parse: Callable[[str], Any] = str
+    limits: str = ""
+    choices: tuple[str, ...] = ()
+    several: bool = False
 
     def check(self, name: str, value: Any) -> Any:
         """The converted value. Raises ``UserError`` with the rule and the value if it is not valid."""
@@ -41,7 +56,7 @@ class Rule:
 
 
 class Checked:
-    """Base of frozen dataclasses with fields by ``option``, which the constructor checks.
+    """Base of frozen dataclasses with fields by ``option`` or ``required``, which the constructor checks.
 
     Raises:
         UserError: a field violates its rule, or there is none of this name.
@@ -59,10 +74,81 @@ class Checked:
             value = setting.metadata["rule"].check(setting.name, getattr(self, setting.name))
             object.__setattr__(self, setting.name, value)
 
+    @classmethod
+    def rule(cls, name: str) -> Rule:
+        """The rule of a field."""
+        found: Rule = cls.__dataclass_fields__[name].metadata["rule"]  # type: ignore[attr-defined]
+        return found
 
-def option(default: Any, rule: Rule) -> Any:
-    """A dataclass field with a default and a rule."""
-    return field(default=default, metadata={"rule": rule})
+    @classmethod
+    def read(cls, values: Any, source: str, others: bool = False) -> Self:
+        """Construct from an object of a JSON file; missing and unknown fields are errors.
+
+        Args:
+            source: name of the object in error messages.
+            others: another program's object: fields of other names are ignored, null stands for a field's default.
+        """
+        if not isinstance(values, Mapping):
+            raise UserError(f"{source}: expected an object with fields, received {shown(values)}")
+        known = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
+        if others:
+            values = {name: value for name, value in values.items() if name in known and value is not None}
+        if missing := [name for name, one in known.items() if is_required(one) and name not in values]:
+            raise UserError(f"{source}: expected {missing[0]}, received none")
+        if unknown := sorted(values.keys() - known.keys()):
+            raise UserError(f"{source}: expected {', '.join(known)}, received {shown(unknown[0])}")
+        try:
+            return cls(**values)
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from None
+
+    def part(self, names: Collection[str]) -> dict[str, Any]:
+        """Values of the fields with these names, such as those of another class, but for None."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if name in names and value is not None}
+
+
+def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
+    """A dataclass field.
+
+    Args:
+        default: its default, or a function that makes one.
+        rule: checks its values.
+        text: help of the option on the command line.
+        more: ``default_text``: the default as help shows it; ``declared``: names of the option.
+    """
+    metadata = {"rule": rule, "text": text, **more}
+    return (
+        field(default_factory=default, metadata=metadata)
+        if callable(default)
+        else field(default=default, metadata=metadata)
+    )
+
+
+def required(rule: Rule, text: str = "", **more: Any) -> Any:
+    """A dataclass field without a default; arguments as for ``option``."""
+    return option(MISSING, rule, text, **more)
+
+
+def again(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
+    """A field with the rule of another class's field, and the default and help if no others are given.
+
+    Args:
+        changes: as for ``option``; ``default=None`` allows None, which stands for the other class's default.
+    """
+    known = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    about = {"default": known.default, **known.metadata, **changes}
+    about |= {} if text is None else {"text": text}
+    if about["default"] is None:
+        about["rule"] = settable(about["rule"])
+        usual = "" if known.default in (None, MISSING) else str(known.default)
+        about.setdefault("default_text", {"True": "on", "False": "off"}.get(usual, usual))
+    return option(**about)
+
+
+def is_required(one: Field[Any]) -> bool:
+    """Whether a dataclass field has no default."""
+    return one.default is MISSING and one.default_factory is MISSING
 
 
 def whole(low: int, high: int | None = None) -> Rule:
@@ -73,7 +159,7 @@ def whole(low: int, high: int | None = None) -> Rule:
         is_whole = isinstance(value, Integral) and not isinstance(value, bool)
         return is_whole and low <= value and (high is None or value <= high)
 
-    return Rule(f"a whole number {limits}", holds, int)
+    return Rule(f"a whole number {limits}", holds, int, "integer", int, limits)
 
 
 def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
@@ -82,15 +168,42 @@ def number(expected: str, holds: Callable[[Any], bool]) -> Rule:
     def finite(value: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and holds(value)
 
-    return Rule(expected, finite, float)
+    return Rule(expected, finite, float, "number", float, expected)
+
+
+def within(low: float, high: float) -> Rule:
+    """A number in a closed range."""
+    return number(f"a number in [{low:g}, {high:g}]", lambda value: low <= value <= high)
+
+
+def choice(*names: str) -> Rule:
+    """One of a few texts."""
+    return Rule(" or ".join(map(repr, names)), lambda value: value in names, choices=names)
+
+
+def several(rule: Rule) -> Rule:
+    """A list of values that a rule allows."""
+
+    def holds(values: Any) -> bool:
+        return isinstance(values, list | tuple) and all(map(rule.holds, values))
+
+    return replace(rule, expected=f"a list, each {rule.expected}", holds=holds, convert=tuple, several=True)
+
+
+def listed(rule: Rule) -> Rule:
+    """A list of values, separated by commas on the command line and there without duplicates."""
+    expected = f"values separated by commas, each {rule.expected}"
+    parse = lambda text: tuple(dict.fromkeys(map(rule.parse, text.split(","))))  # noqa: E731
+    return replace(several(rule), expected=expected, word="list", parse=parse, limits="", several=False)
 
 
 def optional(rule: Rule) -> Rule:
     """None, or a value that another rule allows."""
-    return Rule(
-        f"None or {rule.expected}",
-        lambda value: value is None or rule.holds(value),
-        lambda value: None if value is None else rule.convert(value),
+    return replace(
+        rule,
+        expected=f"None or {rule.expected}",
+        holds=lambda value: value is None or rule.holds(value),
+        convert=lambda value: None if value is None else rule.convert(value),
     )
 
 
@@ -102,6 +215,31 @@ def settable(rule: Rule) -> Rule:
 def is_text(value: Any) -> bool:
     """Whether a value is a str that UTF-8 can encode: a lone surrogate has no encoding."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _is_list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(one, kind) and not isinstance(one, bool) for one in values)
+
+
+FLAG = Rule("True or False", lambda value: isinstance(value, bool), word="flag")
+TEXT = Rule("text", is_text)
+TEXTS = Rule("a list of one text or more", lambda value: _is_list_of(str, value) and bool(value))
+OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+NUMBERS = Rule(
+    "a list of whole numbers, as 2,16,29 on the command line",
+    lambda value: _is_list_of(int, value),
+    word="n,n,...",
+    parse=lambda text: [int(one) for one in text.split(",")],
+)
+POSITIVE = number("> 0", lambda value: value > 0)
+NOT_NEGATIVE = number(">= 0", lambda value: value >= 0)
+SHARE = number("in [0, 1]", lambda value: 0 <= value <= 1)
+
+# Paths: what they lead to is checked when a command line is read.
+FILE, FOLDER, OUT_FOLDER, TEXT_FILE = (
+    Rule("a path", lambda value: isinstance(value, Path), word=word)
+    for word in ("file", "folder", "new folder", "text file")
+)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,36 +1,14 @@
-"""Types of list options on the command line."""
+"""Options that several studies have."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
-from mmspec.cli.options import Number
+from mmspec.checks import listed, whole
+from mmspec.cli.options import Value
 
-
-class CommaList(click.ParamType):
-    """Type of a list option: values separated by commas, without duplicates.
-
-    Args:
-        item: type of the values.
-    """
-
-    name = "list"
-
-    def __init__(self, item: click.ParamType) -> None:
-        self.item = item
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(dict.fromkeys(self.item.convert(part, param, ctx) for part in parts))
-
-
-SIZES = CommaList(click.IntRange(1))
+SIZES = Value(listed(whole(1)))
 """Type of an option that lists whole numbers above 0."""
-
-TEMPERATURES = CommaList(Number(0))
-"""Type of an option that lists sampling temperatures."""
 
 llama_server_option = click.option(
     "--llama-server",

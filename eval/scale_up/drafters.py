@@ -13,8 +13,9 @@ from mmspec.core.drafter import Drafter
 from mmspec.errors import UserError
 from mmspec.eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.eval.scale_up.models import layer_in, shape_of
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 
 MIN_DRAFT_SHARE = 0.25
 """Least share of the big vocabulary in a reduced draft vocabulary."""

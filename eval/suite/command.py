@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, model_options
+from mmspec.cli.options import FOLDER, OUT_FOLDER, derived, model_options
 from mmspec.errors import UserError
-from mmspec.eval.harness.options import SIZES, TEMPERATURES, llama_server_option
+from mmspec.eval.harness.options import llama_server_option
+from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.jobs import ENGINES
 
 
@@ -18,26 +19,9 @@ from mmspec.jobs import ENGINES
 @model_options
 @click.option("--tasks", default="embedded", show_default=True, help="Names and groups, separated by commas.")
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the fields of their data.")
-@click.option(
-    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of local benchmark files."
-)
-@click.option(
-    "--methods",
-    default="auto",
-    show_default=True,
-    help="generate, lookup, assisted:FOLDER, llama.cpp[:TYPE], none, or DRAFTER[@tree|@chain[N]|@NODES], optionally "
-    "LABEL=...",
-)
+@click.option("--data", type=FOLDER, help="Folder of local benchmark files.")
+@derived(SuiteSettings)
 @llama_server_option
-@click.option("--limit", type=click.IntRange(1), help="Samples per task; by default all, or 64 of drawn tasks.")
-@click.option("--frames", type=click.IntRange(1, 512), default=8, show_default=True, help="Per drawn video.")
-@click.option("--temperatures", default="0", show_default=True, type=TEMPERATURES, help="0 is greedy.")
-@click.option("--batch-sizes", default="1", show_default=True, type=SIZES, help="Conversations per batch.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--warm-up", type=click.IntRange(0), default=2, show_default=True, help="Unmeasured batches.")
-@click.option("--max-new-tokens", type=click.IntRange(1), help="Per answer; by default as each task sets it.")
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default if not given.")
 @click.option("--engine", type=click.Choice(ENGINES), default="local", show_default=True)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Model-holding actors on Ray.")
 @click.option("--out", type=OUT_FOLDER, help="Folder of the run; required unless --list is given.")
@@ -66,7 +50,6 @@ def evaluate(
     if out is None:
         raise UserError("expected --out FOLDER for the results, received none")
 
-    from mmspec.eval.suite.evaluator import SuiteSettings
     from mmspec.eval.suite.run import is_visual, run_suite
     from mmspec.eval.suite.tasks import select_tasks
 

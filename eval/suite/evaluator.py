@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,43 +25,12 @@ from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
 from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.pipeline import Pipeline
 
 _WARM_UP_TOKENS = 64
 _STATS_FIELDS = tuple(field.name for field in dataclasses.fields(Stats))
-
-
-@dataclass(frozen=True)
-class SuiteSettings:
-    """Settings of a run, as plain JSON values; see the options of ``mmspec eval``."""
-
-    model: str
-    tasks: tuple[str, ...]
-    methods: str = "auto"
-    data: str | None = None
-    limit: int | None = None
-    frames: int = 8
-    temperatures: tuple[float, ...] = (0.0,)
-    batch_sizes: tuple[int, ...] = (1,)
-    rounds: int = 3
-    warm_up: int = 2
-    max_new_tokens: int | None = None
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    llama_server: str | None = None
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> SuiteSettings:
-        """From JSON values."""
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**fields)
-
-    def samples(self, task: str) -> list[Sample]:
-        """The samples of one of the tasks."""
-        return TASKS[task].samples(None if self.data is None else Path(self.data), self.limit, self.frames)
 
 
 class Evaluator:
@@ -80,7 +47,7 @@ class Evaluator:
     def __init__(self, settings: dict[str, Any]) -> None:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        self.settings = SuiteSettings.from_json(settings)
+        self.settings = SuiteSettings(**settings)
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
         pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError
-from mmspec.eval.suite.evaluator import SuiteSettings
+from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.files import check_settings, write_text
 
 Job = dict[str, Any]

@@ -11,10 +11,11 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from mmspec import plugins
-from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
+from mmspec.eval.suite.evaluator import Evaluator
 from mmspec.eval.suite.methods import load_pretrained
 from mmspec.eval.suite.records import RunRecords, suite_jobs
 from mmspec.eval.suite.report import write_report
+from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import write_answers
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS

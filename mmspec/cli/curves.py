@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from mmspec.cli.module import ModuleCommand
-from mmspec.cli.options import OUT_FILE
+from mmspec.cli.options import FILE, OUT_FILE
 from mmspec.training.curve import draw
 
 
 @click.command(cls=ModuleCommand)
-@click.argument("logs", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("logs", nargs=-1, required=True, type=FILE)
 @click.option("--out", required=True, type=OUT_FILE, help="Plot to write, SVG or PNG.")
 @click.option("--name", "names", multiple=True, help="Legend names of the logs; by default their folders' names.")
 @click.option(

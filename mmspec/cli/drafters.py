@@ -7,31 +7,12 @@ from typing import Any
 
 import click
 
-from mmspec.cli.training import DATA, LENGTH, PASSES, REPORTS, SHAPE, START, TREES, option_groups, read_layers
-
-EAGLE3 = (
-    click.option("--layers", type=click.IntRange(1), help="Decoder layers of the head.  [default: 1]"),
-    click.option(
-        "--reads",
-        metavar="N,N,N",
-        callback=lambda context, option, value: read_layers(value),
-        help="Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L.",
-    ),
-    click.option("--outputs/--inputs", default=None, help="Read the outputs of these layers.  [default: inputs]"),
-    *(
-        click.option(f"--{name}/--no-{name}", default=None, help=text)
-        for name, text in (
-            ("norm-before-residual", "The residual of the first layer is the normed state.  [default: off]"),
-            ("norm-before-fc", "Norm of the states that are read, together.  [default: off]"),
-            ("fc-norm", "Norm of each of them (EAGLE-3.1).  [default: on, unless they are normed together]"),
-            ("norm-output", "Feed normed states to the next level (EAGLE-3.1).  [default: on]"),
-        )
-    ),
-)
+from mmspec.cli.options import derived
+from mmspec.distil.options import Eagle3Options
 
 
-@click.command("eagle3", context_settings={"default_map": {"passes": 5, "depth": 8}})
-@option_groups(DATA, LENGTH, REPORTS, PASSES, START, EAGLE3, SHAPE, TREES)
+@click.command("eagle3")
+@derived(Eagle3Options)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
 
@@ -41,7 +22,7 @@ def eagle3(**options: Any) -> None:
     """
     from mmspec.distil.eagle3 import train_eagle3
 
-    train_eagle3(options)
+    train_eagle3(Eagle3Options(**options))
 
 
 if __name__ == "__main__":

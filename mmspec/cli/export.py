@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER
+from mmspec.cli.options import FOLDER, OUT_FOLDER
 from mmspec.errors import UserError
 
 
@@ -14,12 +14,7 @@ from mmspec.errors import UserError
 @click.option(
     "--model", required=True, metavar="NAME", help="The target, a folder or hub id; its weights are not read."
 )
-@click.option(
-    "--drafter",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    required=True,
-    help="Folder of an EAGLE-3 head.",
-)
+@click.option("--drafter", type=FOLDER, required=True, help="Folder of an EAGLE-3 head.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--format",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,20 +11,10 @@ from typing import Any
 import click
 
 from mmspec import plugins
+from mmspec.checks import Checked, Rule, is_required, shown
+from mmspec.sampling.params import SamplingParams
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Number(click.FloatRange):
-    """A finite number in a range."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if number is not None and not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
 
 
 def stack(*options: Decorator) -> Decorator:
@@ -80,6 +70,61 @@ class TextFile(click.Path):
 
 
 OUT_FILE, OUT_FOLDER = Output(folder=False), Output(folder=True)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_TYPES = {"text": click.STRING, "file": FILE, "folder": FOLDER, "new folder": OUT_FOLDER, "text file": TextFile()}
+
+
+class Value(click.ParamType):
+    """Values that a rule allows, with the rule's message for others."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.name = rule, rule.word
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            value = self.rule.parse(value) if isinstance(value, str) else value
+            if self.rule.holds(value):
+                return self.rule.convert(value)
+        except ValueError:
+            pass
+        return self.fail(f"must be {self.rule.expected}: got {shown(value)}", param, ctx)
+
+
+def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) -> Decorator:
+    """Options of a class's fields: name, type, range, default and help are those of the field.
+
+    Args:
+        names: of the fields; all that have a help by default.
+        prefix: of the options' names.
+        changes: ``rule``, ``default``, ``default_text`` and ``text`` instead of the fields'.
+    """
+    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    chosen = names or [name for name, one in known.items() if one.metadata["text"]]
+    return stack(*(_option(f"{prefix}{name}", known[name], changes) for name in chosen))
+
+
+def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
+    about = {"default": one.default, **one.metadata}
+    if "default" in changes:
+        about.pop("default_text", None)
+    about |= changes
+    rule, default, dashed = about["rule"], about["default"], name.replace("_", "-")
+    names, settings = [f"--{dashed}"], {"required": is_required(one), "multiple": rule.several}
+    if rule.word == "flag":
+        names = [f"--{dashed}" if default is False else f"--{dashed}/--no-{dashed}"]
+        settings["is_flag"] = True
+    else:
+        kind = click.Choice(rule.choices) if rule.choices else _TYPES.get(rule.word)
+        settings["type"] = kind or Value(rule)
+    default = None if default is MISSING else default
+    plain = default is not None and default is not False and default != ()
+    shown_default = about.get("default_text") or (str(default) if plain else "")
+    notes = [f"default: {shown_default}"] if shown_default else []
+    notes += [rule.limits] if rule.limits else []
+    text = "  ".join(filter(None, [about["text"], f"[{'; '.join(notes)}]" if notes else ""]))
+    return click.option(*about.get("declared", names), name, default=default, help=text, **settings)
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
@@ -123,22 +168,14 @@ generation_config_option = click.option(
     help="Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
 )
 
+SAMPLING = tuple(one.name for one in fields(SamplingParams))
+
 generation_options = stack(
     model_options,
     trust_option,
     drafter_option,
     generation_config_option,
-    click.option("--max-new-tokens", type=click.IntRange(1, 2**31), help="[the model's, or 256]"),
-    click.option("--temperature", type=Number(0), help="0 is greedy. [the model's, or 0]"),
-    click.option("--top-p", type=Number(0, 1, min_open=True), help="[the model's, or 1]"),
-    click.option("--top-k", type=click.IntRange(0, 2**31), help="0 keeps all tokens. [the model's, or 0]"),
-    click.option("--min-p", type=Number(0, 1), help="[the model's, or 0]"),
-    click.option("--repetition-penalty", type=Number(0, min_open=True), help="[the model's, or 1]"),
-    click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable."),
-    click.option("--json-schema", type=TextFile(), metavar="FILE", help="Answer in JSON that satisfies this schema."),
-    click.option("--regex", metavar="PATTERN", help="Answer with a match of this regular expression."),
-    click.option("--grammar", type=TextFile(), metavar="FILE", help="Answer according to this Lark grammar."),
-    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of sampling."),
+    derived(SamplingParams, *SAMPLING),
     click.option(
         "--nodes",
         type=click.IntRange(0, 512),
@@ -149,17 +186,4 @@ generation_options = stack(
 )
 
 LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code", "generation_config")
-GENERATING = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop",
-    "json_schema",
-    "regex",
-    "grammar",
-    "seed",
-    "nodes",
-)
+GENERATING = (*SAMPLING, "nodes")

@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mmspec.distil.data import Conversation
 from mmspec.distil.eagle3_objective import Eagle3Objective
-from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
+from mmspec.distil.options import Eagle3Options
+from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.start import head_weight, load_shared_weights, output_rows
 from mmspec.distil.tasks import DrafterSetup
+from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
 
-def train_eagle3(options: Mapping[str, Any]) -> None:
-    """Trains with the options of `command.eagle3`, or resumes the run in `options["out"]`."""
+def train_eagle3(options: Eagle3Options) -> None:
+    """Trains with these options, or resumes the run in `options.out`."""
     train_drafter(options, _setup)
 
 
-def _setup(options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options["seed"])
+def _setup(options: Eagle3Options, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
+    torch.manual_seed(options.seed)
     target, start = pipe.target, None
-    draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
-    if options["start"] is not None:
-        start = Eagle3.from_checkpoint(options["start"])
+    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
+    if options.start is not None:
+        start = Eagle3.from_checkpoint(options.start)
         start.attach(target)  # refuses drafters of other targets
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if rotary_of(start.network.config)[1] is not None:
-            raise UserError(f"{options['start']}: expected a head with plain rotary positions, received M-RoPE")
+            raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
     config = _network_config(options, target, draft_ids, start)
     network = Eagle3Network(config).to(target.device, torch.float32)
     if start is not None:
-        load_shared_weights(start, network, options["start"])
+        load_shared_weights(start, network, options.start)
     else:
         with torch.no_grad():
             network.lm_head.weight.copy_(head_weight(target, draft_ids))
-    chosen = {field.name: options[field.name] for field in fields(Eagle3Objective)}
+    chosen = options.part(Eagle3Objective.__dataclass_fields__)
     layers = config.features(target.config.num_hidden_layers)
-    tree = tree_settings(options)
+    tree = options.part(TREE)
     return DrafterSetup(network, Eagle3Objective(**chosen), Eagle3, draft_ids, tree, layers=layers)
 
 
 def _network_config(
-    options: Mapping[str, Any], target: Any, draft_ids: torch.Tensor | None, start: Eagle3 | None
+    options: Eagle3Options, target: Any, draft_ids: torch.Tensor | None, start: Eagle3 | None
 ) -> Eagle3Config:
-    given = {field.name: options[field.name] for field in fields(Eagle3Config) if options.get(field.name) is not None}
+    given = options.part(Eagle3Config.__dataclass_fields__)
     given |= {"states": len(given["reads"])} if "reads" in given else {}
     head = output_rows(target) if draft_ids is None else len(draft_ids)
     if start is not None:

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.options import Eagle3Passes
 from mmspec.distil.pass_cache import PassCache
-from mmspec.distil.token_loss import TokenLoss, token_loss
+from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.drafters.hidden_state.rope import rotary_of
@@ -22,7 +23,7 @@ from mmspec.training.loss import LossOutput
 
 
 @dataclass(frozen=True)
-class Eagle3Objective:
+class Eagle3Objective(Eagle3Passes):
     """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
     section 3.2).
 
@@ -31,16 +32,7 @@ class Eagle3Objective:
     as a node at depth s of a tree does.
 
     The metrics ``token_d`` and ``right_d`` are loss and accuracy d steps after a true state.
-
-    Attributes:
-        passes: passes over a batch.
-        decay: weight of a pass relative to the one before.
-        loss: as for ``token_loss``.
     """
-
-    passes: int = 5
-    decay: float = 0.8
-    loss: TokenLoss = "kl"
 
     def __call__(
         self,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -20,6 +20,7 @@ from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.feature_cache import FeatureCache
 from mmspec.distil.features import Extractor
+from mmspec.distil.options import RunOptions
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
@@ -30,95 +31,85 @@ from mmspec.training.plan import TrainingPlan
 from mmspec.training.sampler import MIXED, TEXT
 from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer
 
-MakeSetup = Callable[[Mapping[str, Any], Pipeline, list[Conversation]], DrafterSetup]
-"""Makes network, objective and drafter from the command's options, the target and the training conversations."""
+Options = TypeVar("Options", bound=RunOptions)
 
-RESUMABLE_WITH_OTHER = (
-    "out",
-    "threads",
-    "cache",
-    "recorded",
-    "device",
-    "checkpoint_minutes",
-    "report_minutes",
-    "tensorboard",
-)
+RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensorboard"}
+RESUMABLE_WITH_OTHER |= {"checkpoint_minutes", "report_minutes"}
 """Options whose values may change when a run is resumed."""
 
 _FITTED = 1024
 """Conversations that a network is fitted to before it is trained, at most."""
 
 _KINDS = {TEXT: "text", MIXED: "data"}
-_TASK_OPTIONS = ("batch", "prompts", "max_new_tokens", "optimiser", "rate", "text_share", "seed")
+_TASK = ("batch", "prompts", "max_new_tokens", "optimiser", "rate", "text_share", "seed")
 
 
-def train_drafter(options: Mapping[str, Any], make_setup: MakeSetup) -> None:
-    """Trains a drafter, or resumes the run in `options["out"]`.
+def train_drafter(
+    options: Options, make_setup: Callable[[Options, Pipeline, list[Conversation]], DrafterSetup]
+) -> None:
+    """Trains a drafter, or resumes the run in `options.out`.
 
     Args:
-        options: values of the command's options, those of `mmspec.cli.training` among them.
-        make_setup: makes what is specific to the kind of drafter.
+        options: of the command.
+        make_setup: makes network, objective and drafter from the options, the target and the training conversations.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(options["threads"])
+    torch.set_num_threads(options.threads)
     accelerator = _accelerator(options)
     console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
     training, held_out = _load_conversations(options, console)
     examples = list(chain(*training.values()))
     plan = _plan(options, len(examples))
-    pipe = load(options["target"], None, str(accelerator.device), options["dtype"])
+    pipe = load(options.target, None, str(accelerator.device), options.dtype)
     pipe.model.requires_grad_(False)
     setup = make_setup(options, pipe, examples)
     extract = _feature_source(
         options, accelerator, Extractor(pipe, layers=setup.layers), [*examples, *held_out], console
     )
-    if setup.fit is not None and not (options["out"] / CHECKPOINT).exists():
-        some = random.Random(options["seed"]).sample(examples, min(len(examples), _FITTED))
+    if setup.fit is not None and not (options.out / CHECKPOINT).exists():
+        some = random.Random(options.seed).sample(examples, min(len(examples), _FITTED))
         setup.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
-    chosen = {name: options[name] for name in _TASK_OPTIONS}
-    bfloat16 = _uses_bfloat16(options["precision"], pipe.target)
-    task = DrafterTask(pipe, setup, training, held_out, extract, bfloat16=bfloat16, **chosen)
+    bfloat16 = _uses_bfloat16(options.precision, pipe.target)
+    task = DrafterTask(pipe, setup, training, held_out, extract, bfloat16=bfloat16, **options.part(_TASK))
     # Examples are sampled by index: a file with more conversations is another data set.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}
-    done = train_with_progress(Trainer(options["out"], plan, task, accelerator, settings), console)
-    if options["tensorboard"]:
+    done = train_with_progress(Trainer(options.out, plan, task, accelerator, settings), console)
+    if options.tensorboard:
         accelerator.end_training()
     for reason, count in getattr(extract, "skipped", {}).items():
         console.print(f"conversations skipped {count} times: {reason}", markup=False)
     if done:
-        console.print(f"drafter written to {options['out'] / DRAFTER}", markup=False)
+        console.print(f"drafter written to {options.out / DRAFTER}", markup=False)
 
 
-def _accelerator(options: Mapping[str, Any]) -> Accelerator:
-    if options["device"] not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device must be auto, cpu or cuda: received {options['device']!r}")
-    if options["device"] == "cuda" and not torch.cuda.is_available():
+def _accelerator(options: RunOptions) -> Accelerator:
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device must be auto, cpu or cuda: received {options.device!r}")
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda: expected a GPU that torch can use, received none")
-    tracker = {"log_with": "tensorboard", "project_dir": options["out"]} if options["tensorboard"] else {}
-    accelerator = Accelerator(cpu=options["device"] == "cpu", mixed_precision="no", **tracker)
-    if options["batch"] < accelerator.num_processes:
-        raise UserError(
-            f"batch must be at least the {accelerator.num_processes} processes: received {options['batch']}"
-        )
+    tracker = {"log_with": "tensorboard", "project_dir": options.out} if options.tensorboard else {}
+    accelerator = Accelerator(cpu=options.device == "cpu", mixed_precision="no", **tracker)
+    if options.batch < accelerator.num_processes:
+        raise UserError(f"batch must be at least the {accelerator.num_processes} processes: received {options.batch}")
     if tracker:
         accelerator.init_trackers("tensorboard")
     return accelerator
 
 
-def _plan(options: Mapping[str, Any], examples: int) -> TrainingPlan:
+def _plan(options: RunOptions, examples: int) -> TrainingPlan:
     """The plan; epochs become steps."""
-    lengths = {name: options[name] for name in ("steps", "minutes", "epochs") if options[name] is not None}
+    lengths = options.part(("steps", "minutes", "epochs"))
     if len(lengths) > 1:
         raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
-    chosen = {field.name: options[field.name] for field in fields(TrainingPlan)}
+    chosen = options.part(TrainingPlan.__dataclass_fields__)
     if "steps" not in lengths and "minutes" not in lengths:
-        chosen["steps"] = math.ceil(lengths.get("epochs", 1.0) * examples / options["batch"])
+        chosen["steps"] = math.ceil(lengths.get("epochs", 1.0) * examples / options.batch)
     return TrainingPlan(**chosen)
 
 
-def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(options: RunOptions) -> dict[str, Any]:
     """The options that a resumed run must repeat, as JSON values."""
 
     def plain(value: Any) -> Any:
@@ -126,21 +117,22 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
             return str(value.resolve())
         return [plain(one) for one in value] if isinstance(value, tuple) else value
 
-    return {name: plain(value) for name, value in options.items() if name not in RESUMABLE_WITH_OTHER}
+    values = {field.name: plain(getattr(options, field.name)) for field in fields(options)}
+    return {name: value for name, value in values.items() if name not in RESUMABLE_WITH_OTHER}
 
 
-def _load_conversations(options: Mapping[str, Any], console: Console) -> tuple[dict[str, list], list[Conversation]]:
+def _load_conversations(options: RunOptions, console: Console) -> tuple[dict[str, list], list[Conversation]]:
     """Reads the conversations; returns those to train on, by kind, and the held-out ones."""
-    if not options["text"] and not options["data"]:
+    if not options.text and not options.data:
         raise UserError("expected conversations in --text or --data, received neither")
-    found = {kind: _read(options[name], options["images"], console) for kind, name in _KINDS.items()}
+    found = {kind: _read(getattr(options, name), options.images, console) for kind, name in _KINDS.items()}
     if media := [conversation for conversation in found[TEXT] if conversation.media]:
         raise UserError(f"--text takes conversations without media: {media[0].id} has some; give its file as --data")
     if not found[TEXT]:
         console.print("no --text: training on --data only, without stage 1")
     elif not found[MIXED]:
         console.print("no --data: training on --text only")
-    total, held = sum(map(len, found.values())), options["held_out"]
+    total, held = sum(map(len, found.values())), options.held_out
     share = held if held < 1 else held / total
     if share >= 1:
         raise UserError(f"held-out must leave conversations to train on: there are {total}, received {held:g}")
@@ -161,24 +153,24 @@ def _read(paths: tuple[Path, ...], images: Path | None, console: Console) -> lis
 
 
 def _feature_source(
-    options: Mapping[str, Any],
+    options: RunOptions,
     accelerator: Accelerator,
     extractor: Extractor,
     conversations: list[Conversation],
     console: Console,
 ) -> ExtractFeatures:
     """An extractor, or with --cache a feature cache that all processes have filled together."""
-    if options["recorded"]:
+    if options.recorded:
         if extractor.layers:
             raise UserError("--recorded holds the last hidden states: expected a drafter that reads no other layers")
-        recorded = RecordedFeatures(options["recorded"], extractor.target)
+        recorded = RecordedFeatures(options.recorded, extractor.target)
         return lambda batch: (recorded if all(one in recorded for one in batch) else extractor)(batch)
-    if options["cache"] is None:
+    if options.cache is None:
         return extractor
     with accelerator.main_process_first():
-        cache = FeatureCache(options["cache"], extractor, conversations)
+        cache = FeatureCache(options.cache, extractor, conversations)
     with show_progress(console, "features") as show:
-        cache.fill(options["batch"], accelerator.process_index, accelerator.num_processes, show)
+        cache.fill(options.batch, accelerator.process_index, accelerator.num_processes, show)
     accelerator.wait_for_everyone()
     return cache
 
@@ -207,8 +199,3 @@ def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[
 
     ids = frequent_tokens(answers(), count, target.eos_token_ids, target.config.vocab_size)
     return ids.to(target.device)
-
-
-def tree_settings(options: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the values of `mmspec.cli.training.TREES` that drafters take."""
-    return {name: options[name] for name in ("top_k", "depth", "total_tokens")}

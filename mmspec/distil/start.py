@@ -26,7 +26,7 @@ def output_rows(target: Target) -> int:
     return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
 
 
-def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path) -> None:
+def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path | None) -> None:
     """Loads the weights of another drafter that the network has too; all others keep their random initialisation."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     shared = {name: tensor for name, tensor in start.network.state_dict().items() if name in wanted}

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmspec.drafters.fields import Checked, Within
+from mmspec.checks import TEXT, TEXTS, Checked, required, whole
+from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, write_text
 
@@ -34,28 +35,10 @@ _COMPARED = ("architectures", "hidden_size", "vocab_size")
 class Verifier(Checked):
     """Target of a drafter: base name of its path, architecture and sizes."""
 
-    name_or_path: str
-    architectures: list[str]
-    hidden_size: Annotated[int, Within(1, 2**20)]
-    vocab_size: Annotated[int, Within(1, 2**24)]
-
-
-@dataclass(frozen=True)
-class TreeShape(Checked):
-    """Tree limits of a drafter that grows trees level by level.
-
-    Attributes:
-        top_k: nodes extended per level, and children per node.
-        depth: maximum tree depth.
-        total_tokens: maximum number of drafted nodes.
-    """
-
-    top_k: Annotated[int, Within(1, 64)]
-    depth: Annotated[int, Within(1, 64)]
-    total_tokens: Annotated[int, Within(1, 512)]
-
-
-TREE = tuple(each.name for each in fields(TreeShape))
+    name_or_path: str = required(TEXT)
+    architectures: list[str] = required(TEXTS)
+    hidden_size: int = required(whole(1, 2**20))
+    vocab_size: int = required(whole(1, 2**24))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -90,15 +73,42 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
         UserError: a file is missing or damaged, or a field of ``config.json`` is missing, unknown, of the wrong type or
             out of range. Fields are validated before anything is allocated.
     """
+    config, verifier, source = _read_config(folder)
+    return kind.read(config, source), verifier, _load_tensors(folder)
+
+
+def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], dict[str, Any]]:
+    """Read a checkpoint of a trained network.
+
+    Args:
+        kind: class of the network's configuration.
+
+    Returns:
+        Configuration, tensors, and keywords of ``TrainedDrafter``: shape of the tree, and ``verifier``.
+
+    Raises:
+        UserError: see ``read``.
+    """
+    config, verifier, source = _read_config(folder)
+    network = kind.read(config.pop("network", None), f"{source}: network")
+    tree = TreeShape.read(config, source)
+    return network, _load_tensors(folder), {**asdict(tree), "verifier": verifier}
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Settings, target, and the file's name for messages."""
     source = str(folder / _CONFIG)
     config = read_json(folder / _CONFIG)
     if "verifier" not in config:
         raise UserError(f"{source}: expected a verifier, received none")
     verifier = asdict(Verifier.read(config.pop("verifier"), f"{source}: verifier"))
     config.pop("mmspec_drafter", None)
-    settings = kind.read(config, source)
+    return config, verifier, source
+
+
+def _load_tensors(folder: Path) -> dict[str, Tensor]:
     with explained(f"{folder}: expected a drafter's {_CONFIG} and {_WEIGHTS}", OSError, ValueError, SafetensorError):
-        return settings, verifier, load_file(folder / _WEIGHTS)
+        return load_file(folder / _WEIGHTS)
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:

@@ -15,17 +15,21 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from mmspec.checks import POSITIVE, Checked, choice, option, required, settable, whole
 from mmspec.drafters.checkpoint import read_json
+from mmspec.drafters.shape import LayerShape
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError
 
@@ -135,29 +139,33 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
     return "eagle" if config.get("model_type") in _TEXT_MODELS else "msd"
 
 
-def layer_shape(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Fields of ``LayerShape`` in a published configuration, but for the rotary positions.
+@dataclass(frozen=True)
+class PublishedConfig(Checked):
+    """What configurations of published drafters have in common, under transformers' names."""
 
-    Raises:
-        UserError: a value is missing or out of range, or not one of Llama's layers.
-    """
-    width, heads = (whole_number(config, key, None, source) for key in ("hidden_size", "num_attention_heads"))
-    kv_heads = whole_number(config, "num_key_value_heads", heads, source)
-    head_dim = whole_number(config, "head_dim", width // heads, source)
-    activation = config.get("hidden_act") or "silu"
-    if activation != "silu" or heads % kv_heads or head_dim % 2:
-        raise UserError(
-            f"{source}/config.json: expected silu, kv_heads that divide heads and an even head_dim, received "
-            f"{activation}, {kv_heads} for {heads} and {head_dim}"
-        )
-    return {
-        "hidden_size": width,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "mlp": whole_number(config, "intermediate_size", None, source),
-        "norm_eps": number(config, "rms_norm_eps", 1e-6, float, source),
-    }
+    hidden_size: int = required(whole(1))
+    num_attention_heads: int = required(whole(1))
+    intermediate_size: int = required(whole(1))
+    num_key_value_heads: int | None = option(None, settable(whole(1)))
+    head_dim: int | None = option(None, settable(whole(1)))
+    num_hidden_layers: int = option(1, whole(1))
+    vocab_size: int | None = option(None, settable(whole(1)))
+    draft_vocab_size: int | None = option(None, settable(whole(1)))
+    target_hidden_size: int | None = option(None, settable(whole(1)))
+    rms_norm_eps: float = option(1e-6, POSITIVE)
+    hidden_act: str = option("silu", choice("silu"))
+
+    def shape(self) -> dict[str, Any]:
+        """Fields of ``LayerShape``, but for the rotary positions."""
+        heads = self.num_attention_heads
+        return {
+            "hidden_size": self.hidden_size,
+            "heads": heads,
+            "kv_heads": self.num_key_value_heads or heads,
+            "head_dim": self.head_dim or self.hidden_size // heads,
+            "mlp": self.intermediate_size,
+            "norm_eps": self.rms_norm_eps,
+        }
 
 
 def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -168,24 +176,71 @@ def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     kind = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or kind or "default"
     usual = rope.get("rope_theta", 1e6 if config.get("model_type") == "qwen2_vl" else 10000.0)
-    theta = number(config, "rope_theta", usual, float, source)
+    theta = usual if config.get("rope_theta") is None else config["rope_theta"]
+    theta = POSITIVE.check(f"{source}/config.json: rope_theta", theta)
     if kind not in ("default", "mrope") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
 
 
-def whole_number(config: Mapping[str, Any], key: str, default: int | None, source: str) -> int:
-    """A positive integer of a configuration; null selects the default."""
-    value: int = number(config, key, default, int, source)
-    return value
+def layer_shapes(network: LayerShape, at: str, read: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a published decoder layer's weights, but for the norm of its inputs.
+
+    Args:
+        at: name of the layer.
+        read: width of what its attention reads.
+    """
+    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
+    return {
+        f"{at}.self_attn.q_proj.weight": (inner, read),
+        f"{at}.self_attn.k_proj.weight": (keys, read),
+        f"{at}.self_attn.v_proj.weight": (keys, read),
+        f"{at}.self_attn.o_proj.weight": (width, inner),
+        f"{at}.mlp.gate_proj.weight": (network.mlp, width),
+        f"{at}.mlp.up_proj.weight": (network.mlp, width),
+        f"{at}.mlp.down_proj.weight": (width, network.mlp),
+        f"{at}.post_attention_layernorm.weight": (width,),
+    }
 
 
-def number(
-    config: Mapping[str, Any], key: str, default: float | None, kind: type[int] | type[float], source: str
-) -> Any:
-    """A positive number; null selects the default."""
-    value: Any = default if config.get(key) is None else config[key]
-    if not isinstance(value, int | kind) or isinstance(value, bool) or value <= 0:
-        expected = "integer" if kind is int else "number"
-        raise UserError(f"{source}/config.json: {key} must be a positive {expected}: got {value!r}")
-    return kind(value)
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    what: str,
+    source: str,
+    optional: Collection[str] = (),
+    integers: Collection[str] = (),
+) -> None:
+    """Check that there are exactly the tensors of a published layout.
+
+    Args:
+        shapes: expected shapes by name.
+        what: the layout, in messages.
+        optional: those that may be missing.
+        integers: those that are integers or boolean; the others are floating point.
+
+    Raises:
+        UserError: a tensor is missing, unknown, or of another shape or type.
+    """
+    harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
+    missing = sorted(shapes.keys() - tensors.keys() - set(optional))
+    unknown = sorted(tensors.keys() - shapes.keys() - harmless)
+    if missing or unknown:
+        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise UserError(f"{source}: expected exactly the tensors of {what}, received {'; '.join(found)}")
+    for name in sorted(shapes.keys() & tensors.keys()):
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shapes[name]:
+            raise UserError(f"{source}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
+        floating = tensor.is_floating_point() and tensor.element_size() > 1  # float8 means nothing without its scales
+        if floating == (name in integers):
+            kind = "an integer or boolean" if name in integers else "a floating point"
+            raise UserError(f"{source}: {name} must be {kind} tensor: got {tensor.dtype}")
+
+
+def stack(tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """Our parameters, each from the published tensors that it stacks."""
+    return {
+        name: torch.cat([tensors[one] for one in some]) if len(some) > 1 else tensors[some[0]]
+        for name, some in parts.items()
+    }

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import CapturedDrafter
-from mmspec.drafters.checkpoint import TREE, TreeShape
+from mmspec.drafters.shape import TREE, TreeShape
 
 
 class TrainedDrafter(CapturedDrafter):

@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 
 from mmspec.checks import Rule
 from mmspec.errors import UserError
+from mmspec.sampling.chain import sampler
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
 from mmspec.sampling.sampler import Processor, Sampler
@@ -20,7 +21,7 @@ from mmspec.sampling.sampler import Processor, Sampler
 MODELS, LIBRARYS = "auto", "mmspec"
 SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
 
-_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_OWN = tuple(name for name in LIBRARY if name != "stop")  # under the same names in a generation config
 _SAMPLING = ("temperature", "top_p", "top_k")  # which generate() itself has defaults for
 
 
@@ -56,7 +57,7 @@ class Defaults:
         constraint: Grammar | None = None,
     ) -> Sampler:
         """The sampler of a request; arguments as for ``processors``, ``constraint`` as for ``Sampler``."""
-        return params.sampler(custom, constraint, self.processors(params, input_ids, custom))
+        return sampler(params, custom, self.processors(params, input_ids, custom), constraint)
 
     def describe(self) -> str:
         """Defaults that differ from the library's, in one line; empty without any."""

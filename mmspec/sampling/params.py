@@ -1,38 +1,34 @@
-"""Sampling parameters of a request."""
+"""Sampling parameters of a request. Without torch, as the command line derives its options from them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation import logits_process as hf
-
-from mmspec.checks import Checked, Rule, is_text, number, option, optional, settable, whole
+from mmspec.checks import POSITIVE, SHARE, Checked, Rule, is_text, number, option, optional, settable, whole
 from mmspec.errors import UserError
-from mmspec.sampling.grammar import Grammar
-from mmspec.sampling.sampler import Processor, Sampler
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, check_grammar
 
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+
+    from mmspec.sampling.sampler import Processor, Sampler
+
 MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
-LIBRARY: Mapping[str, Any] = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "max_new_tokens": 256,
-    "stop": (),
-}
-"""Values of parameters that neither a request nor its model sets."""
 
 _STOP = Rule(
     "text or a list of texts, none of them empty",
     lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
+    several=True,
 )
+_SEED = replace(optional(whole(-(1 << 63), (1 << 64) - 1)), limits="")  # what torch's generators take
+
+
+def _parameter(library: Any, rule: Rule, text: str = "") -> Any:
+    """A parameter that may be left to the model's generation config, and otherwise has the library's value."""
+    default = f"the model's, or {library:g}" if library != () else ""
+    return option(None, settable(rule), text, library=library, default_text=default)
 
 
 @dataclass(frozen=True)
@@ -60,19 +56,19 @@ class SamplingParams(Checked):
             are given, or llguidance cannot follow the one that is.
     """
 
-    temperature: float | None = option(
-        None, settable(number(f"0 or >= {MIN_TEMPERATURE}", lambda t: t == 0 or t >= MIN_TEMPERATURE))
+    temperature: float | None = _parameter(
+        0.0, number(f"0 or >= {MIN_TEMPERATURE}", lambda t: t == 0 or t >= MIN_TEMPERATURE), "0 is greedy."
     )
-    top_p: float | None = option(None, settable(number("in (0, 1]", lambda p: 0 < p <= 1)))
-    top_k: int | None = option(None, settable(whole(0)))
-    min_p: float | None = option(None, settable(number("in [0, 1]", lambda p: 0 <= p <= 1)))
-    repetition_penalty: float | None = option(None, settable(number("> 0", lambda penalty: penalty > 0)))
-    max_new_tokens: int | None = option(None, settable(whole(1, 1 << 31)))
-    stop: str | Sequence[str] | None = option(None, _STOP)
-    seed: int | None = option(None, optional(whole(-(1 << 63), (1 << 64) - 1)))  # what torch's generators take
-    json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA)
-    regex: str | None = option(None, TEXT)
-    grammar: str | None = option(None, TEXT)
+    top_p: float | None = _parameter(1.0, number("in (0, 1]", lambda p: 0 < p <= 1), "Probability of the tokens kept.")
+    top_k: int | None = _parameter(0, whole(0), "Number of tokens kept; 0 keeps all.")
+    min_p: float | None = _parameter(0.0, SHARE, "Least probability, relative to the most probable token.")
+    repetition_penalty: float | None = _parameter(1.0, POSITIVE, "Above 1 penalises earlier tokens.")
+    max_new_tokens: int | None = _parameter(256, whole(1, 1 << 31))
+    stop: str | Sequence[str] | None = _parameter((), _STOP, "Stop before this text; repeatable.")
+    seed: int | None = option(None, _SEED, "Seed of sampling.")
+    json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA, "Answer in JSON of this schema.")
+    regex: str | None = option(None, replace(TEXT, word="pattern"), "Answer with a match of this regular expression.")
+    grammar: str | None = option(None, replace(TEXT, word="text file"), "Answer according to this Lark grammar.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,62 +97,20 @@ class SamplingParams(Checked):
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **unset) if unset else self
 
-    def sampler(
-        self,
-        custom: Sequence[Processor] = (),
-        constraint: Grammar | None = None,
-        processors: LogitsProcessorList | None = None,
-    ) -> Sampler:
-        """Sampler with these parameters.
+    def sampler(self, custom: Sequence[Processor] = ()) -> Sampler:
+        """Sampler with these parameters and ``processors``."""
+        from mmspec.sampling.chain import sampler
 
-        Args:
-            custom: as for ``processors``.
-            constraint: as for ``Sampler``.
-            processors: all logits processors, ``custom`` included; None for those of these parameters alone.
-        """
-        chain = self.processors(custom) if processors is None else processors
-        return Sampler(
-            chain,
-            do_sample=self.do_sample,
-            generator=None if self.seed is None else torch.Generator().manual_seed(self.seed),
-            key=None if custom else signature(chain),
-            constraint=constraint,
-        )
+        return sampler(self, custom, self.processors(custom))
 
     def processors(self, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
         """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature."""
-        chain = LogitsProcessorList()
-        values: Any = self.over(LIBRARY)
-        if values.repetition_penalty != 1.0:
-            chain.append(hf.RepetitionPenaltyLogitsProcessor(values.repetition_penalty))
-        chain.extend(custom)
-        if not values.do_sample:
-            return chain
-        if values.temperature != 1.0:
-            chain.append(hf.TemperatureLogitsWarper(values.temperature))
-        if values.top_k:
-            chain.append(hf.TopKLogitsWarper(values.top_k))
-        if values.top_p < 1.0:
-            chain.append(hf.TopPLogitsWarper(values.top_p))
-        if values.min_p:
-            chain.append(hf.MinPLogitsWarper(values.min_p))
-        return chain
+        from mmspec.sampling.chain import processors
+
+        return processors(self, custom)
 
 
-def signature(processors: Sequence[Any]) -> Hashable:
-    """Key of logits processors: those with equal keys compute the same."""
-    return tuple(
-        (type(one), tuple((name, _comparable(value)) for name, value in sorted(vars(one).items())))
-        for one in processors
-    )
-
-
-def _comparable(value: Any) -> Hashable:
-    """A key of plain values and tensors; anything else equals nothing."""
-    if isinstance(value, Tensor):
-        return (value.dtype, value.shape, tuple(value.flatten().tolist()))
-    if isinstance(value, dict):
-        return tuple((_comparable(key), _comparable(one)) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(_comparable, value))
-    return value if value is None or isinstance(value, bool | int | float | str) else object()
+LIBRARY: Mapping[str, Any] = {
+    one.name: one.metadata["library"] for one in fields(SamplingParams) if "library" in one.metadata
+}
+"""Values of parameters that neither a request nor its model sets."""

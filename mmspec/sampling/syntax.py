@@ -50,6 +50,7 @@ JSON_SCHEMA = Rule(
     "None or a JSON schema, as a dict or as text",
     lambda value: value is None or _is_schema(value),
     lambda value: value if value is None or isinstance(value, str) else json.dumps(value),
+    word="text file",
 )
 TEXT = Rule("None or text", lambda value: value is None or (is_text(value) and bool(value)))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.cli.listening import API_KEY, check_api_key, listen_options
-from mmspec.cli.options import drafter_option, generation_config_option, model_options, trust_option
+from mmspec.cli.options import derived, drafter_option, generation_config_option, model_options, trust_option
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 from mmspec.serving.addresses import is_loopback, names, url
@@ -15,20 +15,6 @@ from mmspec.serving.limits import Limits
 
 if TYPE_CHECKING:
     from mmspec.serving.settings import Settings
-
-_DEFAULTS = Limits()
-
-
-def _limit(name: str, metavar: str, text: str, least: int = 1, most: int | None = None) -> Any:
-    """An option with the name and default of a field of ``Limits``."""
-    return click.option(
-        f"--{name.replace('_', '-')}",
-        type=click.IntRange(least, most),
-        default=getattr(_DEFAULTS, name),
-        show_default=True,
-        metavar=metavar,
-        help=text,
-    )
 
 
 @click.command()
@@ -54,17 +40,7 @@ def _limit(name: str, metavar: str, text: str, least: int = 1, most: int | None 
     metavar="MIB",
     help="Memory for the states of earlier prompts; 0 computes every prompt.",
 )
-@_limit("max_running", "N", "Choices that decode at the same time.")
-@_limit("max_waiting", "N", "Choices that wait for one that has ended; further requests get status 429.", 0)
-@_limit("max_body", "MIB", "Size of a request's body and of a downloaded file.")
-@_limit("max_characters", "N", "Characters of a request's prompts.")
-@_limit("max_tokens", "N", "Generated tokens of a choice, and the default of requests.")
-@_limit("max_model_len", "N", "Tokens of prompt and output together; 0 is the model's limit.", 0)
-@_limit("max_images", "N", "Images of a request.", 0)
-@_limit("max_videos", "N", "Videos of a request.", 0)
-@_limit("max_pixels", "N", "Pixels of an image or video frame.")
-@_limit("frames", "N", "Frames that are sampled from a video.", 1, 512)
-@_limit("max_video_seconds", "N", "Duration of a video.")
+@derived(Limits)
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),

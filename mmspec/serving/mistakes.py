@@ -8,11 +8,11 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from mmspec.checks import nearest, shown
+from mmspec.errors import UserError
 
 _EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "string_type": lambda _: "text",
     "int_type": lambda _: "a whole number",
-    "float_type": lambda _: "a number",
     "bool_type": lambda _: "true or false",
     "list_type": lambda _: "a list",
     "dict_type": lambda _: "an object",
@@ -23,7 +23,6 @@ _EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "too_short": lambda context: f"a list of at least {context['min_length']}",
     "too_long": lambda context: f"a list of at most {context['max_length']}",
     "greater_than_equal": lambda context: f">= {context['ge']}",
-    "less_than_equal": lambda context: f"<= {context['le']}",
 }
 """What a field must be, by pydantic's type of the error and its context."""
 
@@ -48,6 +47,8 @@ def translated(error: Any, given: Any, kind: type[BaseModel]) -> tuple[str, str 
         hint = nearest(str(keys[-1]), known)
         return f"{path} is not supported: expected it to be left out, got {shown(error['input'])}{hint}", path
     name, received = path or "the body", error["input"]
+    if what == "value_error" and isinstance(context["error"], UserError):
+        return str(context["error"]), path
     if what == "value_error":  # of our validators
         return f"{name}: {context['error']}", path or None
     if what == "union_tag_invalid":

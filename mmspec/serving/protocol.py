@@ -7,16 +7,26 @@ stands for a field's default everywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from mmspec.checks import shown
-from mmspec.errors import UserError
-from mmspec.sampling.logprobs import MOST_LOGPROBS
+from mmspec.checks import Rule, shown
+from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
-from mmspec.sampling.syntax import JSON_SCHEMA
+from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.serving.mistakes import translated
@@ -119,37 +129,41 @@ class ResponseFormat(_Fields):
         return "json_schema", JSON_SCHEMA.check("json_schema", schema)
 
 
-class _Request(_Fields):
-    """Fields that both endpoints have."""
+def _checked(name: str, rule: Rule) -> AfterValidator:
+    """Checks a field as the Python API does, with its message."""
+    return AfterValidator(partial(rule.check, name))
+
+
+_MAX_TOKENS = SamplingParams.rule("max_new_tokens")
+_OTHERWISE = ("max_new_tokens", *KINDS)  # by fields of OpenAI's
+_SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
+_Sampling = create_model(
+    "_Sampling",
+    __base__=_Fields,
+    **{name: (Annotated[Any, _checked(name, SamplingParams.rule(name))], None) for name in _SAMPLING},  # type: ignore[call-overload]
+)
+
+
+class _Request(_Sampling):  # type: ignore[valid-type, misc]
+    """Fields that both endpoints have: those of ``SamplingParams``, and"""
 
     model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
     n: int = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Annotated[Any, _checked("max_tokens", _MAX_TOKENS)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    @field_validator("top_k")
+    @field_validator("top_k", mode="before")
     @classmethod
-    def _as_all(cls, top_k: int) -> int:
+    def _as_all(cls, top_k: Any) -> Any:
         """-1 disables it, as in vLLM."""
         return 0 if top_k == -1 else top_k
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _as_list(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
-
     @field_validator("stop")
     @classmethod
-    def _short(cls, stop: list[str]) -> list[str]:
-        if len(stop) > _STOP_STRINGS or any(len(text) > _STOP_LENGTH for text in stop):
+    def _short(cls, stop: str | list[str]) -> str | list[str]:
+        texts = [stop] if isinstance(stop, str) else stop
+        if len(texts) > _STOP_STRINGS or any(len(text) > _STOP_LENGTH for text in texts):
             limits = f"at most {_STOP_STRINGS} texts of at most {_STOP_LENGTH} characters"
             raise ValueError(f"expected {limits}, got {shown(stop)}")
         return stop
@@ -171,7 +185,7 @@ class _Request(_Fields):
             defaults: the model's, for fields that are left out.
 
         Raises:
-            APIError: a value is out of range.
+            APIError: a value is beyond the server's limits.
         """
         if self.max_tokens is not None and self.max_tokens > limits.max_tokens:
             message = f"max_tokens must be at most {limits.max_tokens}: got {self.max_tokens}"
@@ -180,15 +194,10 @@ class _Request(_Fields):
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options goes with stream: true", "stream_options")
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in _SAMPLING}
         unset = {"temperature": _TEMPERATURE, "max_new_tokens": limits.max_tokens, **defaults}
         unset["max_new_tokens"] = min(unset["max_new_tokens"], limits.max_tokens)
-        try:
-            return SamplingParams(max_new_tokens=self.max_tokens, **given).over(unset)
-        except UserError as error:
-            name = str(error).partition(" ")[0]
-            raise APIError(400, str(error), name if name in names else None) from error
+        return SamplingParams(max_new_tokens=self.max_tokens, **given).over(unset)
 
     def constraint(self) -> tuple[str, str] | None:
         """Kind and text of the grammar of the output, if any."""
@@ -206,7 +215,7 @@ class ChatRequest(_Request):
     """``POST /v1/chat/completions``."""
 
     ignored = _IGNORED
-    neutral = {
+    neutral: ClassVar = {
         **_NEUTRAL,
         "tools": ([],),
         "functions": ([],),
@@ -218,9 +227,9 @@ class ChatRequest(_Request):
         "store": (False,),
     }
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_ITEMS)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Annotated[Any, _checked("max_completion_tokens", _MAX_TOKENS)] = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: Annotated[Any, _checked("top_logprobs", LOGPROBS)] = None
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="before")
@@ -252,9 +261,9 @@ class CompletionRequest(_Request):
     """``POST /v1/completions``."""
 
     ignored = _IGNORED
-    neutral = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+    neutral: ClassVar = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
     prompt: list[str] = Field(min_length=1, max_length=_MOST_ITEMS)
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: Annotated[Any, _checked("logprobs", LOGPROBS)] = None
 
     @field_validator("prompt", mode="before")
     @classmethod

@@ -5,42 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
-
+from mmspec.checks import NOT_NEGATIVE, POSITIVE, SHARE, Checked, option, settable, whole
 from mmspec.errors import UserError
-from mmspec.training.loss import LossOutput
-from mmspec.training.optimisers import Optimisers
+
+if TYPE_CHECKING:  # commands derive their options from the plan, and need no torch for it
+    import torch
+    from torch import nn
+
+    from mmspec.training.loss import LossOutput
+    from mmspec.training.optimisers import Optimisers
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
-    """Length, learning-rate schedule and intervals of a training run. Exactly one of `steps` and `minutes` is given.
+class Schedule(Checked):
+    """Length, learning-rate schedule and intervals of a training run.
 
     Attributes:
-        steps: optimiser steps. Such a run is exactly repeatable.
-        minutes: wall clock, earlier parts of a resumed run included.
-        warmup: steps of linear learning-rate warm-up.
-        hold: share of the run after which the learning rate decays linearly to zero.
-        seed: of the random generator that each step's loss is given.
-        checkpoint_minutes: interval between checkpoints; a killed run loses at most this.
-        report_minutes: interval between evaluations on held-out examples.
-
-    Raises:
-        UserError: both or neither of `steps` and `minutes` are given.
+        steps: such a run is exactly repeatable.
+        minutes: earlier parts of a resumed run included.
+        hold: afterwards the learning rate decays linearly to zero.
+        seed: of the random generator that each step's loss is given, too.
+        checkpoint_minutes: a killed run loses at most this.
     """
 
-    steps: int | None = None
-    minutes: float | None = None
-    warmup: int = 50
-    hold: float = 0.4
-    seed: int = 0
-    checkpoint_minutes: float = 5.0
-    report_minutes: float = 5.0
+    steps: int | None = option(None, settable(whole(1)), "Length of the run in optimiser steps.")
+    minutes: float | None = option(None, settable(POSITIVE), "Or in minutes of wall clock.")
+    warmup: int = option(50, whole(1), "Steps of linear warm-up.")
+    hold: float = option(0.4, SHARE, "Share of the run before decay.")
+    seed: int = option(0, whole(0, 2**22), "Of the order of examples, initial weights and noise.")
+    checkpoint_minutes: float = option(5.0, NOT_NEGATIVE, "Between checkpoints.")
+    report_minutes: float = option(5.0, NOT_NEGATIVE, "Between evaluations on held-out examples.")
+
+
+@dataclass(frozen=True)
+class TrainingPlan(Schedule):
+    """A `Schedule` with exactly one of `steps` and `minutes`.
+
+    Raises:
+        UserError: both or neither of them are given, or a value is out of range.
+    """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.steps is None) == (self.minutes is None):
             raise UserError(f"give one of steps and minutes: received steps={self.steps}, minutes={self.minutes}")
 

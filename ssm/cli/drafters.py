@@ -7,20 +7,12 @@ from typing import Any
 
 import click
 
-from mmspec.cli.training import DATA, LENGTH, REPORTS, TREES, option_groups
-
-NETWORK = (
-    click.option("--hidden-size", type=click.IntRange(1), default=128, show_default=True, help="Width."),
-    click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Mamba-2 layers."),
-    click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="Heads per layer."),
-    click.option("--head-dim", type=click.IntRange(1), default=32, show_default=True, help="Channels per head."),
-    click.option("--state", type=click.IntRange(1), default=32, show_default=True, help="State size per channel."),
-    click.option("--window", type=click.IntRange(1), default=4, show_default=True, help="Width of its convolution."),
-)
+from mmspec.cli.options import derived
+from mmspec.ssm.distil.options import MambaOptions
 
 
 @click.command("mamba")
-@option_groups(DATA, LENGTH, REPORTS, NETWORK, TREES)
+@derived(MambaOptions)
 def mamba(**options: Any) -> None:
     """Train a Mamba drafter: a small language model distilled from the target's next-token distribution.
 
@@ -30,7 +22,7 @@ def mamba(**options: Any) -> None:
     """
     from mmspec.ssm.distil.mamba import train_mamba
 
-    train_mamba(options)
+    train_mamba(MambaOptions(**options))
 
 
 if __name__ == "__main__":

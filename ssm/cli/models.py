@@ -6,20 +6,17 @@ from pathlib import Path
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER
+from mmspec.cli.options import derived
+from mmspec.distil.options import RunOptions
 
 
 @click.command("tiny-hybrid")
-@click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run.")
-@click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), default=75.0, show_default=True, help="Wall-clock budget."
-)
-@click.option("--steps", type=click.IntRange(1), help="Steps, instead of --minutes.")
-@click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Examples per step.")
+@derived(RunOptions, "out")
+@derived(RunOptions, "minutes", default=75.0, text="Wall-clock budget.")
+@derived(RunOptions, "steps", text="Steps, instead of --minutes.")
+@derived(RunOptions, "batch", default=32, text="Examples per step.")
 @click.option("--examples", type=click.IntRange(8), default=120_000, show_default=True, help="Training examples.")
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), default=4e-3, show_default=True, help="Learning rate."
-)
+@derived(RunOptions, "rate", default=4e-3)
 @click.option(
     "--recurrent",
     type=click.Choice(["mamba2", "gated-deltanet"]),
@@ -34,7 +31,7 @@ from mmspec.cli.options import OUT_FOLDER
     show_default=True,
     help="Of forward passes. On a CPU without AVX-512, float32 is several times faster.",
 )
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads.")
+@derived(RunOptions, "threads")
 def tiny_hybrid(
     out: Path,
     minutes: float,

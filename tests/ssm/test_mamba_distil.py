@@ -21,8 +21,9 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.ssm.cli.drafters import mamba
 from mmspec.ssm.distil.objective import forward_kl
+from mmspec.ssm.drafters.mamba.config import MambaConfig
 from mmspec.ssm.drafters.mamba.drafter import Mamba
-from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
+from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.sampler import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG

@@ -12,12 +12,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
-from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
-from mmspec.drafters.hidden_state.layer import LayerShape
-from mmspec.drafters.mtp.network import MTPConfig, MTPNetwork
-from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle.network import EagleNetwork
+from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.mtp.network import MTPNetwork
+from mmspec.drafters.shape import LayerShape, RopeShape
+from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba.network import MambaNetwork
+from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd.network import MSDNetwork
 from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
 from tests.tiny.configs import (
     HYBRID_CONFIGS,
@@ -112,7 +116,7 @@ def eagle3_network(model: PreTrainedModel, seed: int = 0, head: int = 40, **chan
 def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:
     """A random MTP layer for a model, with position axes if the model has them."""
     decoder = model.config.get_text_config()
-    return _random(MTPNetwork, MTPConfig.like(decoder, rope=_rope(decoder)), seed)
+    return _random(MTPNetwork, RopeShape.like(decoder, rope=_rope(decoder)), seed)
 
 
 def vispec_network(model: PreTrainedModel, seed: int = 0) -> ViSpecNetwork:

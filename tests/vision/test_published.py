@@ -24,8 +24,9 @@ from mmspec.drafters.eagle.published import EAGLE, convert, read_published
 from mmspec.drafters.eagle3 import published as published_eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 from mmspec.vision.drafters.msd.published import LAYOUT
 from tests.targets import prompt_of
 from tests.tiny import shared_model
@@ -264,7 +265,7 @@ def test_an_eagle_head_may_leave_out_what_the_target_has():
     tensors = tensors_of(VICUNA)
     del tensors["embed_tokens.weight"]
     assert convert(VICUNA, tensors, EAGLE, "here")[2]["vocab_size"] == 96
-    with pytest.raises(UserError, match=r"vocab_size must be a positive integer: got None"):
+    with pytest.raises(UserError, match=r"vocab_size must be a whole number >= 1: got None"):
         convert({**VICUNA, "vocab_size": None}, tensors, EAGLE, "here")
     rows = convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), EAGLE, "here")[2]
     assert rows["vocab_size"] == 96
@@ -318,15 +319,15 @@ def test_missing_and_unknown_tensors_are_named(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": None}, "hidden_size must be a positive integer: got None"),
-        ({"num_attention_heads": "4"}, "num_attention_heads must be a positive integer: got '4'"),
-        ({"intermediate_size": True}, "intermediate_size must be a positive integer: got True"),
-        ({"num_attention_heads": 96}, "head_dim must be a positive integer: got 0"),
-        ({"num_key_value_heads": 3}, "received silu, 3 for 4 and 12"),
+        ({"hidden_size": None}, "expected hidden_size, received none"),
+        ({"num_attention_heads": "4"}, "num_attention_heads must be a whole number >= 1: got '4'"),
+        ({"intermediate_size": True}, "intermediate_size must be a whole number >= 1: got True"),
+        ({"num_attention_heads": 96}, "head_dim must be a whole number in [2, 4096]: got 0"),
+        ({"num_key_value_heads": 3}, "kv_heads must divide heads: got 3 for 4"),
         ({"num_hidden_layers": 32}, "expected one layer with plain rotary positions, received 32 with"),
-        ({"hidden_act": "gelu"}, "received gelu"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number: got 'small'"),
-        ({"rope_theta": -1}, "rope_theta must be a positive number: got -1"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu': got 'gelu'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be > 0: got 'small'"),
+        ({"rope_theta": -1}, "rope_theta must be > 0: got -1"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "plain rotary positions, received 1 with rope scaling 'linear'",

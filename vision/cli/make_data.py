@@ -14,50 +14,38 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER, Number, device_options
-from mmspec.cli.training import SHARE, target_option
+from mmspec.checks import POSITIVE, SHARE
+from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
 from mmspec.distil import data
+from mmspec.distil.options import RunOptions
 from mmspec.errors import UserError
 from mmspec.files import write_text
+from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from mmspec.distil.answering import AnswerGenerator, PendingConversation
 
-FILE, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
+DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
 
 @click.command("make-data")
-@target_option("Target model that generates the answers.")
+@derived(RunOptions, "target", text="Target model that generates the answers.")
 @click.option("--as-told", is_flag=True, help="With --scenes: use their reference answers, without a model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--scenes", type=click.IntRange(1), help="Draw conversations about this many training scenes.")
-@click.option(
-    "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Conversations (JSON or JSON Lines) whose answers are replaced by the target's.",
-)
-@click.option(
-    "--images", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the media in --prompts."
-)
-@click.option(
-    "--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target itself (text models)."
-)
-@click.option(
-    "--prompt-temperature", type=Number(0, min_open=True), default=0.8, show_default=True, help="Of --self-prompts."
-)
-@click.option(
-    "--prompt-top-p", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="Of --self-prompts."
-)
+@click.option("--prompts", type=FILE, help="Conversations (JSON or JSON Lines) whose answers are replaced.")
+@click.option("--images", type=FOLDER, help="Folder of the media in --prompts.")
+@click.option("--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target (text models).")
+@derived(SamplingParams, "temperature", prefix="prompt_", rule=POSITIVE, default=0.8, text="Of --self-prompts.")
+@derived(SamplingParams, "top_p", prefix="prompt_", default=0.95, text="Of --self-prompts.")
 @click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Batch size.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Per answer.")
-@click.option("--temperature", type=Number(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--greedy", type=SHARE, default=0.0, show_default=True, help="Share answered greedily all the same.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
-@click.option(
-    "--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first scene or prompt."
-)
+@derived(SamplingParams, "max_new_tokens", default=256, text="Per answer.")
+@derived(SamplingParams, "temperature", default=0.0)
+@click.option("--greedy", type=Value(SHARE), default=0.0, show_default=True, help="Share answered greedily.")
+@derived(SamplingParams, "seed", default=0)
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first of them.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Add to the conversations in --out.")
 @click.option("--record", is_flag=True, help="With --self-prompts: keep hidden states for training, in OUT/features.")
 @device_options
@@ -104,7 +92,6 @@ def make_data(
     from mmspec.distil.recorded import Recorder
     from mmspec.distil.self_prompts import draw_prompts
     from mmspec.pipeline import Pipeline
-    from mmspec.sampling.params import SamplingParams
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)
@@ -146,7 +133,7 @@ class Dataset:
     """
 
     def __init__(self, out: Path, settings: dict[str, Any], resume: bool) -> None:
-        self.out, self.path = out, out / FILE
+        self.out, self.path = out, out / DATA
         self.done: set[str] = set()
         out.mkdir(parents=True, exist_ok=True)
         if not resume:

@@ -9,37 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.options import OUT_FOLDER
+from mmspec.checks import whole
+from mmspec.cli.options import FOLDER, derived, stack
+from mmspec.distil.options import RunOptions
 
 if TYPE_CHECKING:
     from mmspec.training.trainer import Trainer
 
 
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that both commands have."""
-    decorators = (
-        click.option("--out", type=OUT_FOLDER, required=True, help="Folder of the run."),
-        click.option(
-            "--size", type=click.FloatRange(0.05, 8), default=1.0, show_default=True, help="Factor on batch sizes."
-        ),
-        click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads."),
-        click.option(
-            "--scenes", type=click.IntRange(0), default=100, show_default=True, help="Held-out scenes at the end."
-        ),
-    )
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
-
-
-def _minutes(default: float) -> Callable[..., Any]:
-    kind = click.FloatRange(min=0, min_open=True)
-    return click.option("--minutes", type=kind, default=default, show_default=True, help="Wall-clock budget.")
+_OPTIONS = stack(
+    derived(RunOptions, "out"),
+    click.option(
+        "--size", type=click.FloatRange(0.05, 8), default=1.0, show_default=True, help="Factor on batch sizes."
+    ),
+    derived(RunOptions, "threads"),
+    click.option("--scenes", type=click.IntRange(0), default=100, show_default=True, help="Held-out scenes evaluated."),
+)
+"""Options that both commands have."""
 
 
 @click.command("tiny-llava")
-@_options
-@_minutes(107.0)
+@_OPTIONS
+@derived(RunOptions, "minutes", default=107.0, text="Wall-clock budget.")
 @click.option("--steps", type=click.IntRange(1), nargs=2, help="Steps of the two stages, instead of --minutes.")
 def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: float, **rest: Any) -> None:
     """Train the embedded vision-language model from scratch, on scenes drawn on the fly.
@@ -53,21 +44,11 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
 
 
 @click.command("smol-llava")
-@_options
-@_minutes(100.0)
+@_OPTIONS
+@derived(RunOptions, "minutes", default=100.0, text="Wall-clock budget.")
 @click.option("--steps", type=click.IntRange(1), nargs=3, help="Steps of the three stages, instead of --minutes.")
-@click.option(
-    "--start",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Continue from this trained model, with the last stage only.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Of the conversations; with --start, take another one than the earlier run.",
-)
+@click.option("--start", type=FOLDER, help="Continue from this trained model, with the last stage only.")
+@derived(RunOptions, "seed", rule=whole(0), text="Of the conversations; with --start, take another one.")
 @click.option("--compile", is_flag=True, help="Use torch.compile: half the time per step, a minute at the start.")
 def smol_llava(
     out: Path,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,21 +13,24 @@ from torch.nn import functional as F
 
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
-from mmspec.distil.run import draft_vocabulary, train_drafter, tree_settings
+from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.start import head_weight, load_shared_weights, output_rows
 from mmspec.distil.tasks import DrafterSetup
+from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.vision.distil.objective import HiddenStateObjective
+from mmspec.vision.distil.options import FlashOptions, MSDOptions
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 
 _DEFAULT_SPAN = 256
 """Visual tokens that share latents, if the target's configuration does not state the number per image."""
 
 
-def train_msd(options: Mapping[str, Any], kind: type[MSD] = MSD) -> None:
-    """Trains with the options of `command.msd` or `command.flash`, or resumes the run in `options["out"]`.
+def train_msd(options: MSDOptions, kind: type[MSD] = MSD) -> None:
+    """Trains with these options, or resumes the run in `options.out`.
 
     Args:
         kind: drafter class. Options that its command does not have keep the defaults of `HiddenStateObjective` and
@@ -36,32 +39,30 @@ def train_msd(options: Mapping[str, Any], kind: type[MSD] = MSD) -> None:
     train_drafter(options, partial(_setup, kind))
 
 
-def _setup(
-    kind: type[MSD], options: Mapping[str, Any], pipe: Pipeline, conversations: list[Conversation]
-) -> DrafterSetup:
-    torch.manual_seed(options["seed"])
+def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
+    torch.manual_seed(options.seed)
     start, target = None, pipe.target
-    if options["start"] is not None:
-        start = MSD.from_checkpoint(options["start"])
+    if options.start is not None:
+        start = MSD.from_checkpoint(options.start)
         start.attach(target)  # refuses drafters of other targets
-    draft_ids = draft_vocabulary(options["draft_vocabulary"], pipe, conversations)
+    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     if draft_ids is None and start is not None:
         draft_ids = start.draft_ids
     tokens = output_rows(target) if draft_ids is None else len(draft_ids)
     network = MSDNetwork(_network_config(options, target, start, tokens)).to(target.device, torch.float32)
     config = network.config
-    if config.rank and options["passes"] > 1:
-        raise UserError(f"passes must be 1 with rank: got {options['passes']}")
+    if config.rank and options.passes > 1:
+        raise UserError(f"passes must be 1 with rank: got {options.passes}")
     if config.reads:
         nn.init.zeros_(network.read.weight)  # as without, at first
     if start is not None:
-        load_shared_weights(start, network, options["start"])
+        load_shared_weights(start, network, options.start)
     if config.rank and (start is None or start.network.config.rank != config.rank):
         guess = start.network.cell.guess if start is not None and not start.network.config.rank else None
         init_low_rank_head(network, head_weight(target, draft_ids), guess)
-    chosen = {field.name: options[field.name] for field in fields(HiddenStateObjective) if field.name in options}
-    fit = partial(fit_projection, network) if options["fit"] and start is None else None
-    tree = tree_settings(options)
+    chosen = options.part(HiddenStateObjective.__dataclass_fields__)
+    fit = partial(fit_projection, network) if options.fit and start is None else None
+    tree = options.part(TREE)
     return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree, fit, layers=config.reads)
 
 
@@ -114,21 +115,21 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
         branch.weight.zero_()
 
 
-def _network_config(options: Mapping[str, Any], target: Any, start: MSD | None, tokens: int) -> MSDConfig:
-    settings = {field.name: options[field.name] for field in fields(MSDConfig) if options.get(field.name) is not None}
-    settings |= _latents(options, target)
-    rank = settings.get("rank", start.network.config.rank if start else 0)
-    settings |= {"rank": rank, "head": tokens if rank else 0}
-    return replace(start.network.config, **settings) if start else MSDConfig.like(target.config, **settings)
+def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens: int) -> MSDConfig:
+    given = options.part(MSDConfig.__dataclass_fields__)
+    given |= _latents(options, target)
+    rank = given.get("rank", start.network.config.rank if start else 0)
+    given |= {"rank": rank, "head": tokens if rank else 0}
+    return replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
 
 
-def _latents(options: Mapping[str, Any], target: Any) -> dict[str, int]:
+def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
     """Values of `MSDConfig.latents` and `span` for commands that have `--ratio`."""
-    if "ratio" not in options:
+    if not isinstance(options, FlashOptions):
         return {}
     # LLaVA's configurations state the number of tokens per image; in other families it varies.
-    span = options["span"] or getattr(target.model.config, "image_seq_length", None) or _DEFAULT_SPAN
-    latents = max(1, round(span / options["ratio"])) if options["latents"] is None else options["latents"]
-    if options["hide_visual"]:
+    span = options.span or getattr(target.model.config, "image_seq_length", None) or _DEFAULT_SPAN
+    latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
+    if options.hide_visual:
         latents = 0
     return {"latents": latents, "span": span if latents else 0}

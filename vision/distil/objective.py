@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.checks import option, whole
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
 from mmspec.distil.pass_cache import PassCache
-from mmspec.distil.token_loss import TokenLoss, token_loss
+from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.training.loss import LossOutput
+from mmspec.vision.distil.options import SlotLosses
 from mmspec.vision.drafters.msd.network import MSDNetwork
 
 
 @dataclass(frozen=True)
-class HiddenStateObjective:
+class HiddenStateObjective(SlotLosses):
     """Losses of a batch over several forward passes, each fed with the predictions of the pass before.
 
     The first pass takes the target's true hidden states, as for accepted tokens. Later passes take predicted states for
@@ -38,29 +40,10 @@ class HiddenStateObjective:
     Metrics are numbered by depth in a tree: ``right_d`` is the accuracy of tokens predicted d steps after a true state.
 
     Attributes:
-        passes: passes over a batch.
-        decay: weight of a pass relative to the one before.
-        slot_decay: weight of a slot relative to the one before.
-        hidden_weight: of the smooth L1 distance to the target's hidden state.
-        token_weight: of the cross-entropy with the target's next-token distribution. The papers of MSD and EAGLE weight
-            the two 1 and 0.1.
-        noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
-        loss: of tokens, as for ``token_loss``; the cross-entropy above by default.
         top_k: children per node, whose total probability ``MSDConfig.confidence`` learns.
-        glancing: share of wrong predictions that are replaced by the target's states before the next pass, at the start
-            of the training; decays linearly to 0 (Falcon, arXiv 2412.12639, replaces tokens: here the tokens of a block
-            are the true ones anyway).
     """
 
-    passes: int = 3
-    decay: float = 0.8
-    slot_decay: float = 1.0
-    hidden_weight: float = 0.1
-    token_weight: float = 1.0
-    noise: float = 0.1
-    loss: TokenLoss = "kl"
-    top_k: int = 10
-    glancing: float = 0.0
+    top_k: int = option(10, whole(1))
 
     def __call__(
         self,

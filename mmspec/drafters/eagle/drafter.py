@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters import checkpoint
-from mmspec.drafters.checkpoint import TREE, TreeShape
-from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
+from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear
@@ -26,13 +26,6 @@ from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-
-
-@dataclass(frozen=True)
-class EagleSettings(TreeShape):
-    """Contents of ``config.json``."""
-
-    network: EagleConfig
 
 
 @dataclass
@@ -65,7 +58,7 @@ class Eagle(HiddenStateDrafter):
 
     name: ClassVar[str] = "eagle"
     layout: ClassVar[Layout | None] = EAGLE  # of published checkpoints
-    settings: ClassVar[type[TreeShape]] = EagleSettings
+    config_class: ClassVar[type[EagleConfig]] = EagleConfig
     network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
 
     def __init__(
@@ -96,12 +89,9 @@ class Eagle(HiddenStateDrafter):
             drafter = cls(checkpoint.load_network(cls.network_class, shape, tensors, folder))
             drafter.published = verifier
             return drafter
-        settings: Any
-        settings, verifier, tensors = checkpoint.read(folder, cls.settings)
-        draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
-        tree = {name: getattr(settings, name) for name in TREE}
-        network = checkpoint.load_network(cls.network_class, settings.network, tensors, folder)
-        return cls(network, draft_ids, **tree, verifier=verifier)
+        config, tensors, keywords = checkpoint.read_network(folder, cls.config_class)
+        draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
+        return cls(checkpoint.load_network(cls.network_class, config, tensors, folder), draft_ids, **keywords)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)

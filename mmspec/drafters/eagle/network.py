@@ -7,53 +7,12 @@ are the target's and not part of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.fields import Within
-from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerShape, Norm, Rotation
-from mmspec.errors import UserError
-
-
-@dataclass(frozen=True)
-class EagleConfig(LayerShape):
-    """Configuration of an ``EagleNetwork``: a ``LayerShape`` of the target's hidden size, and
-
-    Attributes:
-        input_norm: RMSNorm before the attention; used by published drafters for Qwen2-VL, but not for LLaVA.
-        qkv_bias: bias on queries, keys and values.
-        slots: tokens drafted per pass of the layer (FLASH); 1 is EAGLE.
-        reads: layers of the target whose inputs are normed, projected and added to its last hidden state (as EAGLE-3
-            reads several layers, arXiv 2503.01840).
-        norm_output: RMSNorm of predicted hidden states, before the head and before they are fed back (EAGLE-3.1).
-        rank: of an output layer of the cell's own for the slots after the first, in place of the target's head
-            (SlimSpec, arXiv 2605.10453); 0 uses the head. A tree is then at most ``slots`` levels deep.
-        head: rows of that output layer, the draft vocabulary.
-        confidence: an output that predicts the target's probability of a node's drafted children together (DSpark,
-            arXiv 2607.05147).
-    """
-
-    input_norm: bool = False
-    qkv_bias: bool = False
-    slots: Annotated[int, Within(1, 64)] = 1
-    reads: list[int] = field(default_factory=list)
-    norm_output: bool = False
-    rank: Annotated[int, Within(0, 2**16)] = 0
-    head: Annotated[int, Within(0, 2**24)] = 0
-    confidence: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reads and min(self.reads) < 0:
-            raise UserError(f"reads must name layers, from 0 on: got {self.reads}")
-        if bool(self.rank) != bool(self.head):
-            raise UserError(f"rank and head must both be 0 or neither: got {self.rank} and {self.head}")
-        if self.rank and self.slots == 1:
-            raise UserError(f"rank must be 0 with one slot per pass: got {self.rank}")
+from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Norm, Rotation
 
 
 class Cell(nn.Module):

@@ -12,23 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
+from mmspec.checks import whole
 from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.eagle.network import EagleConfig
+from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.published import (
     EAGLE_PARTS,
     EMBEDDING,
-    HARMLESS,
     INPUT_NORM,
     QKV,
-    layer_shape,
+    PublishedConfig,
+    check_tensors,
+    layer_shapes,
     layout_of,
     read_tensors,
     refuse,
     rope_parameters,
-    whole_number,
+    stack,
 )
 from mmspec.errors import UserError
 
@@ -68,13 +69,13 @@ def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor
     """
     config = read_json(folder / "config.json")
     tensors = read_tensors(folder, shapes_only={EMBEDDING})
-    layout_name = layout_of(config, set(tensors))
-    refuse(layout_name, folder)
-    if layout_name == "eagle3":
+    found = layout_of(config, set(tensors))
+    refuse(found, folder)
+    if found == "eagle3":
         raise UserError(
             f"{folder}: expected an MSD or EAGLE-1/2 drafter, received an EAGLE-3 head: use eagle3:{folder}"
         )
-    if layout_name is None:
+    if found is None:
         received = ", ".join(sorted(tensors)[:4]) or "no weights"
         raise UserError(f"{folder}: expected the tensors of an MSD or EAGLE drafter, received {received}")
     return convert(config, tensors, layout, str(folder))
@@ -97,76 +98,47 @@ def convert(
     Raises:
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
     """
-    network = _network(config, tensors.keys(), layout, source)
+    common = PublishedConfig.read(config, f"{source}/config.json", others=True)
+    network = _network(common, config, tensors.keys(), layout, source)
     shapes = _shapes(network) | layout.shapes(network)
     for name in ("fc", "img_fc"):  # EAGLE heads of Llama-3 have no bias
         if config.get("bias") is False and f"{name}.bias" not in tensors and f"{name}.weight" in tensors:
             tensors = {**tensors, f"{name}.bias": tensors[f"{name}.weight"].new_zeros(network.hidden_size)}
-    # The shape check detects a mismatch of configuration and embedding.
+    # A mismatch of configuration and embedding is found by the shape check.
     rows = tensors[EMBEDDING].shape[0] if EMBEDDING in tensors and tensors[EMBEDDING].dim() else None
-    vocab = whole_number(config, "vocab_size", rows, source)
+    vocab = whole(1).check(f"{source}/config.json: vocab_size", common.vocab_size or rows)
     shapes[EMBEDDING] = (vocab, network.hidden_size)
-    _check(tensors, shapes, set() if layout.embedding else {EMBEDDING}, layout.name, source)
-    renamed = {
-        name: torch.cat([tensors[part] for part in parts]) if len(parts) > 1 else tensors[parts[0]]
-        for name, parts in {**EAGLE_PARTS, **layout.parts}.items()
-        if parts[0] in shapes
-    }
-    return network, renamed, {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
+    check_tensors(tensors, shapes, f"layout {layout.name}", source, () if layout.embedding else {EMBEDDING})
+    parts = {**EAGLE_PARTS, **layout.parts}
+    ours = stack(tensors, {name: some for name, some in parts.items() if some[0] in shapes})
+    return network, ours, {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
 
 
-def _network(config: Mapping[str, Any], names: Any, layout: Layout[C], source: str) -> C:
+def _network(common: PublishedConfig, config: Mapping[str, Any], names: Any, layout: Layout[C], source: str) -> C:
     """Network configuration from ``config.json``; norm and biases also from tensor names, as files may lack them."""
-    shape = layer_shape(config, source)
-    layers = whole_number(config, "num_hidden_layers", 1, source)
+    layers = common.num_hidden_layers
     rope = rope_parameters(config, source)
     if layers != 1 or rope["rope_type"] != "default":
         raise UserError(
             f"{source}/config.json: expected one layer with plain rotary positions, received {layers} with rope "
             f"scaling {rope['rope_type']!r}"
         )
-    values = {
-        **shape,
+    ours = {
+        **common.shape(),
         "rope_theta": rope["rope_theta"],
         "input_norm": INPUT_NORM in names,
         "qkv_bias": bool(config.get("qkv_bias")) or any(f"{name}.bias" in names for name in QKV),
         **layout.settings(config),
     }
-    return layout.config.read(values, f"{source}/config.json")
+    return layout.config.read(ours, f"{source}/config.json")
 
 
 def _shapes(network: EagleConfig) -> Shapes:
     """Expected shapes of the published tensors, without the embedding."""
     width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    layer = "layers.0."
-    shapes: Shapes = {
-        "fc.weight": (width, 2 * width),
-        "fc.bias": (width,),
-        **{f"{name}.weight": (rows, width) for name, rows in zip(QKV, (inner, keys, keys), strict=True)},
-        f"{layer}self_attn.o_proj.weight": (width, inner),
-        f"{layer}mlp.gate_proj.weight": (network.mlp, width),
-        f"{layer}mlp.up_proj.weight": (network.mlp, width),
-        f"{layer}mlp.down_proj.weight": (width, network.mlp),
-        f"{layer}post_attention_layernorm.weight": (width,),
-    }
+    shapes: Shapes = {"fc.weight": (width, 2 * width), "fc.bias": (width,), **layer_shapes(network, "layers.0", width)}
     if network.input_norm:
         shapes[INPUT_NORM] = (width,)
     if network.qkv_bias:
         shapes |= {f"{name}.bias": (rows,) for name, rows in zip(QKV, (inner, keys, keys), strict=True)}
     return shapes
-
-
-def _check(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], optional: set[str], layout: str, source: str
-) -> None:
-    missing = sorted(shapes.keys() - tensors.keys() - optional)
-    unknown = sorted(tensors.keys() - shapes.keys() - HARMLESS)
-    if missing or unknown:
-        problems = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of layout {layout}, received {'; '.join(problems)}")
-    for name in sorted(shapes.keys() & tensors.keys()):
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shapes[name]:
-            raise UserError(f"{source}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")

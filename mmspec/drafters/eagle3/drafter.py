@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,8 +20,8 @@ from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.checkpoint import TREE, TreeShape
-from mmspec.drafters.eagle3.network import Eagle3Config, Eagle3Network
+from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.errors import UserError
@@ -31,13 +31,6 @@ _WATCHED = 128
 
 _LEAST = 1.1
 """Mean acceptance length below which a head reads the wrong states, or is for another target."""
-
-
-@dataclass(frozen=True)
-class _Settings(TreeShape):
-    """Contents of ``config.json``."""
-
-    network: Eagle3Config
 
 
 class Eagle3(PositionedDrafter):
@@ -68,7 +61,7 @@ class Eagle3(PositionedDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path, reads: list[int] | None = None, outputs: bool = False) -> Self:
-        """Load a checkpoint of ``save`` or a published head.
+        """Load a checkpoint of ``save`` or a published one.
 
         Args:
             folder: of the checkpoint.
@@ -77,22 +70,19 @@ class Eagle3(PositionedDrafter):
         Raises:
             UserError: it is invalid.
         """
-        tree: dict[str, int] = {}
-        verifier = published = None
+        keywords: dict[str, Any] = {}
+        found = None
         if checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, published = read_published(folder)
+            config, tensors, draft_ids, found = read_published(folder)
         else:
-            settings, verifier, tensors = checkpoint.read(folder, _Settings)
-            draft_ids = checkpoint.take_draft_ids(tensors, verifier["vocab_size"], folder)
-            config, tree = settings.network, {name: getattr(settings, name) for name in TREE}
+            config, tensors, keywords = checkpoint.read_network(folder, Eagle3Config)
+            draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
             if draft_ids is not None and config.head not in (0, len(draft_ids)):
                 raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
         if reads is not None:
             config = replace(config, reads=reads, outputs=outputs)
-        drafter = cls(
-            checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **tree, verifier=verifier
-        )
-        drafter.published = published
+        drafter = cls(checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **keywords)
+        drafter.published = found
         return drafter
 
     # ------------------------------------------------------------------ the target
@@ -141,7 +131,7 @@ class Eagle3(PositionedDrafter):
             self._watch(verdict)
 
     def _watch(self, verdict: Verdict) -> None:
-        """Warn once of an acceptance length near 1: shapes do not determine which layers a head was trained on."""
+        """Warn once of an acceptance length near 1: shapes do not tell which layers a head was trained on."""
         self._passes += 1
         self._emitted += sum(len(path) for path, _ in verdict.host) / len(verdict.host)
         if self._passes == _WATCHED and self._emitted < _LEAST * _WATCHED:

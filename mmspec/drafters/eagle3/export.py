@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mmspec.drafters.eagle3.config import Eagle3Config, default_reads
 from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Config, default_reads
 from mmspec.drafters.eagle3.published import SWITCHES, published_parts
 from mmspec.errors import UserError
 from mmspec.files import atomic, write_text

@@ -10,91 +10,13 @@ SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-O
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from mmspec.core.target import Feature, output_of
-from mmspec.drafters.fields import Within
+from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Norm, Rotation
-from mmspec.drafters.hidden_state.rope import RopeShape, rotary_of
-from mmspec.errors import UserError
-
-
-@dataclass(frozen=True)
-class Eagle3Config(RopeShape):
-    """Configuration of an ``Eagle3Network``: a ``RopeShape``, and
-
-    Attributes:
-        target_size: the target's hidden size; 0 is ``hidden_size``.
-        states: number of the target's hidden states that a position reads.
-        reads: layers of the target whose inputs these are, 0 to the target's number of layers; empty are EAGLE's 2, L/2
-            and L - 3 of L layers.
-        outputs: read the outputs of these layers, as the layers return them, in place of their inputs.
-        layers: decoder layers.
-        head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
-        embedding: rows of an embedding of its own; 0 is the target's.
-        norm_before_residual: the residual of the first layer is the normed state.
-        norm_before_fc: RMSNorm over all states together before their projection.
-        fc_norm: RMSNorm of each of them (3.1).
-        norm_output: the state of the next level is normed (3.1).
-    """
-
-    target_size: Annotated[int, Within(0, 2**16)] = 0
-    states: Annotated[int, Within(1, 64)] = 3
-    reads: list[int] = field(default_factory=list)
-    outputs: bool = False
-    layers: Annotated[int, Within(1, 64)] = 1
-    head: Annotated[int, Within(0, 2**24)] = 0
-    embedding: Annotated[int, Within(0, 2**24)] = 0
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reads and (len(self.reads) != self.states or min(self.reads) < 0):
-            raise UserError(f"reads must name {self.states} layers, from 0 on: got {self.reads}")
-        if not self.reads and self.states != 3:
-            raise UserError(f"reads must name the {self.states} layers that the drafter was trained on: got none")
-        if self.norm_before_fc and self.fc_norm:
-            raise UserError("one of norm_before_fc and fc_norm must be false: got both true")
-        if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UserError(
-                f"rotary positions must turn whole heads: got a partial_rotary_factor of "
-                f"{self.rope['partial_rotary_factor']}"
-            )
-        rotary_of(self)  # raises
-
-    @property
-    def source(self) -> int:
-        """The target's hidden size."""
-        return self.target_size or self.hidden_size
-
-    def features(self, layers: int) -> tuple[Feature, ...]:
-        """The hidden states that the network reads of a target with ``layers`` layers.
-
-        Raises:
-            UserError: the target has too few layers.
-        """
-        reads = self.reads or default_reads(layers)
-        if max(reads) > layers - self.outputs:
-            raise UserError(
-                f"the drafter reads {'outputs' if self.outputs else 'inputs'} of layers {', '.join(map(str, reads))}: "
-                f"the target has {layers} layers"
-            )
-        if self.outputs:
-            return tuple(output_of(layer) for layer in reads)
-        return tuple(layer if layer < layers else output_of(layer - 1) for layer in reads)
-
-
-def default_reads(layers: int) -> list[int]:
-    """Layers whose inputs EAGLE-3 reads of a target with ``layers`` layers."""
-    return sorted(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - 3))
 
 
 class FirstLayer(DecoderLayer):

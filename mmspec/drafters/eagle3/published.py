@@ -21,9 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.checks import whole
 from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.eagle3.network import Eagle3Config
-from mmspec.drafters.published import layer_shape, layout_of, read_tensors, refuse, rope_parameters, whole_number
+from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.published import (
+    PublishedConfig,
+    check_tensors,
+    layer_shapes,
+    layout_of,
+    read_tensors,
+    refuse,
+    rope_parameters,
+    stack,
+)
 from mmspec.errors import UserError
 
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
@@ -60,55 +70,54 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
     """
     layer = {**config, **(config.get("transformer_layer_config") or {})}
-    vocab = whole_number(layer, "vocab_size", None, source)
-    draft = whole_number(config, "draft_vocab_size", _rows(tensors, "lm_head.weight") or vocab, source)
-    network = _network(config, layer, tensors, draft, source)
+    common = PublishedConfig.read(layer, f"{source}/config.json", others=True)
+    vocab = whole(1).check(f"{source}/config.json: vocab_size", common.vocab_size)
+    draft = common.draft_vocab_size or _rows(tensors, "lm_head.weight") or vocab
+    network = _network(common, config, layer, tensors, draft, source)
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
     parts, shapes = published_parts(network, prefix), _shapes(network, prefix)
-    if draft != vocab:
-        shapes["d2t"] = (draft,)
-    optional = {"d2t": (draft,), "t2d": (vocab,)}
-    _check(tensors, shapes, optional, source)
-    renamed = {
-        name: torch.cat([tensors[part] for part in sources]) if len(sources) > 1 else tensors[sources[0]]
-        for name, sources in parts.items()
-    }
+    shapes |= {"d2t": (draft,), "t2d": (vocab,)}
+    optional = {"t2d"} if draft != vocab else _VOCABULARIES
+    check_tensors(tensors, shapes, "an EAGLE-3 head", source, optional, _VOCABULARIES)
+    ours = stack(tensors, parts)
     verifier = {**_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
-    return network, renamed, _draft_ids(tensors, draft, vocab, source), verifier
+    return network, ours, _draft_ids(tensors, draft, vocab, source), verifier
 
 
 def _network(
-    config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, Tensor], draft: int, source: str
+    common: PublishedConfig,
+    config: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    draft: int,
+    source: str,
 ) -> Eagle3Config:
     eagle = config.get("eagle_config") or {}
     for name in _UNSUPPORTED:
         if layer.get(name):
             raise UserError(f"{source}/config.json: expected linear layers without bias, received {name}")
-    reads, shape = _reads(config, eagle, source), layer_shape(layer, source)
-    width = whole_number(config, "target_hidden_size", shape["hidden_size"], source)
+    reads = _reads(config, eagle, source)
     own = _rows(tensors, "lm_head.weight")
-    values = {
-        **shape,
-        "target_size": width,
+    ours = {
+        **common.shape(),
+        "target_size": common.target_hidden_size or common.hidden_size,
         "states": len(reads) or 3,
         "reads": reads,
-        "layers": whole_number(layer, "num_hidden_layers", 1, source),
+        "layers": common.num_hidden_layers,
         "head": draft if own is not None else 0,
-        "embedding": whole_number(layer, "vocab_size", None, source) if "embed_tokens.weight" in tensors else 0,
+        "embedding": common.vocab_size if "embed_tokens.weight" in tensors else 0,
         "rope": rope_parameters(layer, source),
         **{name: bool(config.get(name, eagle.get(name))) for name in SWITCHES},
     }
-    return Eagle3Config.read(values, f"{source}/config.json")
+    return Eagle3Config.read(ours, f"{source}/config.json")
 
 
 def _reads(config: Mapping[str, Any], eagle: Mapping[str, Any], source: str) -> list[int]:
-    """Layers whose inputs the head reads; empty if the configuration does not list them."""
+    """Layers whose inputs the head reads; empty if the configuration does not tell."""
     inputs = next((config[name] for name in _IDS if config.get(name)), None)
     outputs = next((eagle[name] for name in _IDS if eagle.get(name)), config.get("aux_hidden_states_layer_ids"))
     layers = inputs if inputs is not None else outputs if outputs is not None else []
-    if not isinstance(layers, list) or not all(
-        isinstance(layer, int) and not isinstance(layer, bool) for layer in layers
-    ):
+    if not isinstance(layers, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in layers):
         raise UserError(f"{source}/config.json: {_IDS[0]} must be a list of layers: got {layers!r}")
     return layers if inputs is not None else [layer + 1 for layer in layers]
 
@@ -138,24 +147,23 @@ def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
     if network.embedding:
         parts["embed_tokens.weight"] = ["embed_tokens.weight"]
     for number in range(network.layers):
-        own, published = f"layers.{number}", f"layers.{number}" if number else prefix
+        ours, theirs = f"layers.{number}", f"layers.{number}" if number else prefix
         parts |= {
-            f"{own}.qkv.weight": [f"{published}.self_attn.{letter}_proj.weight" for letter in "qkv"],
-            f"{own}.out.weight": [f"{published}.self_attn.o_proj.weight"],
-            f"{own}.gate_up.weight": [f"{published}.mlp.gate_proj.weight", f"{published}.mlp.up_proj.weight"],
-            f"{own}.down.weight": [f"{published}.mlp.down_proj.weight"],
-            f"{own}.post_norm.weight": [f"{published}.post_attention_layernorm.weight"],
-            f"{own}.{'input' if number else 'embed'}_norm.weight": [f"{published}.input_layernorm.weight"],
+            f"{ours}.qkv.weight": [f"{theirs}.self_attn.{one}_proj.weight" for one in "qkv"],
+            f"{ours}.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
+            f"{ours}.gate_up.weight": [f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"],
+            f"{ours}.down.weight": [f"{theirs}.mlp.down_proj.weight"],
+            f"{ours}.post_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
+            f"{ours}.{'input' if number else 'embed'}_norm.weight": [f"{theirs}.input_layernorm.weight"],
         }
         if number == 0:
-            parts[f"{own}.hidden_norm.weight"] = [f"{published}.hidden_norm.weight"]
+            parts[f"{ours}.hidden_norm.weight"] = [f"{theirs}.hidden_norm.weight"]
     return parts
 
 
 def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
     """Expected shapes of the published tensors, but for those of the vocabularies."""
     width, read = network.hidden_size, network.states * network.source
-    inner, keys = network.heads * network.head_dim, network.kv_heads * network.head_dim
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, read), "norm.weight": (width,)}
     if network.norm_before_fc:
         shapes["input_norm.weight"] = (read,)
@@ -166,45 +174,10 @@ def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
     if network.embedding:
         shapes["embed_tokens.weight"] = (network.embedding, width)
     for number in range(network.layers):
-        at, reads = f"layers.{number}" if number else prefix, width if number else 2 * width
-        shapes |= {
-            **{
-                f"{at}.self_attn.{letter}_proj.weight": (n, reads)
-                for letter, n in zip("qkv", (inner, keys, keys), strict=True)
-            },
-            f"{at}.self_attn.o_proj.weight": (width, inner),
-            f"{at}.mlp.gate_proj.weight": (network.mlp, width),
-            f"{at}.mlp.up_proj.weight": (network.mlp, width),
-            f"{at}.mlp.down_proj.weight": (width, network.mlp),
-            f"{at}.post_attention_layernorm.weight": (width,),
-            f"{at}.input_layernorm.weight": (width,),
-        }
-        if number == 0:
-            shapes[f"{at}.hidden_norm.weight"] = (width,)
-    return shapes
-
-
-def _check(
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    optional: Mapping[str, tuple[int, ...]],
-    source: str,
-) -> None:
-    harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
-    missing = sorted(shapes.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - shapes.keys() - optional.keys() - harmless)
-    if missing or unknown:
-        problems = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of an EAGLE-3 head, received {'; '.join(problems)}")
-    for name, shape in sorted({**optional, **shapes}.items()):
-        if name not in tensors:
-            continue
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{source}: {name} must be {shape} by config.json: got {tuple(tensor.shape)}")
-        if tensor.is_floating_point() == (name in _VOCABULARIES):
-            kind = "an integer or boolean" if name in _VOCABULARIES else "a floating point"
-            raise UserError(f"{source}: {name} must be {kind} tensor: got {tensor.dtype}")
+        at = f"layers.{number}" if number else prefix
+        shapes |= layer_shapes(network, at, width if number else 2 * width)
+        shapes[f"{at}.input_layernorm.weight"] = (width,)
+    return shapes | {f"{prefix}.hidden_norm.weight": (width,)}
 
 
 def _draft_ids(tensors: Mapping[str, Tensor], draft: int, vocab: int, source: str) -> Tensor | None:

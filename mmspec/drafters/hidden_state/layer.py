@@ -3,66 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.fields import Checked, Within
-from mmspec.errors import UserError
+from mmspec.drafters.shape import LayerShape
 
 Attend = Callable[..., Tensor]
 Rotation = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class LayerShape(Checked):
-    """Shape of a drafter's decoder layers.
-
-    Attributes:
-        hidden_size: width of the residual stream.
-        heads, kv_heads, head_dim: attention shape.
-        mlp: intermediate size of the gated MLP.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: epsilon of RMSNorm.
-    """
-
-    hidden_size: Annotated[int, Within(1, 2**16)]
-    heads: Annotated[int, Within(1, 2**10)]
-    kv_heads: Annotated[int, Within(1, 2**10)]
-    head_dim: Annotated[int, Within(2, 2**12)]
-    mlp: Annotated[int, Within(1, 2**18)]
-    rope_theta: Annotated[float, Within(1, 1e12)] = 10000.0
-    norm_eps: Annotated[float, Within(1e-12, 1)] = 1e-6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.heads % self.kv_heads:
-            raise UserError(f"kv_heads must divide heads: got {self.kv_heads} for {self.heads}")
-        if self.head_dim % 2:
-            raise UserError(f"head_dim must be even, as rotary positions turn pairs: got {self.head_dim}")
-
-    @classmethod
-    def like(cls, config: object, **changes: object) -> Self:
-        """Configuration for a target's text configuration."""
-        get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
-        heads = get("num_attention_heads")
-        if heads is None:
-            name = type(config).__name__
-            raise UserError(f"the drafter requires a target with attention: {name} has no num_attention_heads")
-        rope = get("rope_parameters", {})
-        fields = {
-            "hidden_size": get("hidden_size"),
-            "heads": heads,
-            "kv_heads": get("num_key_value_heads", heads),
-            "head_dim": get("head_dim", get("hidden_size") // heads),
-            "mlp": get("intermediate_size"),
-            "rope_theta": rope.get("rope_theta", 10000.0),
-            "norm_eps": get("rms_norm_eps", 1e-6),
-        }
-        return cls(**(fields | changes))
 
 
 class Norm(nn.RMSNorm):

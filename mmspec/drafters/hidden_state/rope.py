@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,26 +10,11 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mmspec.drafters.hidden_state.layer import LayerShape, Rotary, rotary_frequencies
+from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.shape import RopeShape
 from mmspec.errors import UserError, explained
 
 _SCALINGS = ("linear", "llama3", "yarn")  # frequencies that do not depend on the length
-
-
-@dataclass(frozen=True)
-class RopeShape(LayerShape):
-    """Shape of layers with the target's kind of rotary positions: a ``LayerShape``, and
-
-    Attributes:
-        rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain, with ``rope_theta``.
-    """
-
-    rope: dict = field(default_factory=dict)
-
-    @property
-    def turned(self) -> int:
-        """Features of a head that turn with the position."""
-        return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 1.0)))
 
 
 def rotary_of(config: RopeShape) -> tuple[Rotary, Tensor | None]:

@@ -7,7 +7,6 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,17 +15,10 @@ from torch import Tensor
 
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters import checkpoint
-from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.mtp.network import MTPConfig, MTPNetwork
+from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import read_mtp
-
-
-@dataclass(frozen=True)
-class _Settings(TreeShape):
-    """Contents of ``config.json``."""
-
-    network: MTPConfig
+from mmspec.drafters.shape import RopeShape
 
 
 class MTP(PositionedDrafter):
@@ -58,9 +50,8 @@ class MTP(PositionedDrafter):
             drafter = cls(checkpoint.load_network(MTPNetwork, config, tensors, folder))
             drafter.published = verifier
             return drafter
-        settings, verifier, tensors = checkpoint.read(folder, _Settings)
-        tree = {name: getattr(settings, name) for name in TREE}
-        return cls(checkpoint.load_network(MTPNetwork, settings.network, tensors, folder), **tree, verifier=verifier)
+        config, tensors, keywords = checkpoint.read_network(folder, RopeShape)
+        return cls(checkpoint.load_network(MTPNetwork, config, tensors, folder), **keywords)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         self.fuse = self.inputs

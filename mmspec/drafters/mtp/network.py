@@ -7,23 +7,12 @@ norms are offsets from 1, as in the target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Rotation
-from mmspec.drafters.hidden_state.rope import RopeShape, rotary_of
-
-
-@dataclass(frozen=True)
-class MTPConfig(RopeShape):
-    """Configuration of an ``MTPNetwork``: a ``RopeShape``. Heads that turn in part are in ``turning_order``."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rotary_of(self)  # raises
+from mmspec.drafters.shape import RopeShape
 
 
 class OffsetNorm(nn.Module):
@@ -47,7 +36,7 @@ class OffsetNorm(nn.Module):
 class GatedLayer(DecoderLayer):
     """Decoder layer with norms of queries and keys, (heads + kv_heads, head_dim), and a gate of what the heads read."""
 
-    def __init__(self, config: MTPConfig) -> None:
+    def __init__(self, config: RopeShape) -> None:
         super().__init__(config, config.hidden_size, input_norm=True, norm=OffsetNorm)
         self.gate = nn.Linear(config.hidden_size, config.heads * config.head_dim, bias=False)
         self.head_norm = OffsetNorm((config.heads + config.kv_heads, config.head_dim), config.norm_eps)
@@ -67,7 +56,7 @@ class GatedLayer(DecoderLayer):
 class MTPNetwork(nn.Module):
     """See the module."""
 
-    def __init__(self, config: MTPConfig) -> None:
+    def __init__(self, config: RopeShape) -> None:
         super().__init__()
         self.config = config
         width, eps = config.hidden_size, config.norm_eps

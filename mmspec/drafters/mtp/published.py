@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mmspec.drafters.hidden_state.rope import turning_order
-from mmspec.drafters.mtp.network import MTPConfig
+from mmspec.drafters.published import check_tensors
+from mmspec.drafters.shape import RopeShape
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
@@ -38,7 +39,7 @@ def has_mtp(folder: Path) -> bool:
     return any(name.startswith(_PREFIX) for file in weight_files(folder) for name in tensor_names(file))
 
 
-def read_mtp(folder: Path) -> tuple[MTPConfig, dict[str, Tensor], dict[str, Any]]:
+def read_mtp(folder: Path) -> tuple[RopeShape, dict[str, Tensor], dict[str, Any]]:
     """Read the MTP layer of a target's checkpoint; other tensors are not read.
 
     Returns:
@@ -61,7 +62,7 @@ def read_mtp(folder: Path) -> tuple[MTPConfig, dict[str, Tensor], dict[str, Any]
     with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
         decoder = from_pretrained(AutoConfig, folder).get_text_config()
     config = network_config(decoder, str(folder))
-    _check(tensors, _shapes(config), str(folder))
+    check_tensors(tensors, _shapes(config), "an MTP layer", str(folder))
     verifier = {
         "name_or_path": folder.name,
         "model_type": decoder.model_type,
@@ -71,7 +72,7 @@ def read_mtp(folder: Path) -> tuple[MTPConfig, dict[str, Tensor], dict[str, Any]
     return config, convert(tensors, config), verifier
 
 
-def convert(tensors: Mapping[str, Tensor], config: MTPConfig) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], config: RopeShape) -> dict[str, Tensor]:
     """The tensors of an ``MTPNetwork`` from those of a checkpoint.
 
     ``q_proj`` holds query and gate of each head in turn. Queries and keys are put in ``turning_order``.
@@ -82,10 +83,10 @@ def convert(tensors: Mapping[str, Tensor], config: MTPConfig) -> dict[str, Tenso
     query, gate = attention["q_proj"].view(heads, 2, head_dim, -1).unbind(1)
     key = attention["k_proj"].view(kv_heads, head_dim, -1)
     qk = torch.cat([query, key])[:, order].flatten(0, 1)
-    norms = [tensors[f"{_LAYER}self_attn.{part}_norm.weight"][order] for part in "qk"]
-    gate_up = [tensors[f"{_LAYER}mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    norms = [tensors[f"{_LAYER}self_attn.{one}_norm.weight"][order] for one in "qk"]
+    gate_up = [tensors[f"{_LAYER}mlp.{one}_proj.weight"] for one in ("gate", "up")]
     return {
-        **{f"{own}.weight": tensors[f"{published}.weight"] for own, published in _SAME.items()},
+        **{f"{ours}.weight": tensors[f"{theirs}.weight"] for ours, theirs in _SAME.items()},
         "layer.qkv.weight": torch.cat([qk, attention["v_proj"]]),
         "layer.gate.weight": gate.flatten(0, 1),
         "layer.head_norm.weight": torch.cat([norms[0].expand(heads, -1), norms[1].expand(kv_heads, -1)]),
@@ -93,7 +94,7 @@ def convert(tensors: Mapping[str, Tensor], config: MTPConfig) -> dict[str, Tenso
     }
 
 
-def network_config(decoder: Any, source: str) -> MTPConfig:
+def network_config(decoder: Any, source: str) -> RopeShape:
     """Configuration of the network from the target's text configuration.
 
     Raises:
@@ -112,12 +113,12 @@ def network_config(decoder: Any, source: str) -> MTPConfig:
     for name, value in expected.items():
         if (received := getattr(decoder, name, value)) != value:
             raise UserError(f"{source}/config.json: {name} must be {value} for its MTP layer: got {received!r}")
-    # Position axes are always interleaved, whatever the configuration's value.
+    # Position axes are always interleaved, whatever the configuration says.
     rope = {"mrope_section": _SECTIONS, **decoder.rope_parameters, "mrope_interleaved": True}
-    return MTPConfig.like(decoder, rope=rope)
+    return RopeShape.like(decoder, rope=rope)
 
 
-def _shapes(config: MTPConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(config: RopeShape) -> dict[str, tuple[int, ...]]:
     """Expected shapes of the checkpoint's tensors."""
     width, head_dim, mlp = config.hidden_size, config.head_dim, config.mlp
     inner, keys = config.heads * head_dim, config.kv_heads * head_dim
@@ -139,16 +140,3 @@ def _shapes(config: MTPConfig) -> dict[str, tuple[int, ...]]:
         f"{_LAYER}mlp.down_proj": (width, mlp),
     }
     return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def _check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
-    if missing or unknown:
-        problems = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of an MTP layer, received {'; '.join(problems)}")
-    for name, shape in sorted(shapes.items()):
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{source}: {name} must be {shape} by config.json: got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")

@@ -12,19 +12,19 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec import ops
+from mmspec.checks import FLAG, Checked, option, required, whole
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.fields import Checked, Within
 from mmspec.drafters.growth import best_first
 from mmspec.drafters.recycle.device import NEWEST, UNLIKELY, Recycled
 from mmspec.errors import UserError
@@ -42,8 +42,8 @@ _ENTRIES = 200_000  # maximum table size; the oldest entries are evicted first
 class _Settings(Checked):
     """Contents of ``config.json``."""
 
-    top_k: Annotated[int, Within(1, 64)]
-    pairs: bool = True
+    top_k: int = required(whole(1, 64))
+    pairs: bool = option(True, FLAG)
 
 
 class Recycle(Drafter):

@@ -6,7 +6,7 @@ state, computed from its parent's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,21 +21,14 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState, write_last
-from mmspec.drafters.checkpoint import TREE, TreeShape
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.ssm.drafters.mamba.network import MambaConfig, MambaNetwork, State
+from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba.network import MambaNetwork, State
 from mmspec.targets.support import lay_out_for_few_rows
-
-
-@dataclass(frozen=True)
-class _Settings(TreeShape):
-    """Contents of ``config.json``."""
-
-    network: MambaConfig
 
 
 class Mamba(TrainedDrafter):
@@ -72,11 +65,9 @@ class Mamba(TrainedDrafter):
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
         """Load a checkpoint written by ``save``; raises ``UserError`` if it is invalid."""
-        settings, verifier, tensors = checkpoint.read(folder, _Settings)
-        draft_ids = checkpoint.take_draft_ids(tensors, settings.network.vocab_size, folder)
-        network = checkpoint.load_network(MambaNetwork, settings.network, tensors, folder)
-        tree = {name: getattr(settings, name) for name in TREE}
-        return cls(network, draft_ids, **tree, verifier=verifier)
+        config, tensors, keywords = checkpoint.read_network(folder, MambaConfig)
+        draft_ids = checkpoint.take_draft_ids(tensors, config.vocab_size, folder)
+        return cls(checkpoint.load_network(MambaNetwork, config, tensors, folder), draft_ids, **keywords)
 
     def attach(self, target: Target) -> None:
         if target is self._target:

@@ -12,14 +12,13 @@ one token per node.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.fields import Checked, Within
+from mmspec.ssm.drafters.mamba.config import MambaConfig
 
 CHUNK = 64
 """Chunk length of the scan, in tokens."""
@@ -29,40 +28,6 @@ _MAX_TABLE = 2**23  # elements of the first layer's look-up table
 State = tuple[tuple[Tensor, Tensor], ...]
 """Per layer: the convolution's latest inputs, (rows, window - 1, channels); S, (rows, state, heads, head_dim), always
 float32."""
-
-
-@dataclass(frozen=True)
-class MambaConfig(Checked):
-    """Configuration of a ``MambaNetwork``.
-
-    Attributes:
-        vocab_size: the target's vocabulary size.
-        hidden_size: width of the residual stream.
-        layers: number of layers.
-        heads, head_dim: shape of the scan; their product is the inner width.
-        state: state size per channel.
-        window: kernel size of the convolution.
-        norm_eps: epsilon of all norms.
-    """
-
-    vocab_size: Annotated[int, Within(1, 2**24)]
-    hidden_size: Annotated[int, Within(1, 2**16)] = 128
-    layers: Annotated[int, Within(1, 2**8)] = 1
-    heads: Annotated[int, Within(1, 2**10)] = 8
-    head_dim: Annotated[int, Within(1, 2**12)] = 32
-    state: Annotated[int, Within(1, 2**12)] = 32
-    window: Annotated[int, Within(1, 2**8)] = 4
-    norm_eps: Annotated[float, Within(1e-12, 1)] = 1e-5
-
-    @property
-    def inner(self) -> int:
-        """Number of channels of the scan."""
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Number of channels of the convolution: x, B and C."""
-        return self.inner + 2 * self.state
 
 
 class MambaLayer(nn.Module):

@@ -176,4 +176,7 @@ def test_the_command_ends_with_one_json_line(folder, monkeypatch, tmp_path):
 def test_invalid_sizes_are_refused(option):
     result = CliRunner().invoke(hybrid.main, [option, "0,x"])
     assert result.exit_code == 2
-    assert f"Invalid value for '{option}': 0 is not in the range x>=1." in result.output
+    assert (
+        f"Invalid value for '{option}': must be values separated by commas, each a whole number >= 1: got '0,x'"
+        in result.output
+    )

@@ -9,9 +9,12 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+from mmspec.checks import listed
+from mmspec.cli.options import Value
 from mmspec.errors import UserError
-from mmspec.eval.harness.options import SIZES, TEMPERATURES
+from mmspec.eval.harness.options import SIZES
 from mmspec.eval.harness.output import BenchmarkCommand, benchmark, make_table, milliseconds, write_result
+from mmspec.sampling.params import SamplingParams
 
 
 def cells(table):
@@ -38,7 +41,7 @@ def test_sections_end_where_a_field_changes():
 
 @click.command(cls=BenchmarkCommand)
 @click.option("--sizes", type=SIZES, default="3, 1,3")
-@click.option("--temperatures", type=TEMPERATURES, default="0,0.5")
+@click.option("--temperatures", type=Value(listed(SamplingParams.rule("temperature"))), default="0,0.5")
 def command(sizes, temperatures):
     if sizes == (9,):
         raise UserError("nine is too many")
@@ -52,10 +55,10 @@ def test_list_options_are_parsed_without_duplicates():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sizes", "2,0"], "0 is not in the range x>=1"),
-        (["--sizes", "2,x"], "'x' is not a valid integer"),
-        (["--sizes", ""], "'' is not a valid integer"),
-        (["--temperatures", "inf"], "not a finite number"),
+        (["--sizes", "2,0"], "each a whole number >= 1: got (2, 0)"),
+        (["--sizes", "2,x"], "each a whole number >= 1: got '2,x'"),
+        (["--sizes", ""], "each a whole number >= 1: got ''"),
+        (["--temperatures", "inf"], "each 0 or >= 0.0001: got (inf,)"),
         (["--sizes", "9"], "nine is too many"),
     ],
 )

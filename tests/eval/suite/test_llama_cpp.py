@@ -10,9 +10,9 @@ import pytest
 
 import mmspec
 from mmspec.errors import UserError
-from mmspec.eval.suite.evaluator import SuiteSettings
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
+from mmspec.eval.suite.settings import SuiteSettings
 from tests.eval.llama_server import STEP, install
 from tests.model_folders import save_gguf
 
@@ -53,7 +53,7 @@ def test_both_servers_get_the_prompts_of_the_other_methods(run: tuple[Path, dict
     assert len(requests) == 2 * 2 * 2  # conversations, rounds, methods
     settings = json.loads((out / "run" / "settings.json").read_text())
     pipe = mmspec.load(settings["model"], drafter=None, dtype="float32")
-    samples = SuiteSettings.from_json(settings).samples("texts")
+    samples = SuiteSettings(**settings).samples("texts")
     prompts = [pipe.encode([sample.conversation.request([])]).input_ids[0].tolist() for sample in samples]
     assert [request["prompt"] for request in requests] == [prompts[0]] * 4 + [prompts[1]] * 4
 

@@ -15,11 +15,12 @@ from mmspec.drafters.registry import drafter_specs
 from mmspec.errors import UserError
 from mmspec.eval.suite import evaluator, methods
 from mmspec.eval.suite.command import evaluate
-from mmspec.eval.suite.evaluator import Evaluator, SuiteSettings
+from mmspec.eval.suite.evaluator import Evaluator
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.records import RunRecords, suite_jobs
 from mmspec.eval.suite.report import write_report
 from mmspec.eval.suite.run import run_suite
+from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS

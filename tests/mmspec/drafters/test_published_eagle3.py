@@ -138,11 +138,11 @@ def test_vocabularies_that_cannot_be_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": None}, "hidden_size must be a positive integer: got None"),
-        ({"vocab_size": None}, "vocab_size must be a positive integer: got None"),
+        ({"hidden_size": None}, "expected hidden_size, received none"),
+        ({"vocab_size": None}, "vocab_size must be a whole number >= 1: got None"),
         ({"draft_vocab_size": 41}, r"d2t must be \(41,\) by config.json: got \(40,\)"),
-        ({"num_key_value_heads": 3}, "kv_heads that divide heads"),
-        ({"hidden_act": "gelu"}, "expected silu, .* received gelu"),
+        ({"num_key_value_heads": 3}, "kv_heads must divide heads"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu': got 'gelu'"),
         ({"attention_bias": True}, "expected linear layers without bias, received attention_bias"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

@@ -6,26 +6,19 @@ One class runs all networks; ``MSDConfig`` enables decoupling, compression and s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mmspec.drafters.checkpoint import TreeShape
+from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.eagle.drafter import Eagle, Entries
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import Layout
 from mmspec.drafters.hidden_state.entries import packing, take
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 from mmspec.vision.drafters.msd.published import LAYOUT
-
-
-@dataclass(frozen=True)
-class _Settings(TreeShape):
-    """Contents of ``config.json``."""
-
-    network: MSDConfig
 
 
 class MSD(Eagle):
@@ -33,7 +26,7 @@ class MSD(Eagle):
 
     name: ClassVar[str] = "msd"
     layout: ClassVar[Layout | None] = LAYOUT
-    settings: ClassVar[type[TreeShape]] = _Settings
+    config_class: ClassVar[type[EagleConfig]] = MSDConfig
     network_class: ClassVar[type[EagleNetwork]] = MSDNetwork
 
     def prompt_states(self, embeds: Tensor, hidden: Tensor, images: Images | None) -> tuple[Tensor, Tensor]:

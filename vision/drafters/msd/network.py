@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
-
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle.network import EagleConfig, EagleNetwork
-from mmspec.drafters.fields import Within
-from mmspec.errors import UserError
+from mmspec.drafters.eagle.network import EagleNetwork
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images, Latents, compress, find_images
-
-
-@dataclass(frozen=True)
-class MSDConfig(EagleConfig):
-    """Configuration of an ``MSDNetwork``: an ``EagleConfig``, and
-
-    Attributes:
-        decoupled: visual positions take the raw visual feature (MSD); False fuses them with a hidden state, as text.
-        visual_states: separate projection of feature and hidden state at visual positions, which costs nothing per
-            token. False is MSD as published.
-        latents: latents per image (FLASH); 0 disables compression.
-        span: maximum visual tokens per image: longer runs are split into several images; 0 never splits.
-        hide_visual: visual positions are not read at all (HiViS, arXiv 2509.23928).
-    """
-
-    decoupled: bool = True
-    visual_states: bool = False
-    latents: Annotated[int, Within(0, 2**12)] = 0
-    span: Annotated[int, Within(0, 2**20)] = 0
-    hide_visual: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.hide_visual and self.latents:
-            raise UserError(f"one of hide_visual and latents must be off: got both, {self.latents} latents")
 
 
 class MSDNetwork(EagleNetwork):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmspec.drafters.eagle.published import Layout
-from mmspec.vision.drafters.msd.network import MSDConfig
+from mmspec.vision.drafters.msd.config import MSDConfig
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
 from mmspec.drafters.eagle.network import EagleNetwork
+from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.latents import Images, find_runs
-from mmspec.vision.drafters.msd.network import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.msd.network import MSDNetwork
 from mmspec.vision.drafters.vispec.published import LAYOUT
 
 

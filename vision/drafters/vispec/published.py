@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmspec.drafters.eagle.published import Layout, Shapes
-from mmspec.vision.drafters.msd.network import MSDConfig
+from mmspec.vision.drafters.msd.config import MSDConfig
 
 _PARTS = {
     "adaptor.queries": ["imadpt.q"],

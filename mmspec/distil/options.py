@@ -1,0 +1,146 @@
+"""Options of commands that train drafters, without torch: the command line derives its options from their fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmspec.checks import (
+    FILE,
+    FLAG,
+    FOLDER,
+    NOT_NEGATIVE,
+    OUT_FOLDER,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    Checked,
+    again,
+    choice,
+    option,
+    required,
+    settable,
+    several,
+    whole,
+)
+from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.shape import LayerShape, TreeShape
+from mmspec.training.plan import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Schedule):
+    """Options that all these commands have."""
+
+    target: str = option("tiny-llava", TEXT, "Target model.", declared=("--model", "--target"))
+    text: tuple[Path, ...] = option((), several(FILE), "Conversations without media (stage 1); repeatable.")
+    data: tuple[Path, ...] = option((), several(FILE), "Conversations with images or videos; repeatable.")
+    images: Path | None = option(None, settable(FOLDER), "Folder of the media; by default the folder of each file.")
+    out: Path = required(OUT_FOLDER, "Folder of the run.")
+    held_out: float = option(0.02, NOT_NEGATIVE, "Held-out conversations: share or number.")
+    recorded: tuple[Path, ...] = option((), several(FOLDER), "Features that `make-data --record` wrote; repeatable.")
+    cache: Path | None = option(None, settable(OUT_FOLDER), "Cache the target's features in this folder.")
+    device: str = option("auto", TEXT, "auto, cpu or cuda.")
+    dtype: str = option("auto", TEXT, "Of the target, as in `mmspec generate`.")
+    epochs: float | None = option(None, settable(POSITIVE), "Or in passes over all data.", default_text="1")
+    text_share: float = option(0.3, SHARE, "Share of stage 1 in the run.")
+    batch: int = option(16, whole(1), "Over all processes.")
+    optimiser: Literal["muon", "adamw"] = option("muon", choice("muon", "adamw"), "Trains the network.")
+    rate: float | None = option(
+        None, settable(POSITIVE), "Learning rate.", default_text="3e-3 with muon, 5e-5 with adamw"
+    )
+    precision: str = option(
+        "auto",
+        choice("auto", "float32", "bfloat16"),
+        "Of the drafter's forward passes; auto: bfloat16 on GPUs that support it, else float32.",
+    )
+    threads: int = option(1, whole(1), "CPU threads.")
+    prompts: int = option(8, whole(0), "Decoded per evaluation.")
+    max_new_tokens: int = option(96, whole(2), "Per decoded prompt.")
+    tensorboard: bool = option(False, FLAG, "Log to OUT/tensorboard too.")
+    draft_vocabulary: int | None = option(None, settable(whole(1)), "Draft so many of the most frequent tokens only.")
+    top_k: int = again(TreeShape, "top_k", "Saved: nodes per tree level.", default=10)
+    depth: int = again(TreeShape, "depth", "Saved: tree depth.", default=6)
+    total_tokens: int = again(TreeShape, "total_tokens", "Saved: maximum tree nodes.", default=59)
+
+
+@dataclass(frozen=True)
+class Passes(Checked):
+    """Settings of an objective over several passes.
+
+    Attributes:
+        loss: of tokens, as for ``token_loss``.
+    """
+
+    passes: int = option(3, whole(1), "Forward passes over a batch, each fed with the predictions before.")
+    decay: float = option(0.8, POSITIVE, "Weight of a pass to the one before.")
+    loss: Literal["kl", "lk"] = option(
+        "kl",
+        choice("kl", "lk"),
+        "Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881).",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(Passes, RunOptions):
+    """Options of drafters that read the target's hidden states; settings of the network that are None are its own."""
+
+    start: Path | None = option(
+        None,
+        settable(FOLDER),
+        "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
+    )
+    heads: int | None = again(LayerShape, "heads", "Attention heads; by default the target's.", default=None)
+    kv_heads: int | None = again(LayerShape, "kv_heads", "By default the target's.", default=None)
+    head_dim: int | None = again(LayerShape, "head_dim", "By default the target's.", default=None)
+    mlp: int | None = again(LayerShape, "mlp", "Intermediate size of the MLP; by default the target's.", default=None)
+
+
+@dataclass(frozen=True)
+class Eagle3Passes(Passes):
+    """Settings of EAGLE-3's objective."""
+
+    passes: int = again(Passes, "passes", default=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(Eagle3Passes, HeadOptions):
+    """Options of ``mmspec train eagle3``."""
+
+    depth: int = again(RunOptions, "depth", default=8)
+    layers: int | None = again(Eagle3Config, "layers", "Decoder layers of the head.", default=None)
+    reads: list[int] | None = again(
+        Eagle3Config,
+        "reads",
+        "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L.",
+        default=None,
+    )
+    outputs: bool | None = again(
+        Eagle3Config,
+        "outputs",
+        "Read the outputs of these layers.",
+        default=None,
+        default_text="inputs",
+        declared=("--outputs/--inputs",),
+    )
+    norm_before_residual: bool | None = again(
+        Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state.", default=None
+    )
+    norm_before_fc: bool | None = again(
+        Eagle3Config, "norm_before_fc", "Norm of the states that are read, together.", default=None
+    )
+    fc_norm: bool | None = again(
+        Eagle3Config,
+        "fc_norm",
+        "Norm of each of them (EAGLE-3.1).",
+        default=None,
+        default_text="on, unless they are normed together",
+    )
+    norm_output: bool | None = again(
+        Eagle3Config,
+        "norm_output",
+        "Feed normed states to the next level (EAGLE-3.1).",
+        default=None,
+        default_text="on",
+    )

@@ -1,0 +1,97 @@
+"""Shapes that the configurations of drafters have in common. Configurations are read and checked without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+from mmspec.checks import OBJECT, Checked, option, required, whole, within
+from mmspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class TreeShape(Checked):
+    """Tree limits of a drafter that grows trees level by level.
+
+    Attributes:
+        top_k: nodes extended per level, and children per node.
+        depth: maximum tree depth.
+        total_tokens: maximum number of drafted nodes.
+    """
+
+    top_k: int = required(whole(1, 64))
+    depth: int = required(whole(1, 64))
+    total_tokens: int = required(whole(1, 512))
+
+
+TREE = tuple(one.name for one in fields(TreeShape))
+
+
+@dataclass(frozen=True)
+class LayerShape(Checked):
+    """Shape of a drafter's decoder layers.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        heads, kv_heads, head_dim: attention shape.
+        mlp: intermediate size of the gated MLP.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of RMSNorm.
+    """
+
+    hidden_size: int = required(whole(1, 2**16))
+    heads: int = required(whole(1, 2**10))
+    kv_heads: int = required(whole(1, 2**10))
+    head_dim: int = required(whole(2, 2**12))
+    mlp: int = required(whole(1, 2**18))
+    rope_theta: float = option(10000.0, within(1, 1e12))
+    norm_eps: float = option(1e-6, within(1e-12, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads % self.kv_heads:
+            raise UserError(f"kv_heads must divide heads: got {self.kv_heads} for {self.heads}")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim must be even, as rotary positions turn pairs: got {self.head_dim}")
+
+    @classmethod
+    def like(cls, config: object, **changes: object) -> Self:
+        """Configuration for a target's text configuration."""
+        get = lambda name, default=None: getattr(config, name, None) or default  # noqa: E731
+        heads = get("num_attention_heads")
+        if heads is None:
+            name = type(config).__name__
+            raise UserError(f"the drafter requires a target with attention: {name} has no num_attention_heads")
+        rope = get("rope_parameters", {})
+        fields = {
+            "hidden_size": get("hidden_size"),
+            "heads": heads,
+            "kv_heads": get("num_key_value_heads", heads),
+            "head_dim": get("head_dim", get("hidden_size") // heads),
+            "mlp": get("intermediate_size"),
+            "rope_theta": rope.get("rope_theta", 10000.0),
+            "norm_eps": get("rms_norm_eps", 1e-6),
+        }
+        return cls(**(fields | changes))
+
+
+@dataclass(frozen=True)
+class RopeShape(LayerShape):
+    """Shape of layers with the target's kind of rotary positions: a ``LayerShape``, and
+
+    Attributes:
+        rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain, with ``rope_theta``.
+    """
+
+    rope: dict = option(dict, OBJECT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from mmspec.drafters.hidden_state.rope import rotary_of
+
+        rotary_of(self)  # raises
+
+    @property
+    def turned(self) -> int:
+        """Features of a head that turn with the position."""
+        return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 1.0)))
