@@ -76,8 +76,8 @@ class Answer:
         )
         sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
         recorded = {"trace": extras.trace, "logprobs": extras.logprobs}
-        self._add = partial(pipe.add, prompt, sampler, stopper, extras.nodes, **recorded)
-        if extras.nodes is None:
+        self._add = partial(pipe.add, prompt, sampler, stopper, extras.num_draft_tokens, **recorded)
+        if extras.num_draft_tokens is None:
             pipe.calibrate()
         self.ended = False
         decode = partial(pipe.io.decode, **rendering)

@@ -25,7 +25,7 @@ from mmspec import plugins
 from mmspec.checks import shown
 from mmspec.core.target import Prompt
 from mmspec.drafters.registry import make_drafter
-from mmspec.engine.request import NODES
+from mmspec.engine.request import num_draft_tokens_of
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import JointCriteria, Stopper
@@ -49,6 +49,7 @@ def decode(
     stopping_criteria: Sequence[Any],
     generation_config: GenerationConfig,
     drafter: Any = "auto",
+    num_draft_tokens: int | None = None,
     nodes: int | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
@@ -60,7 +61,8 @@ def decode(
     Args:
         drafter: as for ``mmspec.load``. A ``Drafter`` object keeps what it learns between calls; the ``Pipeline`` of
             the model also keeps tree sizes and captured graphs.
-        nodes: draft tokens per step; None chooses the number that is expected to be fastest.
+        num_draft_tokens: draft tokens per step; None chooses the number that is expected to be fastest. ``nodes`` is an
+            alias.
         streamer: receives token by token (batch 1), without the prompt.
         tokenizer: of ``generate``'s stop strings, which are criteria here.
 
@@ -73,13 +75,13 @@ def decode(
     """
     try:
         _refuse_unsupported(generation_config, input_ids, model_kwargs, assistant_model)
-        NODES.check("nodes", nodes)
+        num_draft_tokens = num_draft_tokens_of(num_draft_tokens, nodes)
         if streamer is not None and len(input_ids) > 1:
             raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
         prompt = _prompt(input_ids, model_kwargs)
         stopper, joint = _stopping(stopping_criteria, input_ids, _padding(generation_config))
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        rows = _decode(_pipeline(model, drafter), prompt, sampler, stopper, joint, nodes, streamer)
+        rows = _decode(_pipeline(model, drafter), prompt, sampler, stopper, joint, num_draft_tokens, streamer)
     finally:
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever
@@ -95,12 +97,12 @@ def _decode(
     sampler: Sampler,
     stopper: Stopper,
     joint: JointCriteria | None,
-    nodes: int | None,
+    num_draft_tokens: int | None,
     streamer: Any,
 ) -> list[RequestState]:
     """Decode all rows of a prompt until they end."""
     wakeup = Wakeup()
-    rows = pipe.add(prompt, sampler, stopper, nodes, on_change=wakeup)
+    rows = pipe.add(prompt, sampler, stopper, num_draft_tokens, on_change=wakeup)
     try:
         if joint is not None:
             _decode_jointly(pipe, rows, wakeup, joint)
@@ -142,6 +144,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     *,
     drafter: Any = "auto",
+    num_draft_tokens: int | None = None,
     nodes: int | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -155,7 +158,7 @@ def generate(
         inputs: (batch, length) int64, the prompt; also accepted as ``input_ids``.
         generation_config: as for ``model.generate``.
         drafter: as for ``decode``.
-        nodes: as for ``decode``.
+        num_draft_tokens, nodes: as for ``decode``.
         tokenizer: of ``stop_strings``.
         streamer: of transformers; receives token by token (batch 1).
         **arguments: further arguments of ``model.generate``.
@@ -178,7 +181,13 @@ def generate(
         if streamer is not None:
             streamer.put(input_ids.cpu())
         return decode(
-            model, input_ids, drafter=drafter, nodes=nodes, streamer=streamer, assistant_model=assistant, **keywords
+            model,
+            input_ids,
+            drafter=drafter,
+            num_draft_tokens=num_draft_tokens_of(num_draft_tokens, nodes),
+            streamer=streamer,
+            assistant_model=assistant,
+            **keywords,
         )
 
     arguments |= {"generation_config": generation_config, "stopping_criteria": criteria, "custom_generate": method}

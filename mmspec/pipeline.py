@@ -18,8 +18,8 @@ from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.drift import MeasuredBudget
-from mmspec.engine.engine import SLOTS, Engine
-from mmspec.engine.request import SLOT_COUNT, Call, parse
+from mmspec.engine.engine import MAX_NUM_SEQS, Engine
+from mmspec.engine.request import SEQ_COUNT, Call, parse
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
@@ -43,7 +43,7 @@ def load(
     device: str = "auto",
     dtype: Any = "auto",
     processor: Any = None,
-    slots: int = SLOTS,
+    max_num_seqs: int = MAX_NUM_SEQS,
     prefix_cache: int = 0,
     generation_config: str = MODELS,
     **options: Any,
@@ -62,7 +62,7 @@ def load(
             of a GGUF file (int4 or int8, where the C++ kernels run: see ``mmspec info``), float32 for other models
             below a billion parameters; otherwise it is the checkpoint's dtype.
         processor: the tokenizer or processor of a model that is given as an object.
-        slots: requests that decode at the same time; each needs memory for its keys and values.
+        max_num_seqs: requests that decode at the same time; each needs memory for its keys and values.
         prefix_cache: memory in bytes for the states of prompts: one that begins like an earlier one, such as the next
             turn of a conversation, then computes only its new tokens. 0 keeps none.
         generation_config: source of the sampling parameters that a request leaves unset. ``"auto"`` is the model's
@@ -92,7 +92,7 @@ def load(
             adapter(model),
             adapter.processor_class(processor),
             make_drafter(drafter, home),
-            slots=slots,
+            max_num_seqs=max_num_seqs,
             prefix_cache=prefix_cache,
             generation_config=generation_config,
         )
@@ -106,7 +106,11 @@ def load(
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     with known_options("mmspec.load", options, known):
         target, processor = load_target(folder, device, dtype, **options)
-    settings: dict[str, Any] = {"slots": slots, "prefix_cache": prefix_cache, "generation_config": generation_config}
+    settings: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "prefix_cache": prefix_cache,
+        "generation_config": generation_config,
+    }
     return Pipeline(target, processor, speculator, model, **settings)
 
 
@@ -121,13 +125,14 @@ class Pipeline:
         processor: encodes requests and decodes answers; None if prompts and answers are token ids only.
         drafter: None for plain decoding.
         name: the name that the model was loaded by; by default ``name_or_path`` of its configuration.
-        slots: requests that decode at the same time; further ones wait. Pipelines over one target share the most.
+        max_num_seqs: requests that decode at the same time; further ones wait. Pipelines over one target share the
+            largest.
         prefix_cache: see ``load``; for targets with that attribute.
         generation_config: see ``load``; targets without defaults of their own have the library's.
 
     Attributes:
         model, processor: the plain transformers objects.
-        target, drafter, name, slots, generation_config: as above.
+        target, drafter, name, max_num_seqs, generation_config: as above.
         engine: decodes; the target's.
         defaults: of sampling parameters.
         io: the ``Processor``.
@@ -142,7 +147,7 @@ class Pipeline:
         drafter: Drafter | None = None,
         name: str = "",
         *,
-        slots: int = SLOTS,
+        max_num_seqs: int = MAX_NUM_SEQS,
         prefix_cache: int = 0,
         generation_config: str = MODELS,
     ) -> None:
@@ -153,7 +158,7 @@ class Pipeline:
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         self.generation_config = SOURCE.check("generation_config", generation_config)
-        self.slots = SLOT_COUNT.check("slots", slots)
+        self.max_num_seqs = SEQ_COUNT.check("max_num_seqs", max_num_seqs)
         if _BYTES.check("prefix_cache", prefix_cache):
             if not hasattr(self.target, "prefix_cache"):
                 raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
@@ -166,7 +171,7 @@ class Pipeline:
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults()
         self._grammars: Grammars | None = None  # built by the first constrained request
         self._speculation = Speculation(self.target, drafter)
-        self.engine = Engine.of(self.target, self.slots)
+        self.engine = Engine.of(self.target, self.max_num_seqs)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
@@ -217,10 +222,10 @@ class Pipeline:
         return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
 
     def add(
-        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, nodes: int | None = None, **options: Any
+        self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any
     ) -> list[RequestState]:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
-        return self.engine.add(prompt, sampler, stopper, self._speculation, nodes, **options)
+        return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """The grammar that constrains outputs, compiled for the tokenizer, or None.
@@ -244,11 +249,11 @@ class Pipeline:
             images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
             videos: paths, bytes, file objects or ``mmspec.vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
-                ``seed``, ``json_schema``, ...), ``nodes`` (tree size per step; None chooses the size that is expected
-                to be fastest), ``logits_processor`` and ``stopping_criteria`` (lists as for transformers'
-                ``generate``), ``frames`` (per video), ``trace`` (record the verified trees), ``logprobs`` (record log
-                probabilities of tokens and of so many alternatives), ``chat_template`` (False takes a text prompt as it
-                is).
+                ``seed``, ``json_schema``, ...), ``num_draft_tokens`` (size of the trees; None chooses the size that is
+                expected to be fastest; ``nodes`` is an alias), ``logits_processor`` and ``stopping_criteria`` (lists as
+                for transformers' ``generate``), ``frames`` (per video), ``trace`` (record the verified trees),
+                ``logprobs`` (record log probabilities of tokens and of so many alternatives), ``chat_template`` (False
+                takes a text prompt as it is).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.
@@ -268,7 +273,7 @@ class Pipeline:
     def generate_batch(
         self, requests: Sequence[Mapping[str, Any]], *, on_error: str = "raise", **keywords: Any
     ) -> Sequence[Generation | UserError]:
-        """Answer several prompts, ``slots`` of them at a time.
+        """Answer several prompts, ``max_num_seqs`` of them at a time.
 
         In float32, each answer has the same tokens as alone.
 
@@ -289,7 +294,7 @@ class Pipeline:
 
         def ready() -> bool:
             unfinished = [answer for answer in answers if isinstance(answer, Answer) and not answer.done]
-            return len(unfinished) < 2 * self.engine.slots
+            return len(unfinished) < 2 * self.engine.max_num_seqs
 
         def start() -> None:
             with self.engine.together():

@@ -177,13 +177,15 @@ generation_options = stack(
     generation_config_option,
     derived(SamplingParams, *SAMPLING),
     click.option(
+        "--num-draft-tokens",
         "--nodes",
+        "num_draft_tokens",
         type=click.IntRange(0, 512),
-        help="Draft tree nodes per step; by default chosen for speed, from measurements.",
+        help="Draft tokens per step, the size of the trees; by default chosen for speed, from measurements.",
     ),
     click.option("--compare", is_flag=True, help="Compare speed and tokens with plain decoding."),
     json_option,
 )
 
 LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code", "generation_config")
-GENERATING = (*SAMPLING, "nodes")
+GENERATING = (*SAMPLING, "num_draft_tokens")

@@ -63,7 +63,7 @@ def recycle(
     for start in track(range(0, len(requests), _BATCH), description="answering"):
         # Without drafts, every entry of the table comes from a context of the output.
         part = requests[start : start + _BATCH]
-        pipe.generate_batch(part, max_new_tokens=max_new_tokens, temperature=0.0, nodes=0)
+        pipe.generate_batch(part, max_new_tokens=max_new_tokens, temperature=0.0, num_draft_tokens=0)
     drafter.save(out, pipe.target)
     click.echo(f"{len(requests)} prompts, {drafter.entries} contexts: {out}", err=True)
 

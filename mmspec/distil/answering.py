@@ -85,7 +85,7 @@ class AnswerGenerator:
     """Generates answers with a pipeline, batching questions of similar cost.
 
     Args:
-        pipe: of the target; its slots are the batch size.
+        pipe: of the target; its ``max_num_seqs`` is the batch size.
         seed: of sampling.
         params: how answers are decoded; each has a seed of its own.
         greedy: share of conversations that are answered greedily whatever ``params`` say.
@@ -103,8 +103,8 @@ class AnswerGenerator:
 
     def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
         """Yields conversations as they are completed, some batches at a time."""
-        stream, size = iter(jobs), _GROUP * self.pipe.slots
-        while pool := list(islice(stream, _POOL * self.pipe.slots)):
+        stream, size = iter(jobs), _GROUP * self.pipe.max_num_seqs
+        while pool := list(islice(stream, _POOL * self.pipe.max_num_seqs)):
             while pool:
                 pool.sort(key=lambda job: job.cost)
                 for start in range(0, len(pool), size):
@@ -115,7 +115,9 @@ class AnswerGenerator:
 
     def _answer(self, group: list[PendingConversation]) -> None:
         requests = [{"prompt": self._formatted(job.prompt()), "params": self._params(job)} for job in group]
-        for job, answer in zip(group, self.pipe.generate_batch(requests, nodes=0, on_error="return"), strict=True):
+        for job, answer in zip(
+            group, self.pipe.generate_batch(requests, num_draft_tokens=0, on_error="return"), strict=True
+        ):
             if isinstance(answer, UserError):
                 self.failures.append(f"{job.id}: {answer}")
                 del job.questions[len(job.answers) :]

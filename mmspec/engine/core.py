@@ -34,7 +34,7 @@ class EngineCore:
 
     Args:
         target: the target model.
-        slots: maximum batch size.
+        max_num_seqs: maximum batch size.
         chunk: prompt tokens prefilled per step while other sequences decode.
         lock: held by other threads that add to the scheduler.
 
@@ -45,9 +45,9 @@ class EngineCore:
         touched: sequences that may have changed in this step.
     """
 
-    def __init__(self, target: Target, slots: int, chunk: int, lock: Condition) -> None:
+    def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
         self.target, self.chunk = target, chunk
-        self.scheduler = Scheduler(slots, self._resumes)
+        self.scheduler = Scheduler(max_num_seqs, self._resumes)
         self.running: list[RequestState] = []
         self.mode: Mode | None = None
         self.touched: dict[RequestState, None] = {}
@@ -155,7 +155,7 @@ class EngineCore:
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
         assert self.mode is not None
-        budget = self.mode.speculation.budget_of(len(self.running), self.mode.nodes)
+        budget = self.mode.speculation.budget_of(len(self.running), self.mode.num_draft_tokens)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
             budget.begin(new / len(self.running))
         for prompt, output, sequences in self._prefilled:

@@ -21,7 +21,7 @@ from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
 
-SLOTS = 32
+MAX_NUM_SEQS = 32
 """Default maximum batch size."""
 
 CHUNK = 512
@@ -40,35 +40,35 @@ class Engine:
 
     Args:
         target: the target model.
-        slots: maximum batch size.
+        max_num_seqs: maximum batch size.
         chunk: prompt tokens prefilled per step while other sequences decode.
 
     Attributes:
         core: runs the steps, in the worker thread.
     """
 
-    def __init__(self, target: Target, *, slots: int = SLOTS, chunk: int = CHUNK) -> None:
+    def __init__(self, target: Target, *, max_num_seqs: int = MAX_NUM_SEQS, chunk: int = CHUNK) -> None:
         self.target = target
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
-        self.core = EngineCore(target, slots, chunk, self._changed)
+        self.core = EngineCore(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None
         self._stepping = self._closed = False
         self._pauses = 0  # threads that wait for the end of a step
         _ALL.add(self)
 
     @classmethod
-    def of(cls, target: Target, slots: int = SLOTS) -> Engine:
-        """Return the engine of a target, which all pipelines over it share, with at least so many slots."""
+    def of(cls, target: Target, max_num_seqs: int = MAX_NUM_SEQS) -> Engine:
+        """Return the engine of a target, which all pipelines over it share, with at least this maximum batch size."""
         with _LOCK:
             engine = _ENGINES.get(id(target))
             if engine is None:
-                engine = _ENGINES[id(target)] = cls(target, slots=slots)
-            engine.core.scheduler.slots = max(engine.slots, slots)
+                engine = _ENGINES[id(target)] = cls(target, max_num_seqs=max_num_seqs)
+            engine.core.scheduler.max_num_seqs = max(engine.max_num_seqs, max_num_seqs)
             return engine
 
     @property
-    def slots(self) -> int:
-        return self.core.scheduler.slots
+    def max_num_seqs(self) -> int:
+        return self.core.scheduler.max_num_seqs
 
     # ------------------------------------------------------------------ clients
 
@@ -78,7 +78,7 @@ class Engine:
         sampler: Sampler,
         stopper: Stopper,
         speculation: Speculation,
-        nodes: int | None = None,
+        num_draft_tokens: int | None = None,
         *,
         trace: bool = False,
         logprobs: int | None = None,
@@ -90,8 +90,8 @@ class Engine:
             prompt: one or several rows.
             sampler, stopper: sampling and stopping criteria.
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
-            nodes: drafted nodes per step; None chooses adaptively. Sequences with different values are not batched
-                together.
+            num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
+                batched together.
             trace: record the verified trees.
             logprobs: record each token's log probability and those of so many alternatives; None records none.
             on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
@@ -103,7 +103,7 @@ class Engine:
         mode = caller.core.mode if caller else None
         if caller is self or (mode and mode.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
-        speculation.calibrate(adaptive=nodes is None)
+        speculation.calibrate(adaptive=num_draft_tokens is None)
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
         sequences = [
@@ -114,7 +114,7 @@ class Engine:
             sequence.trees = [] if trace else None
             sequence.top_logprobs = logprobs
             sequence.on_change = on_change
-        batch = PromptBatch(prompt, sequences, Mode(speculation, nodes, self.target.kind(prompt)))
+        batch = PromptBatch(prompt, sequences, Mode(speculation, num_draft_tokens, self.target.kind(prompt)))
         with self._changed:
             if self._closed:
                 raise RuntimeError("the interpreter is shutting down")

@@ -24,8 +24,8 @@ _PROCESSORS = Rule(
     lambda value: isinstance(value, Sequence) and all(_is_processor(one) for one in value),
 )
 
-NODES = optional(whole(0))
-SLOT_COUNT = whole(1)
+NUM_DRAFT_TOKENS = optional(whole(0))
+SEQ_COUNT = whole(1)
 PARAMS = Rule("mmspec.SamplingParams", lambda value: isinstance(value, SamplingParams))
 
 
@@ -34,7 +34,7 @@ class Extras(Checked):
     """Decoding options shared by all requests of a call.
 
     Attributes:
-        nodes: drafted nodes per step; None chooses adaptively.
+        num_draft_tokens: draft tokens per step, the size of the trees; None chooses adaptively. ``nodes`` is an alias.
         logits_processor: as for transformers' ``generate``, or tree processors.
         stopping_criteria: as for transformers' ``generate``.
         trace: record the verified trees.
@@ -43,7 +43,7 @@ class Extras(Checked):
         chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
     """
 
-    nodes: int | None = option(None, NODES)
+    num_draft_tokens: int | None = option(None, NUM_DRAFT_TOKENS)
     logits_processor: Sequence[Any] = option((), _PROCESSORS)
     stopping_criteria: Sequence[Any] = option((), _FUNCTIONS)
     trace: bool = option(False, _FLAG)
@@ -86,6 +86,8 @@ def parse(
     if not isinstance(requests, Sequence) or isinstance(requests, str | bytes):
         raise UserError(f"requests must be a list of dicts: got {shown(requests)}")
     left = dict(keywords)
+    if "nodes" in left:
+        left["num_draft_tokens"] = num_draft_tokens_of(left.get("num_draft_tokens"), left.pop("nodes"))
     params, extras = _pop_params(left), Extras(**_pop_fields(left, Extras))
     for name in left:
         if inputs is not None and name not in inputs:
@@ -97,6 +99,17 @@ def parse(
         return Call(request, request.get("params") or params, extras, left)
 
     return [attempt(partial(call, request)) for request in requests]
+
+
+def num_draft_tokens_of(num_draft_tokens: int | None, nodes: int | None) -> int | None:
+    """``num_draft_tokens``, or its former name ``nodes``.
+
+    Raises:
+        UserError: both are given, or the number is negative.
+    """
+    if num_draft_tokens is not None and nodes is not None:
+        raise UserError("nodes is the former name of num_draft_tokens: expected one of them, received both")
+    return NUM_DRAFT_TOKENS.check("num_draft_tokens", nodes if num_draft_tokens is None else num_draft_tokens)
 
 
 def params_of(keywords: Mapping[str, Any]) -> SamplingParams:

@@ -17,12 +17,12 @@ class Mode:
 
     Attributes:
         speculation: drafter and budgets.
-        nodes: drafted nodes per step; None chooses adaptively.
+        num_draft_tokens: drafted nodes per step; None chooses adaptively.
         kind: the target's key of the prompt.
     """
 
     speculation: Speculation
-    nodes: int | None
+    num_draft_tokens: int | None
     kind: Hashable
 
 
@@ -55,12 +55,12 @@ class Scheduler:
     """First come, first served; prompts at the head of the queue that are compatible are stacked.
 
     Args:
-        slots: maximum batch size.
+        max_num_seqs: maximum batch size.
         resumes: whether a prompt after others has a known prefix, and takes a prefill of its own.
     """
 
-    def __init__(self, slots: int, resumes: Callable[[Prompt, list[Prompt]], bool]) -> None:
-        self.slots = slots
+    def __init__(self, max_num_seqs: int, resumes: Callable[[Prompt, list[Prompt]], bool]) -> None:
+        self.max_num_seqs = max_num_seqs
         self._resumes = resumes
         self._waiting: deque[PromptBatch] = deque()
 
@@ -97,7 +97,7 @@ class Scheduler:
             longest = max(longest, batch.prompt.input_ids.shape[1])
             if running or chosen:
                 fits = not chosen or longest * (rows - running) <= tokens
-                joins = batch.mode == mode and fits and rows <= self.slots
+                joins = batch.mode == mode and fits and rows <= self.max_num_seqs
                 if not joins or (chosen and self._resumes(batch.prompt, [earlier.prompt for earlier in chosen])):
                     break
             mode = batch.mode

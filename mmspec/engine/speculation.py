@@ -108,17 +108,17 @@ class Speculation:
                     self._refused = True
             return self.target.cost
 
-    def budget_of(self, batch: int, nodes: int | None) -> Budget:
-        """The budget of a step: ``nodes`` draft tokens, or adaptive.
+    def budget_of(self, batch: int, num_draft_tokens: int | None) -> Budget:
+        """The budget of a step: ``num_draft_tokens`` draft tokens, or adaptive.
 
         Args:
             batch: number of sequences.
-            nodes: None chooses adaptively.
+            num_draft_tokens: None chooses adaptively.
         """
         if self.drafter is None:
             return self._fixed.setdefault(0, Budget(0))
-        if nodes is not None:
-            return self._fixed.setdefault(nodes, Budget(nodes))
+        if num_draft_tokens is not None:
+            return self._fixed.setdefault(num_draft_tokens, Budget(num_draft_tokens))
         if self.budget is None:
             cost = self.calibrate()
             if cost is None:

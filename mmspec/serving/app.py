@@ -57,7 +57,7 @@ def create_app(
     """The application.
 
     Args:
-        pipe: answers; its ``slots`` must be at least ``limits.max_running``.
+        pipe: answers; its ``max_num_seqs`` must be at least ``limits.max_running``.
         limits: limits on requests.
         api_key: the key that requests must carry; None for none.
         hosts: accepted names of this server; None accepts all.

@@ -50,7 +50,7 @@ class Runner:
     """Runs requests: a choice has a slot from the check of its grammar and the reading of its media to its last token.
 
     Args:
-        pipe: answers; its ``slots`` are at least as many.
+        pipe: answers; its ``max_num_seqs`` is at least as many.
         media: reads images and videos.
         grammars: checks grammars.
         slots, metrics: of the server.

@@ -54,7 +54,7 @@ class Settings:
         options: dict[str, Any] = {"generation_config": self.generation_config}
         loading = (self.model, self.drafter, self.device, self.dtype, self.trust_remote_code)
         loaded = open_pipeline(Console(stderr=True), *loading, **options)
-        options |= {"slots": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
         pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
         pipe.calibrate()
         return pipe

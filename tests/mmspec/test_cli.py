@@ -179,7 +179,7 @@ def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_p
         (["generate", "A", "--repetition-penalty", "0"], ["--repetition-penalty"]),
         (["generate", "A", "--max-new-tokens", "0"], ["--max-new-tokens", "0"]),
         (["generate", "A", "--max-new-tokens", "many"], ["--max-new-tokens", "'many'"]),
-        (["generate", "A", "--nodes", "-1"], ["--nodes"]),
+        (["generate", "A", "--nodes", "-1"], ["--num-draft-tokens"]),
         (["generate", "A", "--seed", str(1 << 64)], ["--seed"]),
         (["generate", "A", "--dtype", "int3"], ["--dtype", "'int3'", "bfloat16"]),
     ],

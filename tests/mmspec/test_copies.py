@@ -30,7 +30,7 @@ EMBEDDED = {  # drafters in the models' folders, and those that need none
     "smollm2": ("auto",),
     "smol-llava": ("auto",),
 }
-OPTIONS = [{"prefix_cache": 2**26}, {"slots": 2}, *({"dtype": kind} for kind in ("bfloat16", "int8", "int4"))]
+OPTIONS = [{"prefix_cache": 2**26}, {"max_num_seqs": 2}, *({"dtype": kind} for kind in ("bfloat16", "int8", "int4"))]
 CASES = [(name, drafter, {}) for name, drafters in EMBEDDED.items() for drafter in drafters]
 CASES += [(name, "auto", options) for name in ("tiny-llava", "tiny-hybrid") for options in OPTIONS]
 
@@ -58,7 +58,7 @@ def check_copies(pipe: Pipeline) -> None:
     for way in WAYS.values():
         copied = way(pipe)
         assert answer(copied)[0] == tokens
-        assert (copied.slots, copied.name) == (pipe.slots, pipe.name)
+        assert (copied.max_num_seqs, copied.name) == (pipe.max_num_seqs, pipe.name)
         assert copied.model is not pipe.model
     assert [*head, *(token for piece in stream for token in piece.token_ids)] == tokens
 

@@ -467,8 +467,8 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
         ({"prompt_lookup_num_tokens": 3}, "got assisted generation, "),
         ({"assistant_early_exit": 1}, "got assisted generation, "),
         ({"assistant_model": text_model("llama")}, "got assisted generation, "),
-        ({"nodes": -1}, "^nodes must be None or a whole number >= 0: got -1$"),
-        ({"nodes": "8"}, "^nodes must be None or a whole number >= 0: got '8'$"),
+        ({"nodes": -1}, "^num_draft_tokens must be None or a whole number >= 0: got -1$"),
+        ({"nodes": "8"}, "^num_draft_tokens must be None or a whole number >= 0: got '8'$"),
         (
             {"output_scores": True, "return_dict_in_generate": True},
             "only sequences and stats are returned: output_scores cannot be",

@@ -261,7 +261,7 @@ def test_chat_messages(tmp_path):
         ({"prompt": []}, "^the prompt must not be empty$"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be a whole number in \[1, 2147483648\]: got 0"),
-        ({"nodes": -1}, "nodes must be None or a whole number >= 0: got -1"),
+        ({"nodes": -1}, "num_draft_tokens must be None or a whole number >= 0: got -1"),
         ({"temperature": -1}, "temperature must be 0 or >= 0.0001: got -1"),
         ({"top_p": 2}, r"top_p must be in \(0, 1\]: got 2"),
         ({"stop": ""}, "stop must be text or a list of texts, none of them empty: got ''"),

@@ -27,7 +27,7 @@ from mmspec.jobs import run_jobs
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
 _MEDIA_KEYS = {"image": "images", "video": "videos"}
 # Settings that may differ when a run is resumed: speculative decoding is lossless, so they do not change the tokens.
-_NO_EFFECT = ("drafter", "device", "nodes")
+_NO_EFFECT = ("drafter", "device", "num_draft_tokens")
 
 Line = dict[str, Any]
 

@@ -95,7 +95,7 @@ def make_data(
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)
-    pipe = open_pipeline(console, target, None, device, settings["dtype"], slots=batch)
+    pipe = open_pipeline(console, target, None, device, settings["dtype"], max_num_seqs=batch)
     params = SamplingParams(max_new_tokens=settings["max_new_tokens"], temperature=settings["temperature"])
     total = len(asked) or scenes or self_prompts or 0
     numbers = range(first, first + total)
@@ -104,7 +104,7 @@ def make_data(
         sampling = SamplingParams(temperature=settings["prompt_temperature"], top_p=settings["prompt_top_p"], seed=seed)
         jobs = draw_prompts(pipe, numbers, dataset.done, sampling)
     if record:
-        pipe = Pipeline(pipe.target, pipe.io, Recorder(), pipe.name, slots=batch)
+        pipe = Pipeline(pipe.target, pipe.io, Recorder(), pipe.name, max_num_seqs=batch)
     _answer_all(AnswerGenerator(pipe, seed, params, settings["greedy"]), jobs, total, dataset, console)
 
 

@@ -256,7 +256,7 @@ def test_prompts_of_any_length_go_on(name, length):
     ids = text_inputs(1, 40, 50 + length)["input_ids"]
     prompts = [Prompt(ids[:, :size]) for size in (length, 2 * length, length)]
     expected = [answered(plain, None, prompt, new=5)[0] for prompt in prompts]
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=8, chunk=8)
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8, chunk=8)
     sampler, known = SamplingParams().sampler(), []
     (busy,) = engine.add(Prompt(ids[:, 20:]), sampler, Stopper(60, criteria=[]))
     for prompt, answer in zip(prompts, expected, strict=True):
@@ -314,7 +314,7 @@ def test_long_rest_in_chunks_beside_other_sequences():
     prompts.append(followed(prompts[0], [], tuple(text_inputs(1, 40, 9)["input_ids"][0].tolist())))
     expected = [answered(plain, None, prompt, new=30)[0] for prompt in prompts]
     answered(target, None, prompts[0])
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=8, chunk=7)
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8, chunk=7)
     sampler, stopper = SamplingParams().sampler(), Stopper(30, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
@@ -328,7 +328,7 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     model, turns = prompts_of(name, 1)
     plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
     target.prefix_cache = PrefixCache(BYTES)
-    engine = SteppedEngine(target, Ngram(), lambda batch, nodes: Budget(6, 3), slots=8)
+    engine = SteppedEngine(target, Ngram(), lambda batch, nodes: Budget(6, 3), max_num_seqs=8)
     prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
     sampler = SamplingParams().sampler()
     rows = [
@@ -362,7 +362,7 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
         prompts = [turns[0][0], replace(prompt_of(vision_inputs(name, 1, 2)), attention_mask=None)]
         prompts[1].inputs["pixel_values"] = prompts[1].inputs["pixel_values"] * 0.5
     prompts.append(prompts[0])
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=8)
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8)
     sampler, stopper = SamplingParams().sampler(), Stopper(9, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
@@ -378,7 +378,7 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
 def test_threads_share_prefixes():
     model = shared_model("llama")
     plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    pipe = mmspec.Pipeline(target, slots=4, prefix_cache=BYTES)
+    pipe = mmspec.Pipeline(target, max_num_seqs=4, prefix_cache=BYTES)
     first = text_inputs(1, 20)["input_ids"]
     prompts = [Prompt(torch.cat([first, text_inputs(1, 6, seed)["input_ids"]], dim=1)) for seed in range(8)]
     expected = [answered(plain, None, prompt)[0] for prompt in prompts]

@@ -19,7 +19,7 @@ NUMBERS = range(48)
 def pipe(tmp_path_factory):
     folder = save_text_model(tmp_path_factory.mktemp("text"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    pipe = mmspec.load(str(folder), None, "cpu", slots=8)
+    pipe = mmspec.load(str(folder), None, "cpu", max_num_seqs=8)
     with torch.no_grad():  # a letter in both cases, blanks and ends: short prompts that repeat
         words = [pipe.io.tokenizer(text)["input_ids"][0] for text in ("a", "A", " ")]
         head = pipe.model.get_output_embeddings()

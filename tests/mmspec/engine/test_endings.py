@@ -230,7 +230,7 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     target = plugins.target_class(model.config)(model)
     if kind == "cached":
         target.prefix_cache = PrefixCache(1 << 24)
-    engine = SteppedEngine(target, tiny_drafter(drafter, model), budget(9), slots=4, chunk=CHUNK)
+    engine = SteppedEngine(target, tiny_drafter(drafter, model), budget(9), max_num_seqs=4, chunk=CHUNK)
     expected, ended = [answer[:NEW] for answer in answers(name)], []
     for ending in ENDINGS:
         ended += ending(engine, prompts(name)[0], monkeypatch)

@@ -392,7 +392,7 @@ def scheduled(engine, prompts, stoppers=None, nodes=None):
 
 def stacking(slots=8, chunk=8):
     target = Stacking(table_model(VOCAB))
-    return target, SteppedEngine(target, None, lambda batch, nodes: Budget(0), slots=slots, chunk=chunk)
+    return target, SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=slots, chunk=chunk)
 
 
 def finished(engine, rows, prompts, count=4):

@@ -23,7 +23,7 @@ WRONG = {
     "repetition_penalty": ["1", 0, INF],
     "stop": [5, b"END", "", ["END", ""], ["END", 5], "\ud800", {"a": 1}.keys() ^ {5}],
     "seed": ["5", 2.5, 2**64, -(2**63) - 1, True],
-    "nodes": ["5", 2.5, -1, NAN, True],
+    "num_draft_tokens": ["5", 2.5, -1, NAN, True],
     "logits_processor": [5, [5], len],
     "stopping_criteria": [None, "ab"],
 }
@@ -63,7 +63,7 @@ def test_the_message_says_what_was_received(pipe):
     "keywords",
     [
         {"max_new_tokens": np.int64(3), "top_k": np.int32(2), "temperature": np.float32(0.5), "seed": np.int64(5)},
-        {"max_new_tokens": 3, "stop": None, "seed": None, "nodes": None},
+        {"max_new_tokens": 3, "stop": None, "seed": None, "num_draft_tokens": None},
         {"max_new_tokens": 3, "stop": ("x", "y"), "temperature": 1, "top_p": 1, "seed": 2**64 - 1},
         {"max_new_tokens": 3, "temperature": 0.5, "seed": -1},
         {"max_new_tokens": 3, **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))},
@@ -140,7 +140,10 @@ def test_requests_of_a_batch(pipe, requests, message):
         (lambda pipe: mmspec.load("tiny-llava", drafer="x"), "got drafer; did you mean drafter"),
         (lambda pipe: mmspec.load("tiny-hybrid", None, trust_remot_code=True), "; did you mean trust_remote_code"),
         (lambda pipe: mmspec.load("tiny-hybrid", None, nonsense=True), "unknown option of mmspec.load: got nonsense$"),
-        (lambda pipe: mmspec.load(pipe.model, processor=pipe.processor, slot=1), "got slot; did you mean slots"),
+        (
+            lambda pipe: mmspec.load(pipe.model, processor=pipe.processor, max_num_seq=1),
+            "got max_num_seq; did you mean max_num_seqs",
+        ),
         (lambda pipe: make_drafter("ngrams"), "got 'ngrams'; did you mean ngram"),
     ],
 )
@@ -151,7 +154,16 @@ def test_names_that_are_nearly_right(pipe, function, message):
 
 def test_what_is_left_goes_to_the_target():
     (call,) = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 5})
-    assert (call.inputs, call.params.top_k, call.extras.nodes) == ({"frames": 3}, 2, 5)
+    assert (call.inputs, call.params.top_k, call.extras.num_draft_tokens) == ({"frames": 3}, 2, 5)
+
+
+def test_nodes_is_another_name_of_num_draft_tokens():
+    (call,) = parse([{"prompt": "a"}], {"num_draft_tokens": None, "nodes": 3})
+    assert call.extras.num_draft_tokens == 3
+    with pytest.raises(
+        UserError, match="^nodes is the former name of num_draft_tokens: expected one of them, received"
+    ):
+        parse([{"prompt": "a"}], {"num_draft_tokens": 3, "nodes": 3})
 
 
 def test_params_of_a_request_take_the_place_of_the_calls():

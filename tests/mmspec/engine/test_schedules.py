@@ -99,7 +99,9 @@ def check(name, drafter, seeds):
     for seed in seeds:
         rng = random.Random(zlib.crc32(f"{name} {drafter} {seed}".encode()))
         budget = budget_of(rng)
-        engine = SteppedEngine(target, used, lambda batch, nodes, budget=budget: budget, slots=SLOTS, chunk=CHUNK)
+        engine = SteppedEngine(
+            target, used, lambda batch, nodes, budget=budget: budget, max_num_seqs=SLOTS, chunk=CHUNK
+        )
         running, ended = [], 0
         for _ in range(60):
             event = rng.random()

@@ -131,7 +131,7 @@ def test_threads_of_the_hook(alone):
 
 def test_8_threads_with_24_requests_each():
     """Greedy and seeded sampling, streams and whole answers, stop strings; slots for a few of them only."""
-    pipe = pipeline(Recycle(), slots=5)
+    pipe = pipeline(Recycle(), max_num_seqs=5)
     rng = random.Random(1)
     asked = [
         (

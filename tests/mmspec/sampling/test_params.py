@@ -49,7 +49,7 @@ CHANGES: dict[str, Any] = {
 def pipe() -> Pipeline:
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
-    return Pipeline(TransformersTarget(byte_model()), Processor(tokenizer), None, slots=8)
+    return Pipeline(TransformersTarget(byte_model()), Processor(tokenizer), None, max_num_seqs=8)
 
 
 def facts(answer: Generation) -> tuple[Any, ...]:

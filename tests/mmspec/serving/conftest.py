@@ -14,7 +14,7 @@ from tests.served import Served, served
 
 @pytest.fixture(scope="package")
 def pipe() -> Pipeline:
-    return mmspec.load("tiny-llava", device="cpu", dtype="float32", slots=8)
+    return mmspec.load("tiny-llava", device="cpu", dtype="float32", max_num_seqs=8)
 
 
 @pytest.fixture(scope="package")
