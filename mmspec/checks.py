@@ -7,12 +7,12 @@ Python, the command line (``mmspec.cli.options.derived``), the server's requests
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
 from math import isfinite
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mmspec.errors import UserError
 
@@ -20,8 +20,7 @@ _LONGEST = 80  # characters of a value that a message repeats
 _SIMILARITY = 0.75  # of names; presence_penalty and repetition_penalty, which differ, have 0.71
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A condition on a value.
 
     Attributes:
@@ -187,20 +186,19 @@ def several(rule: Rule) -> Rule:
     def holds(values: Any) -> bool:
         return isinstance(values, list | tuple) and all(map(rule.holds, values))
 
-    return replace(rule, expected=f"a list, each {rule.expected}", holds=holds, convert=tuple, several=True)
+    return rule._replace(expected=f"a list, each {rule.expected}", holds=holds, convert=tuple, several=True)
 
 
 def listed(rule: Rule) -> Rule:
     """A list of values, separated by commas on the command line and there without duplicates."""
     expected = f"values separated by commas, each {rule.expected}"
     parse = lambda text: tuple(dict.fromkeys(map(rule.parse, text.split(","))))  # noqa: E731
-    return replace(several(rule), expected=expected, word="list", parse=parse, limits="", several=False)
+    return several(rule)._replace(expected=expected, word="list", parse=parse, limits="", several=False)
 
 
 def optional(rule: Rule) -> Rule:
     """None, or a value that another rule allows."""
-    return replace(
-        rule,
+    return rule._replace(
         expected=f"None or {rule.expected}",
         holds=lambda value: value is None or rule.holds(value),
         convert=lambda value: None if value is None else rule.convert(value),
@@ -209,7 +207,7 @@ def optional(rule: Rule) -> Rule:
 
 def settable(rule: Rule) -> Rule:
     """A value that a rule allows, or None for a field that is not set."""
-    return replace(optional(rule), expected=rule.expected)
+    return optional(rule)._replace(expected=rule.expected)
 
 
 def is_text(value: Any) -> bool:

@@ -22,7 +22,7 @@ _STOP = Rule(
     lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
     several=True,
 )
-_SEED = replace(optional(whole(-(1 << 63), (1 << 64) - 1)), limits="")  # what torch's generators take
+_SEED = optional(whole(-(1 << 63), (1 << 64) - 1))._replace(limits="")  # what torch's generators take
 
 
 def _parameter(library: Any, rule: Rule, text: str = "") -> Any:
@@ -67,8 +67,8 @@ class SamplingParams(Checked):
     stop: str | Sequence[str] | None = _parameter((), _STOP, "Stop before this text; repeatable.")
     seed: int | None = option(None, _SEED, "Seed of sampling.")
     json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA, "Answer in JSON of this schema.")
-    regex: str | None = option(None, replace(TEXT, word="pattern"), "Answer with a match of this regular expression.")
-    grammar: str | None = option(None, replace(TEXT, word="text file"), "Answer according to this Lark grammar.")
+    regex: str | None = option(None, TEXT._replace(word="pattern"), "Answer with a match of this regular expression.")
+    grammar: str | None = option(None, TEXT._replace(word="text file"), "Answer according to this Lark grammar.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
