@@ -165,7 +165,7 @@ def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_p
         (["describe"], ["unknown command", "generate", "'describe'"]),
         (["train", "gpt"], ["unknown command", "'gpt'"]),
         (["generat"], ["unknown command", "'generat'; did you mean generate?"]),
-        (["generate", "A", "--max-tokens", "3"], ["--max-tokens", "Did you mean '--max-new-tokens'?"]),
+        (["generate", "A", "--max-tokens", "3"], ["--max-tokens", "Did you mean", "'--max-new-tokens'"]),
         (["generate"], ["TEXT"]),
         (["generate", ""], ["TEXT must not be empty"]),
         (["generate", "\udcff"], ["UTF-8"]),
