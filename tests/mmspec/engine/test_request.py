@@ -160,7 +160,7 @@ def test_what_is_left_goes_to_the_target():
 def test_nodes_is_another_name_of_num_draft_tokens():
     (call,) = parse([{"prompt": "a"}], {"num_draft_tokens": None, "nodes": 3})
     assert call.extras.num_draft_tokens == 3
-    with pytest.raises(UserError, match="^nodes is the former name of num_draft_tokens"):
+    with pytest.raises(UserError, match=r"^nodes is the former name of num_draft_tokens"):
         parse([{"prompt": "a"}], {"num_draft_tokens": 3, "nodes": 3})
 
 
