@@ -56,14 +56,14 @@ class TransformersTarget:
         self.config = model.config.get_text_config()
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.decoder = Decoder(model)
-        self.embed: Any = model.get_input_embeddings()
-        self.head = Head(model)
+        self._embedding: Any = model.get_input_embeddings()
+        self._head = Head(model)
         self.cost: CostTable | None = None
         self.prefix_cache: PrefixCache | None = None
         self.features: Sequence[Feature] = ("last",)
         self._verified: dict[Feature, Tensor] = {}  # of the last tree
         self._reuse = PrefixReuse(self)
-        self.runner = new_runner(self.decoder, self.head)
+        self.runner = new_runner(self.decoder, self._head)
 
     @classmethod
     def supports(cls, config: Any) -> bool:
@@ -130,11 +130,13 @@ class TransformersTarget:
         reserve = length + min(longest, 4096) + 64
         # Rows that are copied to another cache need no slots for the answer.
         if self.runner.static_shapes != self.decoder.static_shapes:  # the model moved to another device
-            self.runner = new_runner(self.decoder, self.head)
+            self.runner = new_runner(self.decoder, self._head)
         copies = not self.runner.adopts or self._reuse.looks_up(prompt)
         cache = self.decoder.new_cache(length + 1 if copies else reserve, False)
         resumed = self._reuse.resume(prompt, cache)
-        prefill = Prefill(prompt, self.visual(prompt), self.features, chunk, cache, self.decoder, self.head, self.embed)
+        prefill = Prefill(
+            prompt, self.visual(prompt), self.features, chunk, cache, self.decoder, self._head, self.embed
+        )
         if resumed is not None:
             output = yield from prefill.rest(*resumed)
         else:
@@ -173,8 +175,14 @@ class TransformersTarget:
         self._reuse.commit(verdict, self._verified)
         self.runner.commit_nodes(verdict.path, [path for path, _ in verdict.host])
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embedding(token_ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
+
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        return self.head.narrow(token_ids.to(self.device))
+        return self._head.narrow(token_ids.to(self.device))
 
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""

@@ -54,14 +54,14 @@ def engine(models):
     """The engine of both."""
     found = models.get("tiny-llava").pipeline("auto").engine
     yield found
-    assert eventually(lambda: not found.running)
+    assert eventually(lambda: not found.core.running)
 
 
 @pytest.fixture
 def slow(engine, monkeypatch):
     """Makes every step of the engine take longer."""
     step = engine.core.step
-    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step()))
+    monkeypatch.setattr(engine.core, "step", lambda: (time.sleep(0.02), step()))
 
 
 def post(address, body, **headers):
@@ -100,7 +100,7 @@ def test_both_at_once_give_the_answers_that_each_gives_alone(address, client, mo
         step()
 
     monkeypatch.setattr(pipe, "encode", encode_and_wait)
-    monkeypatch.setattr(engine, "step", count_and_step)
+    monkeypatch.setattr(engine.core, "step", count_and_step)
     jobs = [
         client.submit(handle_file(str(SCENE)), prompt, api_name="/caption_image", max_new_tokens=24, **given)
         for prompt, given in options

@@ -330,7 +330,7 @@ def test_cancelling_closes_the_generator(client, monkeypatch):
 def test_stopped_stream_frees_its_slot(client, models, monkeypatch):
     engine = models.get("tiny-hybrid").pipeline("auto").engine
     step = engine.core.step
-    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.02), step()))  # not to end before it is stopped
+    monkeypatch.setattr(engine.core, "step", lambda: (time.sleep(0.02), step()))  # not to end before it is stopped
     job = client.submit("Tell a story.", temperature=5.0, max_new_tokens=512, api_name="/generate")
     next(iter(job))
     (sequence,) = engine.core.running

@@ -20,7 +20,7 @@ def pipe(tmp_path, monkeypatch):
     """A pipeline whose calls take ``SECONDS`` on the fake clock."""
     now = [0.0]
     for module in (
-        "mmspec.engine.engine",
+        "mmspec.engine.core",
         "mmspec.engine.request_state",
         "mmspec.eval.harness.timing",
         "mmspec.eval.harness.drafters",

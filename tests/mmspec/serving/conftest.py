@@ -33,6 +33,6 @@ def slow(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
             time.sleep(seconds)
             step()
 
-        monkeypatch.setattr(pipe.engine, "step", slowly)
+        monkeypatch.setattr(pipe.engine.core, "step", slowly)
 
     return delay

@@ -42,7 +42,7 @@ STAGES: dict[str, tuple[Callable[[Pipeline], Any], str, int]] = {
     "media": (lambda pipe: MediaReader, "read", 0),
     "encoding": (lambda pipe: pipe.io, "encode", 0),
     "defaults": (lambda pipe: Defaults, "complete", 0),
-    "stopping": (lambda pipe: Stopper, "room", 0),
+    "stopping": (lambda pipe: Stopper, "limit", 0),
     "key of the batch": (lambda pipe: pipe.target, "kind", 0),
     "queue": (lambda pipe: pipe.engine, "add", 0),
     "prefill": (lambda pipe: pipe.target, "prefill_chunks", 0),
