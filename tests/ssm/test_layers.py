@@ -182,6 +182,6 @@ def test_families(family):
     assert [plugin.supports(model.config) for plugin in PLUGINS] == [plugin is RECURRENT[family] for plugin in PLUGINS]
     layers = plugins.layer_class(model.config)(model)
     assert type(layers) is RECURRENT[family]
-    assert layers.static == (not family.startswith("inkling"))
+    assert layers.static_shapes == (not family.startswith("inkling"))
     assert layers.attends == (family not in ("mamba", "falcon_mamba", "mamba2"))
     assert not Mamba2Layers.supports(shared_model("llama").config)
