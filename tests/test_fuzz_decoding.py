@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from mmspec.core.verify import accept_path
-from mmspec.engine import engine
+from mmspec.engine import core
 from tests import fuzz_decoding
 
 
@@ -37,7 +37,7 @@ def test_an_engine_that_accepts_every_draft_is_noticed(monkeypatch):
                 choices[row, node] = next(iter(tokens), choices[row, node])
         return accept_path(tree, choices)
 
-    monkeypatch.setattr(engine, "accept_path", accept_all)
+    monkeypatch.setattr(core, "accept_path", accept_all)
     result, counts = ran("--count", "6")
     assert result.exit_code == 1
     assert counts["differences"] > 0

@@ -5,7 +5,7 @@ import torch
 
 from mmspec import Pipeline
 from mmspec.drafters.ngram import Ngram
-from mmspec.engine import engine, timing
+from mmspec.engine import core, timing
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -43,7 +43,7 @@ def test_the_host_has_its_own_clock():
 def test_drafting_and_verification_are_timed_on_the_device(monkeypatch):
     """By the host's clock, launches would be nothing and the first copy to the host the whole step."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(engine, "mark", lambda device: timing.mark(torch.device("cuda")))
+    monkeypatch.setattr(core, "mark", lambda device: timing.mark(torch.device("cuda")))
     pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), Ngram())
     stats = pipe.generate("Say: ", max_new_tokens=6, nodes=3).stats
     assert stats.num_spec_steps > 0
