@@ -36,7 +36,7 @@ CHANGES: dict[str, Any] = {
     "json_schema": {"enum": [1, 2, 3]},
     "regex": "[a-z]{5,9}",
     "grammar": 'start: "x" | "yz"',
-    "nodes": 2,
+    "num_draft_tokens": 2,
     "logits_processor": [hf.SuppressTokensLogitsProcessor(range(3, 120))],
     "stopping_criteria": [lambda ids, scores: torch.tensor([ids.shape[1] >= len(PROMPT) + 5])],
     "trace": True,
@@ -80,7 +80,7 @@ def test_calls_with_different_options(pipe: Pipeline, name: str, base: SamplingP
     """Calls overlap: streams that have begun, of which neither is finished."""
     asked = [{}, {name: CHANGES[name]}, {}, {name: CHANGES[name]}]
     alone = [facts(pipe.generate(PROMPT, params=base, **extras)) for extras in asked]
-    if name != "nodes":  # which decides about speed alone
+    if name != "num_draft_tokens":  # which decides about speed alone
         assert alone[0] != alone[1]
     streams = [pipe.stream(PROMPT, params=base, **extras) for extras in asked]
     pieces = [[next(stream)] for stream in streams]

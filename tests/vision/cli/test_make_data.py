@@ -168,22 +168,22 @@ def test_every_answer_has_its_own_seed():
     class Recorded:
         io = SimpleNamespace(reads_media=False)
 
-        def __init__(self, slots):
-            self.slots, self.seeds = slots, {}
+        def __init__(self, max_num_seqs):
+            self.max_num_seqs, self.seeds = max_num_seqs, {}
 
-        def generate_batch(self, requests, nodes, on_error):
+        def generate_batch(self, requests, num_draft_tokens, on_error):
             for request in requests:
                 text = request["prompt"][-1]["content"]
                 self.seeds[text, len(request["prompt"])] = request["params"].seed
             return [SimpleNamespace(text="yes", token_ids=[1])] * len(requests)
 
-    def seeds(seed, slots=2):
-        pipe = Recorded(slots)
+    def seeds(seed, max_num_seqs=2):
+        pipe = Recorded(max_num_seqs)
         jobs = [PendingConversation(str(k), [[{"type": "text", "text": f"{k}?"}]] * 2, [1, 1]) for k in range(20)]
         assert sum(map(len, AnswerGenerator(pipe, seed, SamplingParams(temperature=1.0)).run(jobs))) == 20
         return pipe.seeds
 
-    assert seeds(1) == seeds(1) == seeds(1, slots=3)
+    assert seeds(1) == seeds(1) == seeds(1, max_num_seqs=3)
     assert len({*seeds(1).values(), *seeds(2).values()}) == 80
 
 
@@ -281,7 +281,7 @@ def test_questions_of_similar_cost_are_batched(pipe, monkeypatch):
     mixed = [
         job(n, media, length) for n, (media, length) in enumerate([(0, 50), (1, 5), (0, 3), (1, 60), (0, 4), (1, 6)])
     ]
-    monkeypatch.setattr(pipe, "slots", 1)
+    monkeypatch.setattr(pipe, "max_num_seqs", 1)
     list(Recording(pipe, 0, SamplingParams(max_new_tokens=2)).run(mixed))
     assert seen == [["2", "4"], ["0", "1"], ["5", "3"]]
 
