@@ -134,8 +134,9 @@ def _decode_jointly(pipe: Pipeline, rows: list[RequestState], wakeup: Wakeup, jo
             raise row.error
         joint.advance([row.token_ids for row in rows])
         pipe.engine.remove(rows[number] for number in joint.ended)
-    for row, length in zip(rows, joint.lengths, strict=True):
-        row.stats.num_generated_tokens = length
+    with pipe.engine.paused():  # a step that is running counts tokens of removed rows
+        for row, length in zip(rows, joint.lengths, strict=True):
+            row.stats.num_generated_tokens = length
 
 
 def generate(

@@ -13,7 +13,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt
 from mmspec.drafters.eagle.drafter import Eagle
-from mmspec.drafters.hidden_state import levels
+from mmspec.drafters.hidden_state import grower
 from mmspec.drafters.hidden_state.entries import packing
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
@@ -200,7 +200,7 @@ def test_text_only_narrow_head_norm_and_sampling():
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("widest", [0, 4])
 def test_draft_vocabularies_that_are_looked_up_and_not(slots, widest, monkeypatch):
-    monkeypatch.setattr(levels, "_MAX_RATIO", widest)
+    monkeypatch.setattr(grower, "_MAX_RATIO", widest)
     model = shared_model("llava")
     ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
     drafter = Flash(network_for(model, slots=slots), ids, top_k=4, depth=3)

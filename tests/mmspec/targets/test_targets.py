@@ -447,7 +447,7 @@ def test_rows_ahead_of_others_stay_within_learned_positions():
         assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
 
 
-@pytest.mark.parametrize(("limit", "room"), [(512, 2), (10, 8)])
+@pytest.mark.parametrize(("limit", "max_new_tokens"), [(512, 2), (10, 8)])
 def test_positions_reach_as_far_as_the_context_and_what_is_asked_for(limit, max_new_tokens):
     """Eight nodes in sequence: beyond what is asked for but within the context, and the other way round."""
     torch.manual_seed(0)
