@@ -26,7 +26,7 @@ LAUNCHES = {
         *("follow", "choose_drawn", "quantile", "tree_attention"),
         *("top_log_probs", "next_beam", "keep_best"),
     ),
-    "mmspec.cache.tree_cache": ("compact_kv",),
+    "mmspec.cache.static_buffers": ("compact_kv",),
     "mmspec.ssm.convolutions": ("commit_conv", "tree_conv"),
     "mmspec.ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
 }
