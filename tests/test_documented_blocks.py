@@ -143,7 +143,7 @@ def test_quick_commands_are_documented() -> None:
     ("line", "expected"),
     [
         ("mmspec caption a.png --draught flash", "No such option '--draught'"),
-        ("FOO=1 mmspec caption a.png --nodes many", "Invalid value for '--nodes'"),
+        ("FOO=1 mmspec caption a.png --nodes many", "Invalid value for '--num-draft-tokens' / '--nodes'"),
         ("mmspec train eagle4", "unknown command"),
         ("mmspec train msd --data x --model y", "Missing option '--out'"),
         ("mmspec info && mmspec caption", "Missing argument 'FILE|FOLDER'"),

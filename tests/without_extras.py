@@ -43,7 +43,8 @@ if __name__ == "__main__":
     data.write_text("[]")
     clip, folder, decord = str(samples() / "clip.mp4"), str(samples()), ("--video-backend", "decord")
     drafters = {
-        f"train {name}": say("train", name, "--data", str(data), *out) for name in ("msd", "flash", "eagle3", "mamba")
+        f"train {name}": say("train", name, "--data", str(data), *out)
+        for name in ("msd", "flash", "eagle3", "dflash", "mamba")
     }
     others = {
         "train tiny-llava": say("train", "tiny-llava", *out),

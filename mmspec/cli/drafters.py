@@ -1,4 +1,4 @@
-"""`mmspec train eagle3`: trains an EAGLE-3 head of any target, best on the target's own answers."""
+"""`mmspec train eagle3` and `mmspec train dflash`: train drafters of any target, best on the target's own answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mmspec.cli.options import derived
-from mmspec.distil.options import Eagle3Options
+from mmspec.distil.options import DFlashOptions, Eagle3Options
 
 
 @click.command("eagle3")
@@ -23,6 +23,20 @@ def eagle3(**options: Any) -> None:
     from mmspec.distil.eagle3 import train_eagle3
 
     train_eagle3(Eagle3Options(**options))
+
+
+@click.command("dflash")
+@derived(DFlashOptions)
+def dflash(**options: Any) -> None:
+    """Train a DFlash drafter, which drafts a block of tokens in one pass.
+
+    It reads several layers of the target, at image positions too. Run the same command again to resume an interrupted
+    run. The drafter is written to OUT/drafter, metrics to OUT/log.jsonl and OUT/curve.svg. On several devices:
+    `accelerate launch -m mmspec.cli.drafters dflash OPTIONS`.
+    """
+    from mmspec.distil.dflash import train_dflash
+
+    train_dflash(DFlashOptions(**options))
 
 
 if __name__ == "__main__":

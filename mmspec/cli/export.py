@@ -14,29 +14,38 @@ from mmspec.errors import UserError
 @click.option(
     "--model", required=True, metavar="NAME", help="The target, a folder or hub id; its weights are not read."
 )
-@click.option("--drafter", type=FOLDER, required=True, help="Folder of an EAGLE-3 head.")
+@click.option(
+    "--drafter",
+    type=FOLDER,
+    required=True,
+    help="Folder of an EAGLE-3 head or a DFlash drafter.",
+)
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--format",
     "layout",
-    type=click.Choice(["speculators", "eagle"]),
+    type=click.Choice(["speculators", "eagle", "z-lab"]),
     default="speculators",
     show_default=True,
-    help="speculators is for vLLM, eagle for SGLang.",
+    help="EAGLE-3: speculators is for vLLM, eagle for SGLang. DFlash: z-lab.",
 )
 @click.option(
     "--tokens", type=click.IntRange(1, 64), default=3, show_default=True, help="Draft tokens per step in vLLM."
 )
 def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> None:
-    """Write an EAGLE-3 head so that vLLM or SGLang can serve it, and any engine that reads these formats."""
+    """Write an EAGLE-3 head or a DFlash drafter for vLLM or SGLang, and any engine that reads these formats."""
+    from mmspec.drafters.dflash.drafter import DFlash
+    from mmspec.drafters.dflash.export import export as write_blocks
     from mmspec.drafters.eagle3.drafter import Eagle3
-    from mmspec.drafters.eagle3.export import export as write
+    from mmspec.drafters.eagle3.export import export as write_head
     from mmspec.drafters.registry import make_drafter, registered_name
     from mmspec.loading import load_config
 
-    head = make_drafter(str(drafter.resolve()))
-    if not isinstance(head, Eagle3):
-        raise UserError(
-            f"{drafter}: format {layout} is for EAGLE-3 heads, the drafter is of kind {registered_name(head)}"
-        )
-    write(head, load_config(model), out, layout, tokens)
+    made = make_drafter(str(drafter.resolve()))
+    if isinstance(made, Eagle3) and layout != "z-lab":
+        write_head(made, load_config(model), out, layout, tokens)
+    elif isinstance(made, DFlash) and layout == "z-lab":
+        write_blocks(made, load_config(model), out)
+    else:
+        kind = "DFlash drafters" if layout == "z-lab" else "EAGLE-3 heads"
+        raise UserError(f"{drafter}: format {layout} is for {kind}, the drafter is of kind {registered_name(made)}")

@@ -123,7 +123,9 @@ def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
     notes = [f"default: {shown_default}"] if shown_default else []
     notes += [rule.limits] if rule.limits else []
     text = "  ".join(filter(None, [about["text"], f"[{'; '.join(notes)}]" if notes else ""]))
-    return click.option(*about.get("declared", names), name, default=default, help=text, **settings)
+    if not settings["required"]:  # click takes a default of None for a value
+        settings["default"] = default
+    return click.option(*about.get("declared", names), name, help=text, **settings)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")

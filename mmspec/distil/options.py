@@ -24,6 +24,7 @@ from mmspec.checks import (
     several,
     whole,
 )
+from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.shape import LayerShape, TreeShape
 from mmspec.training.plan import Schedule
@@ -83,7 +84,7 @@ class Passes(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions(Passes, RunOptions):
+class NetworkOptions(RunOptions):
     """Options of drafters that read the target's hidden states; settings of the network that are None are its own."""
 
     start: Path | None = option(
@@ -95,6 +96,11 @@ class HeadOptions(Passes, RunOptions):
     kv_heads: int | None = again(LayerShape, "kv_heads", "By default the target's.", default=None)
     head_dim: int | None = again(LayerShape, "head_dim", "By default the target's.", default=None)
     mlp: int | None = again(LayerShape, "mlp", "Intermediate size of the MLP; by default the target's.", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(Passes, NetworkOptions):
+    """The same of drafters that are trained over several passes."""
 
 
 @dataclass(frozen=True)
@@ -144,3 +150,34 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
         default=None,
         default_text="on",
     )
+
+
+@dataclass(frozen=True)
+class BlockLoss(Checked):
+    """Settings of DFlash's objective."""
+
+    anchors: int = option(24, whole(1), "Blocks per conversation.")
+    gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
+    loss: Literal["kl", "lk"] = again(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions(BlockLoss, NetworkOptions):
+    """Options of ``mmspec train dflash``."""
+
+    depth: int = again(RunOptions, "depth", default=15)
+    block_size: int | None = again(
+        DFlashConfig, "block_size", "Tokens per block, with the last one.", default=None, default_text="8"
+    )
+    layers: int | None = again(DFlashConfig, "layers", "Decoder layers.", default=None, default_text="2")
+    target_layer_ids: list[int] | None = again(
+        DFlashConfig,
+        "target_layer_ids",
+        "Layers of the target whose outputs are read; by default five, evenly spaced.",
+        default=None,
+        declared=("--reads",),
+    )
+    mask_token_id: int | None = again(
+        DFlashConfig, "mask_token_id", "Token that masks have; by default an unused one.", default=None
+    )
+    from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")

@@ -6,6 +6,7 @@ Checkpoints are read strictly, without running their code. Layouts are recognise
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
 - ``vispec``: ViSpec drafters (arXiv 2509.15235), EAGLE with an image adaptor;
 - ``eagle3``: EAGLE-3 heads (arXiv 2503.01840);
+- ``dflash``: DFlash drafters (arXiv 2602.06036);
 - those in ``REFUSED``, which are not supported.
 
 MSD and EAGLE checkpoints have the same tensors and do not record how visual positions were fed in training. Folders
@@ -54,18 +55,20 @@ HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
 _EAGLE_TENSORS = {EMBEDDING, *HARMLESS, *(name for parts in EAGLE_PARTS.values() for name in parts)}
 _USE_INSTEAD = "use an MSD or EAGLE checkpoint of this target, or train a drafter with mmspec train"
 REFUSED = {
-    "dflash": "a DFlash drafter, which denoises a block of tokens at once",
     "dspark": "a DSpark drafter, which drafts a block of tokens at once",
     "peagle": "a P-EAGLE drafter, which drafts several tokens in parallel from mask tokens",
 }
 _TEXT_MODELS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+
+_DFLASH = ("dflash", "museglimmerassistant")
+"""How classes of DFlash drafters begin."""
 
 
 def recognise(folder: Path) -> str | None:
     """Recognise a published layout by ``config.json`` and tensor names.
 
     Returns:
-        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, a key of ``REFUSED`` or None.
+        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, ``"dflash"``, a key of ``REFUSED`` or None.
 
     Raises:
         UserError: the weights cannot be read.
@@ -104,10 +107,10 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
         target: the target.
     """
     width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
-    model, expected = type(target.model).__name__, [f"hidden size {width} and {vocab} tokens"]
+    model, expected = type(target.model).__name__, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]
     types = {here.model_type, target.model.config.model_type}
     received = [f"hidden size {here.hidden_size} and {here.vocab_size} tokens"]
-    fits = width == here.hidden_size and here.vocab_size / 2 < vocab <= here.vocab_size
+    fits = width == here.hidden_size and (vocab is None or here.vocab_size / 2 < vocab <= here.vocab_size)
     if (kind := verifier.get("model_type")) and kind not in types:
         fits, expected, received = (
             False,
@@ -129,6 +132,8 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
     for other in REFUSED:
         if any(str(name).lower().startswith(other) for name in classes):
             return other
+    if "dflash_config" in config or any(str(name).lower().startswith(_DFLASH) for name in classes):
+        return "dflash"
     if any(name.startswith("midlayer.") or "hidden_norm" in name for name in names) or names & {"d2t", "t2d"}:
         return "eagle3"
     if any(name.startswith(("imadpt.", "img_fc.")) for name in names):
@@ -244,3 +249,30 @@ def stack(tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]]) -> 
         name: torch.cat([tensors[one] for one in some]) if len(some) > 1 else tensors[some[0]]
         for name, some in parts.items()
     }
+
+
+def rows_of(tensors: Mapping[str, Tensor], name: str) -> int | None:
+    return tensors[name].shape[0] if name in tensors and tensors[name].dim() == 2 else None
+
+
+def named_verifier(config: Mapping[str, Any]) -> dict[str, Any]:
+    named = (config.get("speculators_config") or {}).get("verifier") or {}
+    return {
+        "name_or_path": named.get("name_or_path") or "",
+        "architectures": named.get("architectures") or [],
+        "model_type": config.get("target_model_type"),
+    }
+
+
+def draft_tokens(tensors: Mapping[str, Tensor], draft: int, vocab: int, source: str) -> Tensor | None:
+    """The target's token of each draft token; None if it is its own number."""
+    if "d2t" not in tensors or tensors["d2t"].device.type == "meta":
+        return None
+    ids = torch.arange(draft) + tensors["d2t"].long()
+    if bool(((ids < 0) | (ids >= vocab)).any()) or len(ids.unique()) < draft:
+        raise UserError(f"{source}: i + d2t[i] must be distinct tokens below {vocab}")
+    if "t2d" in tensors:
+        marked = tensors["t2d"].bool()
+        if int(marked.sum()) != draft or not bool(marked[ids].all()):
+            raise UserError(f"{source}: t2d must mark exactly the tokens i + d2t[i]: it marks {int(marked.sum())}")
+    return None if draft == vocab and bool((tensors["d2t"] == 0).all()) else ids

@@ -13,6 +13,7 @@ from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import drafter_spec
 from mmspec.drafters.union import Union
 from tests.tiny.models import (
+    dflash_network,
     eagle3_network,
     eagle_network,
     mamba_network,
@@ -23,6 +24,7 @@ from tests.tiny.models import (
 )
 
 NETWORKS: dict[str, Callable[..., Any]] = {
+    "dflash": dflash_network,
     "eagle": eagle_network,
     "eagle3": eagle3_network,
     "flash": partial(msd_network, latents=3, span=16, slots=2),

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle3.config import Eagle3Config
@@ -111,6 +113,17 @@ def eagle3_network(model: PreTrainedModel, seed: int = 0, head: int = 40, **chan
     """
     decoder = model.config.get_text_config()
     return _random(Eagle3Network, Eagle3Config.like(decoder, head=head, rope=_rope(decoder), **changes), seed)
+
+
+def dflash_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> DFlashNetwork:
+    """A random DFlash network for a model, with blocks of 5 and, in the second of two layers, a window of 3.
+
+    Args:
+        changes: fields of ``DFlashConfig`` to set.
+    """
+    decoder = model.config.get_text_config()
+    shape = {"block_size": 5, "mask_token_id": 99, "target_layer_ids": [0, 1], "layers": 2, "sliding": [1], "window": 3}
+    return _random(DFlashNetwork, DFlashConfig.like(decoder, **shape | changes), seed)
 
 
 def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:

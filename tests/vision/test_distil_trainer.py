@@ -1,4 +1,4 @@
-"""`mmspec train msd`, `flash` and `eagle3` on a tiny target."""
+"""`mmspec train msd`, `flash`, `eagle3` and `dflash` on a tiny target."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
-from mmspec.cli.drafters import eagle3
+from mmspec.cli.drafters import dflash, eagle3
 from mmspec.distil.features import Features
+from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
@@ -233,6 +234,62 @@ def test_what_cannot_be_trained_is_refused(model: str, train: Callable[..., str]
     head = write_head(tmp_path / "head", config, head_tensors(config))
     with pytest.raises(UserError, match="expected a head with plain rotary positions, received M-RoPE"):
         train(tmp_path / "c", "--start", str(head), command=eagle3)
+
+
+DFLASH = ["--block-size", "5", "--anchors", "8", "--top-k", "4", "--total-tokens", "12"]
+
+
+@pytest.mark.parametrize("start", [["--from-target"], []])
+def test_blocks_learn_to_predict_their_target(
+    model: str, train: Callable[..., str], tmp_path: Path, start: list[str]
+) -> None:
+    options = ["--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *start, *DFLASH]
+    said = train(tmp_path, *options, command=dflash)
+    first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
+    assert last["loss"] < 0.8 * first["loss"]
+    assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.3
+    assert "right_4" in last
+    assert "drafter written to" in said
+    drafter = make_drafter(str(tmp_path / DRAFTER))
+    assert isinstance(drafter, DFlash)
+    assert (drafter.top_k, drafter.depth, drafter.total_tokens, len(drafter.draft_ids)) == (4, 15, 12, 40)
+    assert (drafter.network.config.block_size, drafter.network.config.target_layer_ids) == (5, [0, 1])
+    pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
+    answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].stats.mean_acceptance_length > 1.3
+
+
+def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
+    model: str, train: Callable[..., str], tmp_path: Path
+) -> None:
+    still = ["--steps", "1", "--rate", "1e-12", "--prompts", "0", *DFLASH]
+    changes = ["--from-target", "--layers", "1", "--reads", "0", "--mask-token-id", "7"]
+    train(tmp_path / "a", *still, *changes, command=dflash)
+    found, layer = saved(tmp_path / "a"), mmspec.load(model, None).model.get_decoder().layers[-1]
+    attention, mlp = layer.self_attn, layer.mlp
+    expected = {
+        "q": attention.q_proj.weight,
+        "kv": torch.cat([attention.k_proj.weight, attention.v_proj.weight]),
+        "out": attention.o_proj.weight,
+        "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        "down": mlp.down_proj.weight,
+        "input_norm": layer.input_layernorm.weight,
+    }
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[f"layers.0.{name}.weight"], weight.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found["fc.weight"], torch.eye(len(found["fc.weight"])), atol=1e-6, rtol=0)
+    folder = str(tmp_path / "a" / DRAFTER)
+    train(tmp_path / "b", *still, "--start", folder, "--cache", str(tmp_path / "cache"), command=dflash)
+    for name, value in found.items():
+        torch.testing.assert_close(saved(tmp_path / "b")[name], value, atol=1e-6, rtol=0)
+    assert make_drafter(str(tmp_path / "b" / DRAFTER)).network.config.mask_token_id == 7
+    with pytest.raises(UserError, match=r"expected fc.weight \(\d+, \d+\) to start from, received"):
+        train(tmp_path / "c", *still, "--start", folder, "--reads", "0,1", command=dflash)
+    with pytest.raises(UserError, match=r"--from-target needs layers like the drafter's: expected .*q_proj.weight"):
+        train(tmp_path / "d", *still, "--from-target", "--heads", "1", "--kv-heads", "1", command=dflash)
+    with pytest.raises(UserError, match="reads outputs of layers 0, 2: the target has 2 layers"):
+        train(tmp_path / "e", *still, "--reads", "0,2", command=dflash)
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:

@@ -347,10 +347,9 @@ def test_configurations_that_cannot_be_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("config", "tensors", "name"),
     [
-        ({**VICUNA, "architectures": ["DFlashDraftModel"], "block_size": 16}, eagle3_tensors, "a DFlash drafter"),
         ({**VICUNA, "architectures": ["DSparkDraftModel"], "dflash_config": {}}, eagle3_tensors, "a DSpark drafter"),
         ({**VICUNA, "architectures": ["PEagleDraftModel"]}, eagle3_tensors, "a P-EAGLE drafter"),
-        ({"speculators_model_type": "dflash", "transformer_layer_config": VICUNA}, eagle3_tensors, "a DFlash drafter"),
+        ({"speculators_model_type": "dspark", "transformer_layer_config": VICUNA}, eagle3_tensors, "a DSpark drafter"),
     ],
 )
 def test_drafters_of_other_methods_are_refused_by_name(config, tensors, name, tmp_path):

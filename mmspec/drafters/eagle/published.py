@@ -59,6 +59,7 @@ class Layout(Generic[C]):
 
 
 EAGLE = Layout("eagle", EagleConfig)
+_OTHER = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash drafter"}
 
 
 def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor], dict[str, Any]]:
@@ -71,9 +72,9 @@ def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor
     tensors = read_tensors(folder, shapes_only={EMBEDDING})
     found = layout_of(config, set(tensors))
     refuse(found, folder)
-    if found == "eagle3":
+    if found in _OTHER:
         raise UserError(
-            f"{folder}: expected an MSD or EAGLE-1/2 drafter, received an EAGLE-3 head: use eagle3:{folder}"
+            f"{folder}: expected an MSD or EAGLE-1/2 drafter, received {_OTHER[found]}: use {found}:{folder}"
         )
     if found is None:
         received = ", ".join(sorted(tensors)[:4]) or "no weights"

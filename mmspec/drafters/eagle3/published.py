@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmspec.checks import whole
@@ -27,11 +26,14 @@ from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.published import (
     PublishedConfig,
     check_tensors,
+    draft_tokens,
     layer_shapes,
     layout_of,
+    named_verifier,
     read_tensors,
     refuse,
     rope_parameters,
+    rows_of,
     stack,
 )
 from mmspec.errors import UserError
@@ -72,7 +74,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     layer = {**config, **(config.get("transformer_layer_config") or {})}
     common = PublishedConfig.read(layer, f"{source}/config.json", others=True)
     vocab = whole(1).check(f"{source}/config.json: vocab_size", common.vocab_size)
-    draft = common.draft_vocab_size or _rows(tensors, "lm_head.weight") or vocab
+    draft = common.draft_vocab_size or rows_of(tensors, "lm_head.weight") or vocab
     network = _network(common, config, layer, tensors, draft, source)
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
     parts, shapes = published_parts(network, prefix), _shapes(network, prefix)
@@ -80,8 +82,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     optional = {"t2d"} if draft != vocab else _VOCABULARIES
     check_tensors(tensors, shapes, "an EAGLE-3 head", source, optional, _VOCABULARIES)
     ours = stack(tensors, parts)
-    verifier = {**_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
-    return network, ours, _draft_ids(tensors, draft, vocab, source), verifier
+    verifier = {**named_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
+    return network, ours, draft_tokens(tensors, draft, vocab, source), verifier
 
 
 def _network(
@@ -97,7 +99,7 @@ def _network(
         if layer.get(name):
             raise UserError(f"{source}/config.json: expected linear layers without bias, received {name}")
     reads = _reads(config, eagle, source)
-    own = _rows(tensors, "lm_head.weight")
+    own = rows_of(tensors, "lm_head.weight")
     ours = {
         **common.shape(),
         "target_size": common.target_hidden_size or common.hidden_size,
@@ -120,19 +122,6 @@ def _reads(config: Mapping[str, Any], eagle: Mapping[str, Any], source: str) -> 
     if not isinstance(layers, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in layers):
         raise UserError(f"{source}/config.json: {_IDS[0]} must be a list of layers: got {layers!r}")
     return layers if inputs is not None else [layer + 1 for layer in layers]
-
-
-def _verifier(config: Mapping[str, Any]) -> dict[str, Any]:
-    named = (config.get("speculators_config") or {}).get("verifier") or {}
-    return {
-        "name_or_path": named.get("name_or_path") or "",
-        "architectures": named.get("architectures") or [],
-        "model_type": config.get("target_model_type"),
-    }
-
-
-def _rows(tensors: Mapping[str, Tensor], name: str) -> int | None:
-    return tensors[name].shape[0] if name in tensors and tensors[name].dim() == 2 else None
 
 
 def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
@@ -178,17 +167,3 @@ def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes |= layer_shapes(network, at, width if number else 2 * width)
         shapes[f"{at}.input_layernorm.weight"] = (width,)
     return shapes | {f"{prefix}.hidden_norm.weight": (width,)}
-
-
-def _draft_ids(tensors: Mapping[str, Tensor], draft: int, vocab: int, source: str) -> Tensor | None:
-    """The target's token of each draft token; None if it is its own number."""
-    if "d2t" not in tensors or tensors["d2t"].device.type == "meta":
-        return None
-    ids = torch.arange(draft) + tensors["d2t"].long()
-    if bool(((ids < 0) | (ids >= vocab)).any()) or len(ids.unique()) < draft:
-        raise UserError(f"{source}: i + d2t[i] must be distinct tokens below {vocab}")
-    if "t2d" in tensors:
-        marked = tensors["t2d"].bool()
-        if int(marked.sum()) != draft or not bool(marked[ids].all()):
-            raise UserError(f"{source}: t2d must mark exactly the tokens i + d2t[i]: it marks {int(marked.sum())}")
-    return None if draft == vocab and bool((tensors["d2t"] == 0).all()) else ids

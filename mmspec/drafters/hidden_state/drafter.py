@@ -149,7 +149,7 @@ class HiddenStateDrafter(TrainedDrafter):
             allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
         alone = not (self.static_shapes or self.cache.rows)
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
-        outputs = run(self.network, x, rotation, allowed, cache)
+        outputs = self.enter(x, rotation, allowed, cache)
         cache.commit_prompt(entries, mask, len(x))
         if alone:
             self.cache = cache
@@ -165,6 +165,10 @@ class HiddenStateDrafter(TrainedDrafter):
         self._history = [self._history[row] for row in rows]
 
     # ------------------------------------------------------------------ steps
+
+    def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
+        """Run the network on new entries; returns its outputs, (batch, entries, any)."""
+        return run(self.network, x, rotation, allowed, cache)
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
@@ -188,7 +192,7 @@ class HiddenStateDrafter(TrainedDrafter):
         batch, width = tokens.shape
         x = self.inputs(tokens, states)
         chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
-        outputs = run(self.network, x, self.rotation(batch, width), allowed_slots(self.cache, chain), self.cache)
+        outputs = self.enter(x, self.rotation(batch, width), allowed_slots(self.cache, chain), self.cache)
         if self.static_shapes:
             self.cache.commit_on_device(path_of(length, width))
         else:

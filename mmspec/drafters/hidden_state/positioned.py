@@ -20,11 +20,17 @@ class PositionedDrafter(HiddenStateDrafter):
     """A ``HiddenStateDrafter`` with an entry per token of the prompt, whose rotary positions are the target's: with
     several axes at images, if the network's configuration has ``mrope_section``.
 
+    Attributes:
+        counts_tokens: without ``mrope_section``, positions count tokens where the target has several axes; else they
+            are the largest of its axes.
+
     Args:
         network: its configuration is a ``RopeShape``.
         layers, draft_ids: see ``HiddenStateDrafter``.
         **settings: top_k, depth, total_tokens, verifier, too.
     """
+
+    counts_tokens = True
 
     def __init__(self, network: Any, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
         rotary, self._axis = rotary_of(network.config)
@@ -52,7 +58,8 @@ class PositionedDrafter(HiddenStateDrafter):
         """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
         batch, length = prompt.input_ids.shape
         tokens = torch.full((batch,), length, device=x.device) if mask is None else mask.sum(1)
-        if self._axis is None or output.positions is None or output.positions.ndim < 3:
+        counted = self._axis is None and self.counts_tokens
+        if counted or output.positions is None or output.positions.ndim < 3:
             self._rotary.reserve(length + AHEAD, x)
             at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
             return self._rotary(at), tokens
@@ -61,6 +68,8 @@ class PositionedDrafter(HiddenStateDrafter):
         # Positions of a video's frames follow their times, and may exceed the number of tokens.
         self.beyond = max(self.beyond, int((position - tokens).max()))
         self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
+        if self._axis is None:
+            return self._rotary(axes.amax(0)), position
         return self._rotary.by_axis(axes, self._axis), position
 
     def join(self, rows: int, static_shapes: bool) -> None:

@@ -1,4 +1,4 @@
-"""Heads written for other engines: tensors and trees as before, names and fields as published."""
+"""Drafters written for other engines: tensors and trees as before, names and fields as published."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mmspec import plugins
 from mmspec.cli import main
 from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
+from tests import dflash
 from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, QWEN3_VL, cut, head_tensors, write_head
 from tests.targets import prompt_of
 from tests.tiny import shared_model
@@ -175,3 +176,59 @@ def test_heads_that_no_format_describes_are_one_line(tmp_path, capfd):
     embedded = str(plugins.find("models", "tiny-llava")()) + "/drafter"
     assert main([*args, "--drafter", embedded]) == 2
     assert "is for EAGLE-3 heads, the drafter is of kind flash" in capfd.readouterr().err
+
+
+# ---------------------------------------------------------------------- DFlash
+
+
+def saved_blocks(folder, layout="z-lab", **changes):
+    """As ``saved_head``, of a DFlash drafter."""
+    drafter = make_drafter(
+        str(dflash.write(folder / "given", *dflash.published(dflash.reference(), layout, **changes)))
+    )
+    model = shared_model("llama")
+    drafter.save(folder / "saved", plugins.target_class(model.config)(model))
+    model.config.save_pretrained(folder / "target")
+    named = {"--model": "target", "--drafter": "saved", "--out": "out"}
+    return ["export", "--format", "z-lab", *(part for name, at in named.items() for part in (name, str(folder / at)))]
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "transformers"])
+def test_blocks_in_z_labs_format_are_the_same(layout, tmp_path):
+    assert main(saved_blocks(tmp_path, layout)) == 0
+    config, tensors = dflash.published(dflash.reference(), "z-lab")
+    out, written = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        json.loads((tmp_path / "out/config.json").read_text()),
+    )
+    assert out.keys() == tensors.keys()
+    assert all(torch.equal(out[name], tensor) for name, tensor in tensors.items())
+    assert {name: written[name] for name in config} == config
+    before, after = tree_of(tmp_path / "saved"), tree_of(tmp_path / "out")
+    assert torch.equal(before.tokens, after.tokens)
+    assert torch.equal(before.log_probs, after.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--format", "speculators"], "format speculators is for EAGLE-3 heads, the drafter is of kind dflash"),
+        (["--model", "tiny-llava"], "trained for .* with hidden_size 48: got .* with 192"),
+    ],
+)
+def test_blocks_that_cannot_be_written_are_refused(more, message, tmp_path, capsys):
+    assert main([*saved_blocks(tmp_path), *more]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_with_an_output_layer_of_their_own_are_refused(tmp_path, capsys):
+    config, tensors = dflash.published(dflash.reference(), "speculators", draft_vocab_size=101)
+    dflash.write(tmp_path / "head", config, tensors | {"lm_head.weight": torch.zeros(101, dflash.WIDTH)})
+    assert main([*saved_blocks(tmp_path), "--drafter", str(tmp_path / "head")]) == 2
+    assert "requires the target's output layer and embedding: the drafter has its own" in capsys.readouterr().err
+
+
+def test_a_head_is_not_written_as_blocks(tmp_path, capsys):
+    assert main([*saved_head(tmp_path, cut(LLAMA3)), "--format", "z-lab"]) == 2
+    assert "format z-lab is for DFlash drafters, the drafter is of kind eagle3" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""`mmspec train dflash`: sets up the network, objective and drafter to train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mmspec.distil.data import Conversation
+from mmspec.distil.dflash_objective import DFlashObjective
+from mmspec.distil.options import DFlashOptions
+from mmspec.distil.run import draft_vocabulary, train_drafter
+from mmspec.distil.start import load_shared_weights
+from mmspec.distil.tasks import DrafterSetup
+from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
+from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
+from mmspec.drafters.dflash.network import DFlashNetwork
+from mmspec.drafters.dflash.published import published_parts
+from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.shape import TREE
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.quantisation.linear import PackedLinear
+
+_CONTEXT = ("fc.weight", "hidden_norm.weight")
+_OPTIONAL = ("q_norm.weight", "k_norm.weight")
+
+
+def train_dflash(options: DFlashOptions) -> None:
+    """Trains with these options, or resumes the run in `options.out`."""
+    train_drafter(options, _setup)
+
+
+def _setup(options: DFlashOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
+    torch.manual_seed(options.seed)
+    target, start = pipe.target, None
+    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
+    if options.start is not None:
+        start = DFlash.from_checkpoint(options.start)
+        start.attach(target)  # refuses drafters of other targets
+        if start.network.config.head or rotary_of(start.network.config)[1] is not None:
+            raise UserError(
+                f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
+            )
+        draft_ids = start.draft_ids if draft_ids is None else draft_ids
+    config = _network_config(options, pipe, start)
+    network = DFlashNetwork(config).to(target.device, torch.float32)
+    if start is not None:
+        load_shared_weights(start, network, options.start)
+    elif options.from_target:
+        copy_last_layers(network, target)
+    chosen = options.part(DFlashObjective.__dataclass_fields__)
+    layers = config.features(target.config.num_hidden_layers)
+    return DrafterSetup(network, DFlashObjective(**chosen), DFlash, draft_ids, options.part(TREE), layers=layers)
+
+
+def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None) -> DFlashConfig:
+    given = options.part(DFlashConfig.__dataclass_fields__)
+    if start is not None:
+        return replace(start.network.config, **given)
+    decoder = pipe.target.config
+    new = {"block_size": 8, "layers": 2, "target_layer_ids": default_layer_ids(decoder.num_hidden_layers), **given}
+    if "mask_token_id" not in new:
+        new["mask_token_id"] = _mask_token(pipe)
+    return DFlashConfig.like(decoder, **new)
+
+
+def _mask_token(pipe: Pipeline) -> int:
+    """A token that answers do not contain and whose embedding is not zero, which attention could not turn."""
+    tokenizer, vocab = pipe.io.tokenizer, pipe.target.config.vocab_size
+    named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
+    for token in [*(token for token in named if token is not None and token < vocab), vocab - 1]:
+        embedding = plain_embedding(pipe.target, torch.tensor([token], device=pipe.target.device))
+        if token not in pipe.target.eos_token_ids and bool(embedding.any()):
+            return int(token)
+    raise UserError("mask_token_id must be given for this target: its tokenizer has no unused token")
+
+
+@torch.no_grad()
+def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
+    """Initialises the layers and the last norm as the target's last ones, which read the last of the states that the
+    drafter reads. Norms of queries and keys that the target does not have are kept.
+
+    Raises:
+        UserError: the target's layers are of another architecture or shape.
+    """
+    theirs, own = _last_layers(target, network.config.layers), network.state_dict()
+    taken: dict[str, torch.Tensor] = {}
+    for ours, found in published_parts(network.config).items():
+        if ours in _CONTEXT or (ours.endswith(_OPTIONAL) and found[0][0] not in theirs):
+            continue
+        for name, rows in found:
+            received = tuple(theirs[name].shape) if name in theirs else "none"
+            if received != (expected := (rows, *own[ours].shape[1:])):
+                raise UserError(
+                    f"--from-target needs layers like the drafter's: expected {name} {expected}, received {received}"
+                )
+        taken[ours] = torch.cat([theirs[name] for name, _ in found])
+    for ours, weight in taken.items():
+        own[ours].copy_(weight)
+    network.hidden_norm.weight.copy_(own["layers.0.input_norm.weight"])
+    network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
+
+
+def _last_layers(target: Any, count: int) -> dict[str, torch.Tensor]:
+    """Weights of a target's last layers under their published names, numbered from 0, and of its last norm."""
+    decoder = target.model.get_decoder()
+    found = {"norm.weight": decoder.norm.weight} if hasattr(decoder, "norm") else {}
+    for number, layer in enumerate(list(getattr(decoder, "layers", []))[-count:]):
+        for name, module in layer.named_modules():
+            plain = module.unpacked() if isinstance(module, PackedLinear) else module
+            if isinstance(weight := getattr(plain, "weight", None), torch.Tensor):
+                found[f"layers.{number}.{name}.weight"] = weight
+    return found

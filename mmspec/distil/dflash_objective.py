@@ -1,0 +1,136 @@
+"""Training objective of DFlash: blocks at random anchors of the answers, all drafted in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.distil.features import Features
+from mmspec.distil.token_loss import TokenLoss, token_loss
+from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash.drafter import plain_embedding
+from mmspec.drafters.dflash.network import DFlashNetwork, block_tokens
+from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.training.loss import LossOutput
+
+
+@dataclass(frozen=True)
+class DFlashObjective:
+    """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
+
+    An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
+    to itself, and slot k, from 1 on, predicts the k-th token after the anchor.
+
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k.
+
+    Attributes:
+        anchors: blocks per conversation, at most.
+        gamma: slot k has the weight exp(-(k - 1) / gamma).
+        loss: as for ``token_loss``.
+    """
+
+    anchors: int = 24
+    gamma: float = 4.0
+    loss: TokenLoss = "kl"
+
+    def __call__(
+        self,
+        network: DFlashNetwork,
+        target: Any,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """Returns the losses on the answers of ``batch``.
+
+        Args:
+            network: to train.
+            target: for its frozen embedding and head.
+            batch: features of conversations, with the layers that the network reads.
+            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
+            generator: draws the anchors.
+            progress: unused; part of the interface of objectives.
+        """
+        followed = batch.answer[:, :-1] & batch.answer[:, 1:]
+        total = batch.hidden.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, float] = {}
+        if not bool(followed.any()):
+            return LossOutput(total, metrics)
+        head = _head(target, draft_ids)
+        with torch.no_grad():
+            goal = head(batch.hidden[:, :-1][followed]).float().softmax(-1)
+        index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
+        anchors = _draw(followed, self.anchors, generator)
+        states = _states(network, target, batch, anchors)
+        scoring = network.lm_head if network.config.head else head
+        alive = followed.gather(1, anchors)
+        count = int(alive.sum())
+        for slot in range(1, network.config.block_size):
+            at = (anchors + slot - 1).clamp(max=followed.shape[1] - 1)
+            alive = alive & followed.gather(1, at)
+            if not bool(alive.any()):
+                break
+            scores, truth = scoring(states[:, :, slot][alive]).float(), goal[index.gather(1, at)[alive]]
+            loss = token_loss(self.loss, truth, scores.log_softmax(-1))
+            # Normalised by the number of blocks, so that the losses of several processes add up.
+            total = total + exp(-(slot - 1) / self.gamma) * len(truth) / count * loss
+            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
+            metrics |= {f"token_{slot}": float(loss.detach()), f"right_{slot}": float(right)}
+        return LossOutput(total, metrics)
+
+
+def _head(target: Any, draft_ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+    head: Callable[[Tensor], Tensor] = target.head if draft_ids is None else target.narrow_head(draft_ids)
+    return head
+
+
+def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Positions of up to ``count`` different anchors per row, (batch, anchors) int64; rows with fewer are padded."""
+    noise = torch.rand(possible.shape, generator=generator, device=possible.device).masked_fill(~possible, -1.0)
+    return noise.topk(min(count, int(possible.sum(1).max())), dim=1).indices
+
+
+def _states(network: DFlashNetwork, target: Any, batch: Features, anchors: Tensor) -> Tensor:
+    """The network's outputs over a block per anchor, (batch, anchors, block, hidden)."""
+    config, length = network.config, batch.tokens.shape[1]
+    assert batch.layers is not None, "the extractor reads the network's layers"
+    rotary, _ = rotary_of(config)
+    context = network.project(batch.layers)
+    rotary.reserve(length + config.block_size, context)
+    known = list(network.context(context, rotary(slice(0, length))))
+    places = anchors[:, :, None] + torch.arange(config.block_size, device=anchors.device)
+    masks = _masks(anchors, places, length, config)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(known[layer], (k, v), strict=True))
+        return F.scaled_dot_product_attention(q, keys, values, masks[layer in config.sliding], enable_gqa=True)
+
+    tokens = block_tokens(batch.tokens.gather(1, anchors), config).flatten(1)
+    if config.embedding:
+        x = network.embed_tokens(tokens)
+    else:
+        with torch.no_grad():
+            x = plain_embedding(target, tokens).clone()
+    outputs: Tensor = network(x.to(context.dtype), rotary(places.flatten(1)), attend)
+    return outputs.unflatten(1, places.shape[1:])
+
+
+def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -> tuple[Tensor, Tensor]:
+    """Attention masks of all layers and of sliding ones, (batch, 1, anchors * block, length + anchors * block) bool:
+    the tokens before an anchor, then its own block."""
+    tokens = torch.arange(length, device=anchors.device)
+    before = (tokens < anchors[:, :, None]).repeat_interleave(config.block_size, dim=1)
+    number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(config.block_size)
+    own = (number[:, None] == number).expand(len(anchors), -1, -1)
+    flat = places.flatten(1)
+    keys = torch.cat([tokens.expand(len(anchors), -1), flat], dim=1)
+    whole = torch.cat([before, own], dim=2)
+    near = whole & ((flat[:, :, None] - keys[:, None]).abs() <= config.window)
+    return whole[:, None], near[:, None]

@@ -1,0 +1,182 @@
+"""DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
+
+One pass of the network drafts all levels of a tree, see ``slots``.
+
+Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
+are the target's, of a target with several axes the largest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec import ops
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.drafters import checkpoint
+from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash.network import DFlashNetwork, block_tokens
+from mmspec.drafters.dflash.published import read_published
+from mmspec.drafters.dflash.slots import grow_on_device, grow_on_host
+from mmspec.drafters.hidden_state.layer import Rotation
+from mmspec.drafters.hidden_state.passes import allowed_slots
+from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.errors import UserError
+
+
+class DFlash(PositionedDrafter):
+    """DFlash drafter.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype.
+        draft_ids: (n,) int64, the target's token of each row of the output layer; None is the identity.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level per drafted position.
+    """
+
+    name: ClassVar[str] = "dflash"
+    counts_tokens = False
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        draft_ids: Tensor | None = None,
+        *,
+        top_k: int = 10,
+        depth: int = 15,
+        total_tokens: int = 59,
+        verifier: dict[str, Any] | None = None,
+    ) -> None:
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
+        self.features = ()  # known when attached
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Self:
+        """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
+        keywords: dict[str, Any] = {}
+        found = None
+        if checkpoint.drafter_name(folder) is None:
+            config, tensors, draft_ids, found = read_published(folder)
+        else:
+            config, tensors, keywords = checkpoint.read_network(folder, DFlashConfig)
+            draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
+            if draft_ids is not None and config.head not in (0, len(draft_ids)):
+                raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
+        network = checkpoint.load_network(DFlashNetwork, config, tensors, folder)
+        drafter = cls(network, draft_ids, **keywords)
+        drafter.published = found
+        return drafter
+
+    # ------------------------------------------------------------------ the target
+
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        network, decoder = self.network, target.config  # type: ignore[attr-defined]
+        self.features = network.config.features(decoder.num_hidden_layers)
+        rows = network.config.embedding or decoder.vocab_size
+        if network.config.mask_token_id >= rows:
+            raise UserError(f"mask_token_id must be a token below {rows}: got {network.config.mask_token_id}")
+        rows = network.config.head or (self.published or {}).get("vocab_size") or decoder.vocab_size
+        if self.draft_ids is None and rows < decoder.vocab_size:  # the target has more tokens than it was trained for
+            self.draft_ids = torch.arange(rows, device=probe.device)
+        if network.config.head:
+            head: Callable[[Tensor], Tensor] = network.lm_head
+            return head
+        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+
+    def states(self, output: TargetOutput) -> Tensor:
+        return torch.cat([output.features[name] for name in self.features], dim=-1)
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        context: Tensor = self.network.project(states)
+        return context
+
+    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
+        return self.inputs(first, self.states(output))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""
+        if rows := self.network.config.embedding:
+            # A target may have more tokens than the drafter was trained for.
+            embeds: Tensor = self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
+            return embeds
+        return plain_embedding(self.target, tokens).to(self.network.fc.weight.dtype)
+
+    # ------------------------------------------------------------------ rows
+
+    def reserve(self, width: int) -> None:
+        block = self.network.config.block_size
+        self.cache.reserve_nodes(width + block)
+        self._rotary.reserve(max(map(len, self._history)) + self.beyond + block, self.network.norm.weight)
+
+    # ------------------------------------------------------------------ steps
+
+    def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
+        """Write keys and values of a context; trees grow from nothing else."""
+        if cache.static_shapes:
+            cache.set_write_slots(x.shape[1])
+        layer: Any
+        for layer, (keys, values) in zip(cache.layers, self.network.context(x, rotation), strict=True):
+            layer.update(keys, values)
+        return x[..., :0]
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        self.cache.offset = 0
+        deepest = max(1, min(self.depth, self.network.config.block_size - 1, budget.max_depth))
+        states = self._denoise(token)[:, 1 : 1 + deepest]
+        assert self._scores is not None, "attach comes first"
+        tokens, log_probs = ops.top_log_probs(self._scores(states), self.top_k)
+        if self.draft_ids is not None:
+            tokens = self.draft_ids[tokens]
+        grow = grow_on_device if self.static_shapes else grow_on_host
+        return grow(token, tokens, log_probs, budget, self.total_tokens)
+
+    def _denoise(self, token: Tensor) -> Tensor:
+        """The network's outputs over a block per row, (batch, block, hidden)."""
+        config, cache, batch = self.network.config, self.cache, len(token)
+        if cache.static_shapes:
+            cache.set_write_slots(config.block_size)
+        place = torch.arange(config.block_size, device=token.device)
+        whole = place.new_ones(batch, config.block_size, config.block_size, dtype=torch.bool)
+        near = whole & ((place[:, None] - place).abs() <= config.window)
+        masks = (whole, near) if cache.static_shapes else _slot_masks(cache, place, whole, near, config)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            entry: Any = cache.layers[layer]
+            keys, values = entry.update(k, v)
+            slides = layer in config.sliding
+            if not cache.static_shapes:
+                return F.scaled_dot_product_attention(q, keys, values, masks[slides], enable_gqa=True)
+            assert cache.bounds is not None
+            bounds = cache.bounds.first(batch)
+            # A window of the operation excludes its last distance.
+            window: dict[str, Any] = {"depth": place.expand(batch, -1), "window": config.window + 1} if slides else {}
+            read = ops.tree_attention(q, keys, values, bounds.lengths, masks[slides], start=bounds.start, **window)
+            return read.transpose(1, 2)
+
+        x = self.embed(block_tokens(token, config))
+        outputs: Tensor = self.network(x, self.rotation(batch, config.block_size), attend)
+        return outputs
+
+
+def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
+    """The target's embeddings without the norm that its table may apply (Muse Glimmer)."""
+    table = target.model.get_input_embeddings()
+    return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
+
+
+def _slot_masks(cache: TreeCache, place: Tensor, whole: Tensor, near: Tensor, config: DFlashConfig) -> list[Tensor]:
+    """Masks of all layers and of sliding ones over context and block, (batch, 1, block, slots) bool."""
+    masks = [allowed_slots(cache, whole)]
+    if config.sliding:
+        lengths = torch.tensor(cache.lengths, device=place.device)[:, None, None]
+        prefix = lengths + place[:, None] - torch.arange(cache.length, device=place.device) <= config.window
+        masks.append(masks[0] & torch.cat([prefix, near], dim=2)[:, None])
+    return masks

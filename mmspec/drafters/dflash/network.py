@@ -1,0 +1,97 @@
+"""Network of DFlash (arXiv 2602.06036): the last token and mask tokens, a block, denoised in one pass.
+
+Queries come from the block; keys and values from the context, then the block, without a mask inside it. The context is
+one state per token that the target has processed: the outputs of several target layers, projected together and normed,
+the same for every layer. Position k of the block, normed, gives the logits of the k-th token after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.hidden_state.layer import Attend, Norm, Rotation, rotate
+
+
+class BlockLayer(nn.Module):
+    """Decoder layer whose attention reads the context beside the block. Parameters are (out, in); ``kv`` stacks keys
+    and values, ``gate_up`` gate and up."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        width, inner, keys = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.input_norm = Norm(width, config.norm_eps)
+        self.q = nn.Linear(width, inner, bias=False)
+        self.kv = nn.Linear(width, 2 * keys, bias=False)
+        self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
+        self.out = nn.Linear(inner, width, bias=False)
+        self.post_norm = Norm(width, config.norm_eps)
+        self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
+        self.down = nn.Linear(config.mlp, width, bias=False)
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).
+
+        Args:
+            rotation: of their positions, broadcastable to (batch, nodes, heads, head_dim).
+        """
+        keys, values = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
+        return rotate(self.k_norm(keys), rotation).transpose(1, 2), values.transpose(1, 2)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """(batch, nodes, hidden) -> (batch, nodes, hidden); ``attend`` adds the context."""
+        normed = self.input_norm(x)
+        queries = rotate(self.q_norm(self.q(normed).unflatten(-1, (self.heads, self.head_dim))), rotation)
+        read = attend(queries.transpose(1, 2), *self.keys_values(normed, rotation))
+        x = x + self.out(read.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class DFlashNetwork(nn.Module):
+    """See the module."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, eps = config.hidden_size, config.norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = Norm(width, eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.layers))
+        self.norm = Norm(width, eps)
+        if config.head:
+            self.lm_head = nn.Linear(width, config.head, bias=False)
+        if config.embedding:
+            self.embed_tokens = nn.Embedding(config.embedding, width)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Context from the target's states: (..., reads * hidden) -> (..., hidden)."""
+        return self.hidden_norm(self.fc(states))
+
+    def context(self, x: Tensor, rotation: Rotation) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of a context from ``project``, of each layer."""
+        layers: Any = self.layers
+        return (layer.keys_values(x, rotation) for layer in layers)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """States that predict tokens, (batch, nodes, hidden).
+
+        Args:
+            x: (batch, nodes, hidden), embeddings of blocks.
+            rotation: see ``BlockLayer.keys_values``.
+            attend: attention of queries, keys and values, with the number of the layer as ``layer``.
+        """
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rotation, partial(attend, layer=number))
+        return self.norm(x)
+
+
+def block_tokens(last: Tensor, config: DFlashConfig) -> Tensor:
+    """Tokens of blocks: the last ones, (...) int64, and mask tokens -> (..., block)."""
+    return F.pad(last[..., None], (0, config.block_size - 1), value=config.mask_token_id)

@@ -1,0 +1,194 @@
+"""Published DFlash checkpoints (arXiv 2602.06036): strict reading, without running their code.
+
+Three layouts of one network:
+
+- ``z-lab``: ``fc``, ``hidden_norm``, ``layers.*`` and ``norm``, with ``dflash_config`` in a flat configuration;
+- ``transformers``: ``encoder.fc`` and ``encoder.output_norm_enc`` in their place (``MuseGlimmerAssistantModel``);
+- ``speculators``: a nested ``transformer_layer_config``, output layer and embedding of its own if it has them, and
+  ``d2t``, the offsets of its draft vocabulary.
+
+``target_layer_ids`` are layers whose outputs are read, ``aux_hidden_state_layer_ids`` of speculators those whose inputs
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.checks import whole
+from mmspec.drafters.checkpoint import read_json
+from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash.network import DFlashNetwork
+from mmspec.drafters.published import (
+    PublishedConfig,
+    check_tensors,
+    draft_tokens,
+    layout_of,
+    named_verifier,
+    read_tensors,
+    refuse,
+    rope_parameters,
+    rows_of,
+    stack,
+)
+from mmspec.errors import UserError
+
+_UNSUPPORTED = (
+    "attention_bias",
+    "mlp_bias",
+    "causal_head",
+    "fc_layernorm",
+    "markov_rank",
+    "enable_confidence_head",
+    "sample_from_anchor",
+)
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+
+Published = tuple[DFlashConfig, dict[str, Tensor], Tensor | None, dict[str, Any]]
+Parts = dict[str, list[tuple[str, int]]]
+
+
+def read_published(folder: Path) -> Published:
+    """Read a published DFlash drafter; see ``convert``."""
+    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
+    layout = layout_of(config, set(tensors))
+    refuse(layout, folder)
+    if layout != "dflash":
+        raise UserError(f"{folder}: expected a DFlash drafter, received {', '.join(sorted(tensors)[:4])}")
+    return convert(config, tensors, str(folder))
+
+
+def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> Published:
+    """Validate published tensors and convert them to those of a ``DFlashNetwork``.
+
+    Args:
+        config: contents of ``config.json``.
+        tensors: the published ones; may be on the meta device.
+        source: name of the checkpoint in error messages.
+
+    Returns:
+        The network's configuration, its tensors in their original dtype, the target's token of each row of its output
+        layer, (n,) int64 (None is the identity), and its target, for ``published.check_target``.
+
+    Raises:
+        UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
+    """
+    layer = {**config, **(config.get("transformer_layer_config") or {})}
+    common = PublishedConfig.read(layer, f"{source}/config.json", others=True)
+    vocab = common.vocab_size
+    network = _network(common, config, layer, tensors, vocab, source)
+    parts = published_parts(network, renamed=any(name.startswith("encoder.") for name in tensors))
+    with torch.device("meta"):
+        expected = DFlashNetwork(network).state_dict()
+    shapes = {name: (rows, *expected[ours].shape[1:]) for ours, found in parts.items() for name, rows in found}
+    draft, vocabularies = network.head, {"d2t", "t2d"}
+    if draft:
+        shapes |= {"d2t": (draft,), "t2d": (vocab or 0,)}
+    optional = vocabularies if draft == vocab else {"t2d"}
+    check_tensors(tensors, shapes, "a DFlash drafter", source, optional, vocabularies)
+    ours = stack(tensors, {name: [one for one, _ in found] for name, found in parts.items()})
+    verifier = {**named_verifier(config), "hidden_size": network.hidden_size, "vocab_size": vocab}
+    return network, ours, draft_tokens(tensors, draft, vocab or 0, source), verifier
+
+
+def published_parts(network: DFlashConfig, renamed: bool = False) -> Parts:
+    """Our parameters, and the published ones that each of them stacks, with their rows.
+
+    Args:
+        renamed: under the names of transformers.
+    """
+    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
+    parts: Parts = {name: [(_ENCODER[name] if renamed else name, width)] for name in _ENCODER}
+    parts["norm.weight"] = [("norm.weight", width)]
+    if network.head:
+        parts["lm_head.weight"] = [("lm_head.weight", network.head)]
+    if network.embedding:
+        parts["embed_tokens.weight"] = [("embed_tokens.weight", network.embedding)]
+    for number in range(network.layers):
+        at = f"layers.{number}"
+        layer: Parts = {
+            "input_norm": [("input_layernorm", width)],
+            "q": [("self_attn.q_proj", inner)],
+            "kv": [("self_attn.k_proj", keys), ("self_attn.v_proj", keys)],
+            "q_norm": [("self_attn.q_norm", network.head_dim)],
+            "k_norm": [("self_attn.k_norm", network.head_dim)],
+            "out": [("self_attn.o_proj", width)],
+            "post_norm": [("post_attention_layernorm", width)],
+            "gate_up": [("mlp.gate_proj", network.mlp), ("mlp.up_proj", network.mlp)],
+            "down": [("mlp.down_proj", width)],
+        }
+        parts |= {
+            f"{at}.{ours}.weight": [(f"{at}.{name}.weight", rows) for name, rows in found]
+            for ours, found in layer.items()
+        }
+    return parts
+
+
+def _network(
+    common: PublishedConfig,
+    config: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    vocab: int | None,
+    source: str,
+) -> DFlashConfig:
+    own = config.get("dflash_config") or {}
+    if not isinstance(own, Mapping):
+        raise UserError(f"{source}/config.json: dflash_config must be an object: got {own!r}")
+    settings = {**layer, **own}
+    for name in _UNSUPPORTED:
+        if settings.get(name):
+            raise UserError(f"{source}/config.json: expected a DFlash drafter without {name}, received {name}")
+    layers = _number(layer, "num_hidden_layers", source)
+    sliding = _sliding(layer, layers, source)
+    head = rows_of(tensors, "lm_head.weight") or 0
+    if head and vocab is None:
+        raise UserError(f"{source}/config.json: vocab_size must be a positive integer: got None")
+    ours = {
+        **common.shape(),
+        "rope": rope_parameters(layer, source),
+        "block_size": _number(settings, "block_size", source),
+        "mask_token_id": _number(settings, "mask_token_id", source, 0),
+        "target_layer_ids": _layer_ids(settings, source),
+        "layers": layers,
+        "sliding": sliding,
+        "window": _number(layer, "sliding_window", source) if sliding else 0,
+        "head": (common.draft_vocab_size or head) if head else 0,
+        "embedding": rows_of(tensors, "embed_tokens.weight") or 0,
+    }
+    return DFlashConfig.read(ours, f"{source}/config.json")
+
+
+def _number(settings: Mapping[str, Any], name: str, source: str, low: int = 1) -> int:
+    value: int = whole(low).check(f"{source}/config.json: {name}", settings.get(name))
+    return value
+
+
+def _layer_ids(settings: Mapping[str, Any], source: str) -> list[int]:
+    """Layers whose outputs are read."""
+    name, earlier = "target_layer_ids", 0
+    if settings.get(name) is None and "aux_hidden_state_layer_ids" in settings:
+        name, earlier = "aux_hidden_state_layer_ids", 1
+    ids = settings.get(name)
+    if not isinstance(ids, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise UserError(f"{source}/config.json: {name} must be a list of layers: got {ids!r}")
+    if not ids or min(ids) < earlier:
+        raise UserError(f"{source}/config.json: {name} must name layers from {earlier} on: got {ids}")
+    return [layer - earlier for layer in ids]
+
+
+def _sliding(layer: Mapping[str, Any], layers: int, source: str) -> list[int]:
+    """Layers with a sliding window."""
+    kinds = layer.get("layer_types") or [_FULL] * layers
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {_SLIDING, _FULL}:
+        raise UserError(f"{source}/config.json: layer_types must be {layers} of {_SLIDING} and {_FULL}: got {kinds!r}")
+    sliding = [number for number, kind in enumerate(kinds) if kind == _SLIDING]
+    if sliding and not layer.get("sliding_window_non_causal", True):
+        raise UserError(f"{source}/config.json: sliding_window_non_causal must be true with sliding layers: got False")
+    return sliding

@@ -1,0 +1,100 @@
+"""DFlash checkpoints in every layout, and transformers' implementation of the network as the reference."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors.torch import save_file
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.cache_utils import DFlashCache
+
+from tests.draft_checks import check_drafts
+from tests.eagle3 import states_read
+from tests.targets import row_of
+from tests.tiny.configs import VOCAB
+
+BLOCK, MASK, WIDTH = 5, 99, 48
+_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+
+
+def reference(seed=0, **changes):
+    """A random network of transformers: two layers, the second with a window."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    settings = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [1, 0], "sliding_window": 3}
+    kinds = ["full_attention", "sliding_attention"]
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    model = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(
+            **{**shape, **settings, "intermediate_size": 40, "num_hidden_layers": 2, "layer_types": kinds}
+            | {"rope_parameters": rope, "pad_token_id": None, **changes}
+        )
+    )
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    return model.eval()
+
+
+def published(model, layout, **changes):
+    """Contents of a checkpoint's files: configuration and tensors."""
+    tensors, config = dict(model.state_dict()), model.config.to_dict()
+    if layout == "transformers":
+        return {**config, "architectures": ["MuseGlimmerAssistantModel"], **changes}, tensors
+    for theirs, name in _NAMES.items():
+        tensors = {key.replace(theirs, name): value for key, value in tensors.items()}
+    shape = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    shape += ("num_hidden_layers", "layer_types", "sliding_window", "rms_norm_eps", "hidden_act")
+    layer = {name: config[name] for name in shape} | {"vocab_size": VOCAB}
+    ids, theta = config["target_layer_ids"], config["rope_parameters"]["rope_theta"]
+    if layout == "z-lab":
+        own = {"target_layer_ids": ids, "mask_token_id": config["mask_token_id"]}
+        named = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_target_layers": 2}
+        return {**layer, "rope_theta": theta, "block_size": BLOCK, "dflash_config": own, **named, **changes}, tensors
+    layer["rope_parameters"] = config["rope_parameters"]
+    own = {"aux_hidden_state_layer_ids": [one + 1 for one in ids], "mask_token_id": config["mask_token_id"]}
+    named = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "block_size": BLOCK}
+    return {**named, **own, **changes}, tensors
+
+
+def write(folder, config, tensors):
+    """A folder as it lies on the hub."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@torch.no_grad()
+def log_probs(model, target, states, positions, last, head=None):
+    """The reference's log probabilities of each slot, (block - 1, tokens): one pass over whole context and block."""
+    cache = DFlashCache(config=model.config)
+    cache.set_previous_accepted_tokens(len(positions))
+    tokens = torch.tensor([[last, *[model.config.mask_token_id] * (model.config.block_size - 1)]])
+    block = positions.max() + 1 + torch.arange(model.config.block_size)
+    states = model(
+        noise_embeds=target.model.get_input_embeddings()(tokens),
+        context_hidden_states=torch.cat(states, dim=-1)[None],
+        position_ids=torch.cat([positions, block])[None],
+        past_key_values=cache,
+    ).last_hidden_state[0, 1:]
+    return (target.head if head is None else head)(states).log_softmax(-1)
+
+
+def check_blocks(model, inputs, drafter, plain, *, ids=None, head=None, **asked):
+    """Decode; every node must have the probability of the reference, and every output token be right."""
+    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
+    layers = plain.config.target_layer_ids
+    last = len(model.get_decoder().layers) - 1
+
+    def gains(target, b, said, paths):
+        states, axes = states_read(model, rows[b], said[:-1], sorted(set(layers)), outputs=True)
+        states = dict(zip(sorted(set(layers)), states, strict=True))
+        if last in states:  # the last output is normed
+            with torch.no_grad():
+                states[last] = model.get_decoder().norm(states[last])
+        scores = log_probs(plain, target, [states[layer] for layer in layers], axes.amax(0), said[-1], head)
+        index = {token: number for number, token in enumerate(range(scores.shape[1]) if ids is None else ids)}
+        return [float(sum(scores[k, index[token]] for k, token in enumerate(path)).exp()) for path in paths]
+
+    return check_drafts(model, inputs, drafter, gains, **asked)

@@ -1,0 +1,94 @@
+"""Losses of DFlash at all anchors equal those of running transformers' implementation on every block separately."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mmspec.distil.dflash_objective import DFlashObjective
+from mmspec.distil.features import Features
+from mmspec.drafters.checkpoint import load_network
+from mmspec.drafters.dflash.network import DFlashNetwork
+from mmspec.drafters.dflash.published import convert
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.dflash import BLOCK, log_probs, published, reference
+from tests.tiny import shared_model
+
+
+def random_batch():
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 90, (2, 13), generator=g)
+    visual, answer, keep = torch.zeros(3, 2, 13, dtype=torch.bool).unbind(0)
+    visual[:, 1:3] = True  # read as any other position
+    for row, spans in enumerate((((3, 11),), ((2, 5), (7, 9), (11, 12)))):
+        for begin, end in spans:
+            answer[row, begin:end] = True
+    keep[0], keep[1, :12] = True, True
+    hidden, layers = torch.randn(2, 13, 48, generator=g), torch.randn(2, 13, 2 * 48, generator=g)
+    layers[1, 12:] = 9.0  # padding is not read
+    return Features(tokens, hidden, torch.full((2, 13, 48), torch.nan), visual, answer, keep, layers)
+
+
+def plain_losses(plain, target, batch, loss, ids):
+    """Losses of each slot, of one block after another."""
+    found = [[] for _ in range(1, BLOCK)]
+    for row in range(len(batch.tokens)):
+        said = batch.answer[row].nonzero().flatten().tolist()
+        for anchor in said:
+            states = batch.layers[row, :anchor].split(48, dim=-1)
+            scores = log_probs(plain, target, states, torch.arange(anchor), int(batch.tokens[row, anchor]), head=None)
+            scores = scores[:, ids].log_softmax(-1)
+            for slot in range(1, BLOCK):
+                if anchor + slot not in said:
+                    break
+                goal = target.head(batch.hidden[row, anchor + slot - 1])[ids].softmax(-1)
+                kl = -(goal * scores[slot - 1]).sum()
+                accepted = torch.minimum(goal, scores[slot - 1].exp()).sum()
+                share = math.exp(-3 * accepted.item())
+                found[slot - 1].append(kl if loss == "kl" else share * kl + (1 - share) * (1 - accepted))
+    return [torch.stack(losses) for losses in found]
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_blocks_equal_those_run_alone(loss, narrow, tmp_path):
+    target, plain, batch = TransformersTarget(shared_model("llama")), reference(), random_batch()
+    config, tensors = published(plain, "z-lab")
+    shape, ours, _, _ = convert(config, tensors, "here")
+    network = load_network(DFlashNetwork, shape, ours, tmp_path)
+    ids = torch.arange(0, 101, 2 if narrow else 1)
+    output = DFlashObjective(anchors=99, gamma=2.0, loss=loss)(network, target, batch, ids if narrow else None)
+    expected = plain_losses(plain, target, batch, loss, ids)
+    total = sum(math.exp(-k / 2.0) * losses.sum() / len(expected[0]) for k, losses in enumerate(expected))
+    torch.testing.assert_close(output.total.detach(), total.detach(), rtol=1e-4, atol=1e-5)
+    for slot, losses in enumerate(expected, start=1):
+        assert output.metrics[f"token_{slot}"] == pytest.approx(losses.mean().item(), rel=1e-4)
+    gradients = torch.autograd.grad(output.total, list(network.parameters()))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_anchors_are_drawn_from_the_answers_without_repetition(tmp_path):
+    """As many as the losses need, another draw with another seed."""
+    target, batch = TransformersTarget(shared_model("llama")), random_batch()
+    shape, ours, _, _ = convert(*published(reference(), "z-lab"), "here")
+    network = load_network(DFlashNetwork, shape, ours, tmp_path)
+    totals = [
+        float(
+            DFlashObjective(anchors)(
+                network, target, batch, generator=torch.Generator().manual_seed(seed)
+            ).total.detach()
+        )
+        for anchors, seed in ((1, 0), (1, 0), (1, 5), (99, 0), (99, 5))
+    ]
+    assert totals[0] == totals[1]
+    assert totals[0] != totals[2]
+    assert totals[3] == pytest.approx(totals[4], rel=1e-5)
+
+
+def test_a_batch_without_answers_has_no_loss(tmp_path):
+    target, batch = TransformersTarget(shared_model("llama")), random_batch()
+    batch.answer[:] = False
+    shape, ours, _, _ = convert(*published(reference(), "z-lab"), "here")
+    assert float(DFlashObjective()(load_network(DFlashNetwork, shape, ours, tmp_path), target, batch).total) == 0
