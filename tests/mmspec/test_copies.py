@@ -79,10 +79,14 @@ def test_every_embedded_model_is_copied() -> None:
     assert set(EMBEDDED) == set(plugins.names("models"))
 
 
+OF_BYTES = {"mamba": {"vocab": 259}, "dflash": {"target_layer_ids": [0]}}
+"""Settings that fit the model of bytes, which has 259 tokens and one layer."""
+
+
 @pytest.mark.parametrize("kind", [*tiny_drafters(), "recycle+ngram"])
 def test_every_drafter(kind: str) -> None:
     model = byte_model()
-    drafter = tiny_drafter(kind, model, 40, **({"vocab": 259} if kind == "mamba" else {}))
+    drafter = tiny_drafter(kind, model, 40, **OF_BYTES.get(kind, {}))
     check_copies(Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), drafter))
 
 
