@@ -249,7 +249,7 @@ def test_every_tensor_missing_further_or_misshapen_is_named(layout, tmp_path):
         ("layer_types", ["full_attention", "chunked"], "layer_types must be 2 of sliding_attention"),
         ("sliding_window", None, "sliding_window must be a whole number >= 1: got None"),
         ("num_hidden_layers", None, "num_hidden_layers must be a whole number >= 1: got None"),
-        ("hidden_act", "gelu", "expected silu"),
+        ("hidden_act", "gelu", "hidden_act must be 'silu': got 'gelu'"),
         ("attention_bias", True, "without attention_bias"),
         ("causal_head", True, "without causal_head"),
         ("markov_rank", 256, "without markov_rank"),
