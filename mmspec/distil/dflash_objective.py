@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.core.target import Target
 from mmspec.distil.features import Features
-from mmspec.distil.token_loss import TokenLoss, token_loss
+from mmspec.distil.options import BlockLoss
+from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.drafter import plain_embedding
 from mmspec.drafters.dflash.network import DFlashNetwork, block_tokens
@@ -21,28 +21,19 @@ from mmspec.training.loss import LossOutput
 
 
 @dataclass(frozen=True)
-class DFlashObjective:
+class DFlashObjective(BlockLoss):
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 
     An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
     to itself, and slot k, from 1 on, predicts the k-th token after the anchor.
 
     The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k.
-
-    Attributes:
-        anchors: blocks per conversation, at most.
-        gamma: slot k has the weight exp(-(k - 1) / gamma).
-        loss: as for ``token_loss``.
     """
-
-    anchors: int = 24
-    gamma: float = 4.0
-    loss: TokenLoss = "kl"
 
     def __call__(
         self,
         network: DFlashNetwork,
-        target: Any,
+        target: Target,
         batch: Features,
         draft_ids: Tensor | None = None,
         generator: torch.Generator | None = None,
@@ -63,7 +54,7 @@ class DFlashObjective:
         metrics: dict[str, float] = {}
         if not bool(followed.any()):
             return LossOutput(total, metrics)
-        head = _head(target, draft_ids)
+        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
         with torch.no_grad():
             goal = head(batch.hidden[:, :-1][followed]).float().softmax(-1)
         index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
@@ -86,18 +77,13 @@ class DFlashObjective:
         return LossOutput(total, metrics)
 
 
-def _head(target: Any, draft_ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-    head: Callable[[Tensor], Tensor] = target.head if draft_ids is None else target.narrow_head(draft_ids)
-    return head
-
-
 def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """Positions of up to ``count`` different anchors per row, (batch, anchors) int64; rows with fewer are padded."""
     noise = torch.rand(possible.shape, generator=generator, device=possible.device).masked_fill(~possible, -1.0)
     return noise.topk(min(count, int(possible.sum(1).max())), dim=1).indices
 
 
-def _states(network: DFlashNetwork, target: Any, batch: Features, anchors: Tensor) -> Tensor:
+def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Tensor) -> Tensor:
     """The network's outputs over a block per anchor, (batch, anchors, block, hidden)."""
     config, length = network.config, batch.tokens.shape[1]
     assert batch.layers is not None, "the extractor reads the network's layers"

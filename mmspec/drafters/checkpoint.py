@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmspec.checks import TEXT, TEXTS, Checked, required, whole
-from mmspec.drafters.shape import TreeShape
+from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, write_text
 
 S = TypeVar("S", bound=Checked)
+H = TypeVar("H", bound=HeadShape)
 C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)
 
@@ -93,6 +94,19 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], dic
     network = kind.read(config.pop("network", None), f"{source}: network")
     tree = TreeShape.read(config, source)
     return network, _load_tensors(folder), {**asdict(tree), "verifier": verifier}
+
+
+def read_head(folder: Path, kind: type[H]) -> tuple[H, dict[str, Tensor], Tensor | None, dict[str, Any]]:
+    """``read_network`` of a network that may have an output layer, ``head`` rows of its own.
+
+    Returns:
+        Configuration, tensors, the target's token of each of the rows, (n,) int64 (None is the identity), keywords.
+    """
+    config, tensors, keywords = read_network(folder, kind)
+    draft_ids, head = take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder), config.head
+    if draft_ids is not None and head not in (0, len(draft_ids)):
+        raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {head}")
+    return config, tensors, draft_ids, keywords
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:

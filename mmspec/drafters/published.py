@@ -126,6 +126,24 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
         )
 
 
+def read_layout(folder: Path, layout: str, expected: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors of a published drafter.
+
+    Args:
+        layout: the drafter's, see ``recognise``.
+        expected: the same, in the message for another one.
+
+    Raises:
+        UserError: the files cannot be read, or are of another layout.
+    """
+    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
+    received = layout_of(config, set(tensors))
+    refuse(received, folder)
+    if received != layout:
+        raise UserError(f"{folder}: expected {expected}, received {', '.join(sorted(tensors)[:4])}")
+    return config, tensors
+
+
 def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
     """Layout of a published drafter, see ``recognise``, by its configuration and tensor names."""
     classes = [*(config.get("architectures") or []), config.get("speculators_model_type") or ""]

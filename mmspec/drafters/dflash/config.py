@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmspec.checks import NUMBERS, option, required, whole
-from mmspec.drafters.shape import RopeShape
+from mmspec.drafters.shape import HeadShape
 from mmspec.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,28 +14,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig(RopeShape):
-    """Configuration of a ``DFlashNetwork``: a ``RopeShape``, and
+class DFlashConfig(HeadShape):
+    """Configuration of a ``DFlashNetwork``: a ``HeadShape``, and
 
     Attributes:
         block_size: positions of a block, the last token included.
         mask_token_id: token of the target whose embedding all other positions have.
         target_layer_ids: layers of the target whose outputs the context consists of.
-        layers: decoder layers.
         sliding: the layers that attend to the last ``window`` tokens only.
         window: largest distance of positions that such a layer attends to; 0 without any.
-        head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
-        embedding: rows of an embedding of its own; 0 is the target's.
     """
 
     block_size: int = required(whole(2, 64))
     mask_token_id: int = required(whole(0, 2**24))
     target_layer_ids: list[int] = required(NUMBERS)
-    layers: int = option(1, whole(1, 64))
     sliding: list[int] = option(list, NUMBERS)
     window: int = option(0, whole(0, 2**24))
-    head: int = option(0, whole(0, 2**24))
-    embedding: int = option(0, whole(0, 2**24))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,11 +41,6 @@ class DFlashConfig(RopeShape):
             raise UserError(f"sliding must name layers below {self.layers}: got {self.sliding}")
         if bool(self.sliding) != bool(self.window):
             raise UserError(f"window must be given with sliding layers only: got {self.window} for {self.sliding}")
-        if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UserError(
-                f"rotary positions must turn whole heads: got a partial_rotary_factor of "
-                f"{self.rope['partial_rotary_factor']}"
-            )
 
     def features(self, layers: int) -> tuple[Feature, ...]:
         """The hidden states that the network reads of a target with ``layers`` layers, whose last output is normed.

@@ -66,10 +66,7 @@ class DFlash(PositionedDrafter):
         if checkpoint.drafter_name(folder) is None:
             config, tensors, draft_ids, found = read_published(folder)
         else:
-            config, tensors, keywords = checkpoint.read_network(folder, DFlashConfig)
-            draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
-            if draft_ids is not None and config.head not in (0, len(draft_ids)):
-                raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
+            config, tensors, draft_ids, keywords = checkpoint.read_head(folder, DFlashConfig)
         network = checkpoint.load_network(DFlashNetwork, config, tensors, folder)
         drafter = cls(network, draft_ids, **keywords)
         drafter.published = found

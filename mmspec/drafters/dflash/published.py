@@ -21,17 +21,14 @@ import torch
 from torch import Tensor
 
 from mmspec.checks import whole
-from mmspec.drafters.checkpoint import read_json
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.published import (
     PublishedConfig,
     check_tensors,
     draft_tokens,
-    layout_of,
     named_verifier,
-    read_tensors,
-    refuse,
+    read_layout,
     rope_parameters,
     rows_of,
     stack,
@@ -56,12 +53,7 @@ Parts = dict[str, list[tuple[str, int]]]
 
 def read_published(folder: Path) -> Published:
     """Read a published DFlash drafter; see ``convert``."""
-    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
-    layout = layout_of(config, set(tensors))
-    refuse(layout, folder)
-    if layout != "dflash":
-        raise UserError(f"{folder}: expected a DFlash drafter, received {', '.join(sorted(tensors)[:4])}")
-    return convert(config, tensors, str(folder))
+    return convert(*read_layout(folder, "dflash", "a DFlash drafter"), str(folder))
 
 
 def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> Published:

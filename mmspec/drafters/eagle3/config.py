@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmspec.checks import FLAG, NUMBERS, option, whole
-from mmspec.drafters.shape import RopeShape
+from mmspec.drafters.shape import HeadShape
 from mmspec.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Eagle3Config(RopeShape):
-    """Configuration of an ``Eagle3Network``: a ``RopeShape``, and
+class Eagle3Config(HeadShape):
+    """Configuration of an ``Eagle3Network``: a ``HeadShape``, and
 
     Attributes:
         target_size: the target's hidden size; 0 is ``hidden_size``.
@@ -23,9 +23,6 @@ class Eagle3Config(RopeShape):
         reads: layers of the target whose inputs these are, 0 to the target's number of layers; empty are EAGLE's 2, L/2
             and L - 3 of L layers.
         outputs: read the outputs of these layers, as the layers return them, in place of their inputs.
-        layers: decoder layers.
-        head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
-        embedding: rows of an embedding of its own; 0 is the target's.
         norm_before_residual: the residual of the first layer is the normed state.
         norm_before_fc: RMSNorm over all states together before their projection.
         fc_norm: RMSNorm of each of them (3.1).
@@ -36,9 +33,6 @@ class Eagle3Config(RopeShape):
     states: int = option(3, whole(1, 64))
     reads: list[int] = option(list, NUMBERS)
     outputs: bool = option(False, FLAG)
-    layers: int = option(1, whole(1, 64))
-    head: int = option(0, whole(0, 2**24))
-    embedding: int = option(0, whole(0, 2**24))
     norm_before_residual: bool = option(False, FLAG)
     norm_before_fc: bool = option(False, FLAG)
     fc_norm: bool = option(False, FLAG)
@@ -52,11 +46,6 @@ class Eagle3Config(RopeShape):
             raise UserError(f"reads must name the {self.states} layers that the drafter was trained on: got none")
         if self.norm_before_fc and self.fc_norm:
             raise UserError("one of norm_before_fc and fc_norm must be false: got both true")
-        if self.rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UserError(
-                f"rotary positions must turn whole heads: got a partial_rotary_factor of "
-                f"{self.rope['partial_rotary_factor']}"
-            )
 
     @property
     def source(self) -> int:

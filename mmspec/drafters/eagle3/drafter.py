@@ -75,10 +75,7 @@ class Eagle3(PositionedDrafter):
         if checkpoint.drafter_name(folder) is None:
             config, tensors, draft_ids, found = read_published(folder)
         else:
-            config, tensors, keywords = checkpoint.read_network(folder, Eagle3Config)
-            draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
-            if draft_ids is not None and config.head not in (0, len(draft_ids)):
-                raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {config.head}")
+            config, tensors, draft_ids, keywords = checkpoint.read_head(folder, Eagle3Config)
         if reads is not None:
             config = replace(config, reads=reads, outputs=outputs)
         drafter = cls(checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **keywords)

@@ -21,17 +21,14 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.checks import whole
-from mmspec.drafters.checkpoint import read_json
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.published import (
     PublishedConfig,
     check_tensors,
     draft_tokens,
     layer_shapes,
-    layout_of,
     named_verifier,
-    read_tensors,
-    refuse,
+    read_layout,
     rope_parameters,
     rows_of,
     stack,
@@ -48,12 +45,7 @@ Published = tuple[Eagle3Config, dict[str, Tensor], Tensor | None, dict[str, Any]
 
 def read_published(folder: Path) -> Published:
     """Read a published EAGLE-3 head; see ``convert``."""
-    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
-    layout = layout_of(config, set(tensors))
-    refuse(layout, folder)
-    if layout != "eagle3":
-        raise UserError(f"{folder}: expected the tensors of an EAGLE-3 head, received {', '.join(sorted(tensors)[:4])}")
-    return convert(config, tensors, str(folder))
+    return convert(*read_layout(folder, "eagle3", "the tensors of an EAGLE-3 head"), str(folder))
 
 
 def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> Published:
