@@ -14,12 +14,7 @@ from mmspec.errors import UserError
 @click.option(
     "--model", required=True, metavar="NAME", help="The target, a folder or hub id; its weights are not read."
 )
-@click.option(
-    "--drafter",
-    type=FOLDER,
-    required=True,
-    help="Folder of an EAGLE-3 head or a DFlash drafter.",
-)
+@click.option("--drafter", type=FOLDER, required=True, help="Folder of an EAGLE-3 head or a DFlash drafter.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option(
     "--format",
@@ -33,7 +28,7 @@ from mmspec.errors import UserError
     "--tokens", type=click.IntRange(1, 64), default=3, show_default=True, help="Draft tokens per step in vLLM."
 )
 def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> None:
-    """Write an EAGLE-3 head or a DFlash drafter for vLLM or SGLang, and any engine that reads these formats."""
+    """Write an EAGLE-3 head or a DFlash drafter in a published format, for engines that read it."""
     from mmspec.drafters.dflash.drafter import DFlash
     from mmspec.drafters.dflash.export import export as write_blocks
     from mmspec.drafters.eagle3.drafter import Eagle3

@@ -1,4 +1,5 @@
-"""DFlash drafters written in z-lab's layout, which vLLM and SGLang serve; the inverse of ``published``."""
+"""DFlash drafters written in the layout that z-lab publishes; the inverse of ``published``. No other engine has read
+them yet."""
 
 from __future__ import annotations
 
