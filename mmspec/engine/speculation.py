@@ -43,6 +43,7 @@ class Speculation:
         self._parts = [member.key for member in members(self.drafter)]
         self._searched = False  # for the target's stored cost
         self._refused = False  # the target cannot be calibrated
+        self._outdated = False  # passes have proved the calibration wrong
         if drafter is not None:
             with self:
                 pass
@@ -92,7 +93,8 @@ class Speculation:
     # ------------------------------------------------------------------ budgets
 
     def calibrate(self, adaptive: bool = True, *, refresh: bool = False) -> CostTable | None:
-        """Load the target's measured verify times, or measure them if ``adaptive`` budgets will need them.
+        """Load the target's measured verify times, or measure them if ``adaptive`` budgets will need them, also after
+        passes have proved them wrong.
 
         Args:
             adaptive: measure if nothing is stored, or if ``refresh``.
@@ -101,11 +103,14 @@ class Speculation:
         with _CALIBRATION:
             if self.target.cost is None and not self._searched:
                 self.target.cost, self._searched = stored_cost(self.target), True
-            if refresh or (adaptive and self.drafter is not None and self.target.cost is None and not self._refused):
+            needed = self.drafter is not None and not self._refused and (self.target.cost is None or self._outdated)
+            if refresh or (adaptive and needed):
                 try:
                     self.target.cost = cost_table(self.target.fork(), refresh=refresh)  # this one may have sequences
                 except UserError:  # a model with a short window takes no tree of every size
                     self._refused = True
+                if self._outdated:
+                    self.budget, self._outdated = None, False
             return self.target.cost
 
     def budget_of(self, batch: int, num_draft_tokens: int | None) -> Budget:
@@ -127,6 +132,6 @@ class Speculation:
             self.budget = (SteadyBudget if steady else AdaptiveBudget)(cost, batch=batch)
         if self.budget.drift and self.budget.drift.overestimated:
             forget_cost(self.target)
-            self.budget.drift = None
+            self.budget.drift, self._outdated = None, True  # measured again before the next request
         self.budget.resize(batch)
         return self.budget

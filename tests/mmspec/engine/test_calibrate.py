@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
         return forward(tree)
 
     monkeypatch.setattr(calibrate, "clock", lambda: now[0])
+    monkeypatch.setattr(calibrate, "process_time", lambda: now[0])
     monkeypatch.setattr(target, "forward_tree", timed)
     table = calibrate.measure(target, prefix=8, seconds=1.0)
     assert passes == list(calibrate.SIZES) * 3
@@ -196,3 +198,33 @@ def test_another_process_s_new_measurement_is_not_forgotten(target, measured):
     for _ in range(40):
         pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1)
     assert calibrate.stored_cost(target) == CostTable((1, 2, 4), (0.1, 0.2, 0.3))
+
+
+@pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
+def test_a_wrong_calibration_is_measured_again_before_the_next_request(target, measured, kind):
+    """A process whose first measurement other load disturbed must not draft by it for ever."""
+    pipe = mmspec.Pipeline(target, drafter=Ngram())
+    pipe.calibrate()
+    pipe.budget = kind(target.cost)
+    for _ in range(40):
+        pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1)
+    wrong = pipe.budget
+    assert pipe._speculation.budget_of(1, None) is wrong  # not within a request
+    assert len(measured) == 1
+    pipe.calibrate()
+    assert len(measured) == 2
+    assert pipe._speculation.budget_of(1, None) is not wrong
+    pipe.calibrate()
+    assert len(measured) == 2
+
+
+def test_time_of_other_processes_is_not_measured(target, monkeypatch):
+    """Passes of more than one node wait for a processor."""
+    forward = target.forward_tree
+
+    def waits(tree):
+        time.sleep(0.05 * (tree.nodes > 1))
+        return forward(tree)
+
+    monkeypatch.setattr(target, "forward_tree", waits)
+    assert max(calibrate.measure(target, prefix=8, seconds=0.01).seconds) < 0.05
