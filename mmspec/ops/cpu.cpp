@@ -4,9 +4,10 @@
 // Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
 // the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
 //
-// Weights lie in blocks of 16 output features. A block is a sequence of groups of 32 input features:
+// Weights lie in blocks of 16 output features, which are read in order, from one address to the next: processors
+// prefetch nothing else. A block is a sequence of groups of 32 input features:
 //   int4      256 bytes of codes, 16 scales, 16 values of code 0 (float16): the layout of GGUF's Q4_1, transposed
-//   int8      512 bytes of codes plus 128, 16 scales (float16): Q8_0
+//   int8      of two groups: 512 bytes of codes plus 128 each, 16 scales (float16) each: Q8_0
 //   bfloat16  1024 bytes
 //   float32   2048 bytes
 // Within a group, 4 input features (bfloat16: 2, float32: 1) of all 16 output features are neighbours, the operand of a
@@ -36,7 +37,7 @@ constexpr int64_t LANES = 16, TILE = 8;
 constexpr int64_t LANES = 8, TILE = 4;
 #endif
 constexpr int64_t BLOCK = 16, GROUP = 32, CHUNK = 128;
-constexpr int64_t AHEAD = 8192;  // bytes of weights to prefetch
+constexpr int64_t AHEAD = 16;  // groups to prefetch
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -325,18 +326,23 @@ struct Rows {
   }
 };
 
-// A block's codes lie before its scales, so that no load crosses a cache line.
-constexpr int64_t code_bytes[] = {256, 512, 1024, 2048}, scale_bytes[] = {64, 32, 0, 0};
+// Codes and scales of a group; groups whose scales share a cache line, so that no load crosses one.
+constexpr int64_t code_bytes[] = {256, 512, 1024, 2048}, scale_bytes[] = {64, 32, 0, 0}, together[] = {1, 2, 1, 1};
+
+constexpr int64_t block_bytes(Kind kind, int64_t groups) {
+  return (groups + together[kind] - 1) / together[kind] * together[kind] * (code_bytes[kind] + scale_bytes[kind]);
+}
 
 // Adds the products of one group of LANES output features and the same group of several rows, for which weights are
 // loaded once.
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  // The processor's own prefetching keeps up with bfloat16, and with int8 where there is little to compute.
-  if constexpr (kind == INT4 || (kind == INT8 && tile >= 4)) {
-    for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + AHEAD + i);
-    __builtin_prefetch(scales + AHEAD);
+  // The processor's own prefetching keeps up with bfloat16, and with the others where there is little to compute.
+  if constexpr ((kind == INT4 && tile >= 4) || (kind == INT8 && tile > 4)) {
+    constexpr int64_t ahead = block_bytes(kind, AHEAD);
+    for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i);
+    __builtin_prefetch(scales + ahead);
   }
   if constexpr (kind == FLOAT32) {
     const float* input = x.exact.data() + first * x.width + group * GROUP;
@@ -385,9 +391,12 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
 template <Kind kind, int tile>
 void block_product(const uint8_t* block, int64_t part, const Rows& x, int64_t first, floats* sums) {
   floats local[2 * tile] = {};
-  const uint8_t *codes = block + 4 * part, *scales = block + x.groups * code_bytes[kind] + 2 * part;
-  for (int64_t group = 0; group < x.groups; group++)
-    add_group<kind, tile>(codes + group * code_bytes[kind], scales + group * scale_bytes[kind], x, first, group, local);
+  for (int64_t group = 0; group < x.groups; group++) {
+    int64_t place = group % together[kind];
+    const uint8_t *codes = block + block_bytes(kind, group - place), *scales = codes + together[kind] * code_bytes[kind];
+    codes += place * code_bytes[kind] + 4 * part, scales += place * scale_bytes[kind] + 2 * part;
+    add_group<kind, tile>(codes, scales, x, first, group, local);
+  }
   for (int row = 0; row < tile; row++) sums[row] += local[row] + local[tile + row];
 }
 
@@ -401,7 +410,7 @@ void tile_product(int rows, const uint8_t* block, int64_t part, const Rows& x, i
 // out = x W^T + bias (+ residual); called by all threads of a team.
 template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
-  int64_t block_size = x.groups * (code_bytes[kind] + scale_bytes[kind]);
+  int64_t block_size = block_bytes(kind, x.groups);
 #pragma omp for schedule(static)
   for (int64_t block = 0; block < (layer.out + BLOCK - 1) / BLOCK; block++)
     for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.out); column += LANES) {
@@ -437,7 +446,7 @@ void configure_tiles(int rows) {
 
 // The intrinsics take numbers of registers as literals only.
 #define MMSPEC_ADD_TILE(sum, weights, input, width) \
-  for (int64_t i = 0; i < 1024; i += 64) __builtin_prefetch((weights) + AHEAD + i); \
+  for (int64_t i = 0; i < 1024; i += 64) __builtin_prefetch((weights) + 8192 + i); \
   _tile_loadd(4, input, (width) * sizeof(Half)); \
   _tile_loadd(5, weights, 64); \
   _tile_dpbf16ps(sum, 4, 5)

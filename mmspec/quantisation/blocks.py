@@ -141,11 +141,14 @@ class Int8Blocks(BlockLinear):
 
     def _laid_out(self, *parts: Tensor) -> Tensor:
         codes, scale = parts
-        return torch.cat([_interleaved(codes, 4).flatten(1), _grid(scale).flatten(1)], dim=1)
+        pairs = [_in_pairs(part) for part in (_interleaved(codes, 4).flatten(2), _grid(scale))]
+        return torch.cat(pairs, dim=2).flatten(1)
 
     def _parts(self) -> list[Tensor]:
-        codes, scale = self._blocks.split([512 * self._groups, 32 * self._groups], dim=1)
-        return [_rows(codes.unflatten(1, (self._groups, 8, LANES, 4))), _rows_of_grid(scale, self._groups)]
+        codes, scale = self._blocks.unflatten(1, (-1, 1088)).split([1024, 64], dim=2)
+        codes, scale = codes.unflatten(2, (2, -1)).flatten(1, 2), scale.unflatten(2, (2, -1)).flatten(1, 2)
+        codes = codes[:, : self._groups].unflatten(2, (8, LANES, 4))
+        return [_rows(codes), _rows_of_grid(scale[:, : self._groups])]
 
 
 class Int4Blocks(BlockLinear):
@@ -165,15 +168,13 @@ class Int4Blocks(BlockLinear):
     def _laid_out(self, *parts: Tensor) -> Tensor:
         codes, scale, low = parts
         even, odd = _interleaved(codes, 4).unflatten(2, (4, 2)).unbind(3)
-        scales = torch.cat([_grid(scale), _grid(low)], dim=2)
-        return torch.cat([(even | odd << 4).flatten(1), scales.flatten(1)], dim=1)
+        return torch.cat([(even | odd << 4).flatten(2), _grid(scale), _grid(low)], dim=2).flatten(1)
 
     def _parts(self) -> list[Tensor]:
-        codes, scales = self._blocks.split([256 * self._groups, 64 * self._groups], dim=1)
-        both = codes.unflatten(1, (self._groups, 4, 1, LANES, 4))
+        codes, scale, low = self._blocks.unflatten(1, (self._groups, 320)).split([256, 32, 32], dim=2)
+        both = codes.unflatten(2, (4, 1, LANES, 4))
         codes = _rows(torch.cat([both & 15, both >> 4], dim=3).flatten(2, 3))
-        scale, low = scales.unflatten(1, (self._groups, 2, 32)).unbind(2)
-        return [codes, *(_rows_of_grid(part.flatten(1), self._groups) for part in (scale, low))]
+        return [codes, _rows_of_grid(scale), _rows_of_grid(low)]
 
 
 def _whole_groups(weight: Tensor) -> Tensor:
@@ -196,9 +197,14 @@ def _grid(scale: Tensor) -> Tensor:
     return scale.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous().view(torch.uint8)
 
 
-def _rows_of_grid(grid: Tensor, groups: int) -> Tensor:
+def _rows_of_grid(grid: Tensor) -> Tensor:
     """(rows, groups) float16, of the result of ``_grid``."""
-    return grid.contiguous().view(torch.float16).unflatten(1, (groups, LANES)).transpose(1, 2).flatten(0, 1)
+    return grid.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
+
+
+def _in_pairs(groups: Tensor) -> Tensor:
+    """(blocks, pairs, 2 * bytes), from (blocks, groups, bytes), with zeros where the number of groups is odd."""
+    return F.pad(groups, (0, 0, 0, groups.shape[1] % 2)).unflatten(1, (-1, 2)).flatten(2)
 
 
 BLOCKS: dict[str, type[BlockLinear]] = {

@@ -29,6 +29,7 @@ def own_signals():
     signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.filterwarnings("ignore")
 def test_ray_gives_what_a_local_run_gives():

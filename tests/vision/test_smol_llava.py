@@ -72,6 +72,7 @@ def test_lists_equal_generate_and_are_correct(pipe: Pipeline) -> None:
     assert named / shown > 0.75
 
 
+@pytest.mark.long
 @needs_packages
 def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
     requests = [

@@ -95,6 +95,7 @@ def check_answers(rows):
         assert row["mean_acceptance_length"] > (1.2 if row["method"] == "msd, 7 nodes" else 0.9)
 
 
+@pytest.mark.long
 def test_a_failing_part_is_recorded(quick):
     result, content, _ = quick
     part = content["parts"]["compaction"]

@@ -25,6 +25,8 @@ from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, q
 
 pytest.importorskip("ray.serve", reason="needs ray: pip install -e '.[ray]'")
 
+pytestmark = pytest.mark.long
+
 OPTIONS = ("--engine", "ray", "--replicas", "2", "--port", "0", "--api-key", "secret")
 LIMITS = ("--max-running", "2", "--max-waiting", "1", "--max-body", "1")
 

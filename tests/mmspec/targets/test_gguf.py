@@ -182,6 +182,7 @@ def test_smollm2_decodes_as_generate_does(dtype: str) -> None:
     assert pipe.generate(question, max_new_tokens=10, nodes=4).token_ids == expected.tolist()  # costs are not measured
 
 
+@pytest.mark.long
 @real
 def test_smollm2_in_four_bits_decodes_as_it_does_plainly() -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
