@@ -7,7 +7,10 @@ int8, per row and group of 32 features.
 
 from __future__ import annotations
 
+import mmap
 from abc import abstractmethod
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +21,8 @@ from mmspec.ops import cpu
 from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
 
 LANES = 16  # output features of a block
+_PAGE = 2 << 20  # bytes of a huge page
+_LINE = 64  # bytes of a cache line
 
 
 class BlockLinear(PackedLinear):
@@ -55,7 +60,9 @@ class BlockLinear(PackedLinear):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_native", "_bias")}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_native", "_bias")}
+        # Of memory shared with other layers, a copy takes its own part.
+        return {**state, "_buffers": {**self._buffers, "_blocks": self._blocks.clone()}}
 
     def _product(self, rows: Tensor) -> Tensor:
         return cpu.linear(self.native, rows.float())
@@ -81,6 +88,26 @@ class BlockLinear(PackedLinear):
     @property
     def _groups(self) -> int:
         return -(-self.in_features // GROUP)
+
+
+def place_together(layers: Iterable[BlockLinear]) -> None:
+    """Move the weights of layers, in order, into memory of huge pages, where the system has them.
+
+    A pass reads all weights; with pages of 4 KiB, address translation would take as long as the reading.
+    """
+    layers = list(layers)
+    if not layers or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    sizes = [layer._blocks.numel() + -layer._blocks.numel() % _LINE for layer in layers]
+    pages = mmap.mmap(-1, sum(sizes) + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % _PAGE :]
+    for layer, end, size in zip(layers, accumulate(sizes), sizes, strict=True):
+        blocks = layer._blocks
+        place = memory[end - size :][: blocks.numel()].view_as(blocks)
+        layer._blocks = place.copy_(blocks)
+        layer.__dict__.pop("_native", None)
 
 
 class Bfloat16Blocks(BlockLinear):

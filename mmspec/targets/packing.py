@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from mmspec.extras import missing
 from mmspec.ops import cpu
-from mmspec.quantisation.blocks import BLOCKS, BlockLinear
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
 from mmspec.targets.decoder_layer import merge_layers
 from mmspec.targets.support import lay_out_for_few_rows
@@ -41,6 +41,7 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
     if isinstance(head := model.get_output_embeddings(), BlockLinear):
         head.takes = torch.float32
     model.bfloat16()
+    place_together(layer for layer in model.modules() if isinstance(layer, BlockLinear))
 
 
 def packed(layer: nn.Linear, kind: str) -> nn.Module:

@@ -1,0 +1,77 @@
+"""Weights in blocks: their layout in memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+
+
+def _layers(kind: str) -> list[BlockLinear]:
+    torch.manual_seed(0)
+    shapes = [(96, 40), (32, 64), (16, 200)]  # of 3, 2 and 7 groups
+    return [BLOCKS[kind](weight, weight[:, 0].clone()) for weight in map(torch.randn, shapes)]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_layers_placed_together_compute_what_they_did(kind: str) -> None:
+    layers, x = _layers(kind), torch.randn(5, 40)
+    before = layers[0](x)  # has made its weights for the kernels
+    weights = [layer.weight for layer in layers]
+    place_together(layers)
+    assert torch.equal(layers[0](x), before)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
+
+
+def test_layers_placed_together_follow_each_other() -> None:
+    layers = _layers("int4")
+    place_together(layers)
+    places = [layer._blocks.data_ptr() for layer in layers]
+    ends = [place + layer._blocks.numel() for place, layer in zip(places, layers, strict=True)]
+    assert all(place % 64 == 0 for place in places)
+    assert places[0] % (2 << 20) == 0  # a huge page
+    assert all(0 <= start - end < 64 for start, end in zip(places[1:], ends, strict=False))
+
+
+@pytest.mark.parametrize("system", ["linux", "other"])
+def test_copies_take_their_own_part_of_the_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if system == "other":
+        monkeypatch.delattr("mmspec.quantisation.blocks.mmap.MADV_HUGEPAGE", raising=False)
+    model = nn.Sequential(*_layers("int8"))
+    place_together(layer for layer in model if isinstance(layer, BlockLinear))
+    last = model[2]
+    alone = pickle.dumps(last)
+    assert len(alone) < last._blocks.numel() + 4096
+    twin, loaded = copy.deepcopy(last), pickle.loads(alone)
+    expected, x = last.weight.clone(), torch.randn(2, 200)
+    product = last(x)
+    last._blocks.zero_()
+    for other in (twin, loaded):
+        assert torch.equal(other.weight, expected)
+        assert torch.equal(other(x), product)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux")
+def test_weights_lie_in_huge_pages() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("huge pages are switched off")
+    layer = BLOCKS["int8"](torch.randn(4096, 2048))  # 9 MB
+    place_together([layer])
+    place, found, huge = layer._blocks.data_ptr(), False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            found = start <= place < end
+        elif found and line.startswith("AnonHugePages"):
+            huge = int(line.split()[1]) << 10
+    assert huge >= 8 << 20
