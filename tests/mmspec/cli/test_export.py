@@ -138,7 +138,7 @@ def test_a_head_in_eagles_format_is_the_same_head(name, tmp_path):
             "format eagle requires one layer without further norms: the head has fc_norm, norm_output",
         ),
         (cut(LLAMA3, num_hidden_layers=2), {"layout": "C"}, ["--format", "eagle"], "the head has 2 layers"),
-        (cut(PEAGLE_FLAT), {}, ["--format", "eagle"], "the head has mask_hidden"),
+        (cut(PEAGLE_FLAT, norm_before_residual=False), {}, ["--format", "eagle"], "the head has mask_hidden"),
         (cut(LLAMA3), {}, ["--model", "tiny-llava"], "trained for .* with hidden_size 48: got .* with 192"),
         (
             cut(LLAMA3),
@@ -177,7 +177,7 @@ def test_heads_that_no_format_describes_are_one_line(tmp_path, capfd):
     assert "for a target of class Qwen3ForCausalLM: got" in capfd.readouterr().err
     embedded = str(plugins.find("models", "tiny-llava")()) + "/drafter"
     assert main([*args, "--drafter", embedded]) == 2
-    assert "is for EAGLE-3 heads, the drafter is of kind flash" in capfd.readouterr().err
+    assert "is for EAGLE-3 heads and DFlash drafters, the drafter is of kind flash" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------- DFlash
